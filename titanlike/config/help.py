@@ -1,0 +1,142 @@
+"""`--help`: every key with its meaning and default, from the schema's own words; no torch, no Hydra."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import textwrap
+import typing
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from titanlike.config.errors import override_text
+from titanlike.config.parse import to_plain
+from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config, Custom
+
+_USAGE = """\
+usage: python train.py [key=value ...] [group=choice ...]
+
+  python train.py                                           one process, embedded defaults
+  python train.py pp=2 dp=2 schedule=1f1b                   starts its 4 workers itself
+  torchrun --nproc-per-node 8 train.py pp=4 dp=2            workers that torchrun started
+  python train.py -m schedule=gpipe,1f1b pp=2               a sweep: one run after another
+  python train.py experiment=llama3_8b --cfg job            show the config, start nothing
+  python train.py --config-path RUN_DIR steps=600           launch a run again from its config.yaml
+
+flags: -m sweep; --cfg job; --config-dir DIR adds a folder of your own groups;
+       --hydra-help for the rest; completion: eval "$(python train.py -sc install=bash)"
+"""
+
+
+def help_text(conf_dirs: Iterable[Path], width: int | None = None) -> str:
+    """The help for a terminal of `width` columns (asked of the terminal where None).
+
+    `conf_dirs` are the folders in which the choices of the groups are looked up.
+    """
+    width = min(width or shutil.get_terminal_size().columns, 160)
+    conf_dirs = list(conf_dirs)
+    lines = [_USAGE]
+    hints, config = typing.get_type_hints(Config), to_plain(Config())
+    scalars, nested, groups = [], [], []
+    for field in dataclasses.fields(Config):
+        if field.name in VARIANTS or hints[field.name] is Custom:
+            groups.append(field)
+        elif dataclasses.is_dataclass(hints[field.name]):
+            nested.append(field)
+        else:
+            scalars.append(field)
+    lines += ["keys (= default)", *_rows([_row(f, "", hints, config) for f in scalars], width), ""]
+    for field in nested:
+        lines += [f"{field.name}: {field.metadata['doc']}"]
+        lines += [*_keys(hints[field.name], f"{field.name}.", width), ""]
+    lines += ["groups (group=choice; a choice is a file in conf/ and has keys of its own)", ""]
+    for field in groups:
+        lines += [f"{field.name}=  {field.metadata['doc']}"]
+        lines += _group(field.name, conf_dirs, width) + [""]
+    lines += ["experiment=  a file that sets many keys at once"]
+    lines += _choices("experiment", conf_dirs, width)
+    return "\n".join(lines).rstrip()
+
+
+def _group(group: str, conf_dirs: list[Path], width: int) -> list[str]:
+    """A group's choices, then their keys; choices with the same keys together."""
+    lines = _choices(group, conf_dirs, width)
+    if group in OPEN_GROUPS:
+        own = "package.module.attribute"
+        lines += _wrapped(f"or your own: {group}.name={own}, with its arguments", "  ", width)
+    variants: dict[type, list[str]] = {}
+    for name, variant in VARIANTS.get(group, {}).items():
+        variants.setdefault(variant, []).append(name)
+    for variant, names in variants.items():
+        if keys := _keys(variant, f"{group}.", width):
+            title = f"keys of {', '.join(names)}:" if len(variants) > 1 else "keys:"
+            lines += [*_wrapped(title, "  ", width), *keys]
+    if group == "model":
+        title = "keys: arguments of the model's constructor; for llama, with llama_tiny's values:"
+        lines += _wrapped(title, "  ", width)
+        lines += _rows(list(_file_rows("model", "llama_tiny", conf_dirs)), width)
+    return lines
+
+
+def _choices(group: str, conf_dirs: list[Path], width: int) -> list[str]:
+    """Each choice with the comment that its file begins with."""
+    rows = []
+    for path in sorted(path for folder in conf_dirs for path in (folder / group).glob("*.yaml")):
+        comments = [
+            line.lstrip("# ")
+            for line in path.read_text(encoding="utf-8").splitlines()
+            if line.startswith("# ") and not line.startswith("# @")
+        ]
+        rows.append((path.stem, comments[0] if comments else ""))
+    return _rows(rows, width)
+
+
+def _file_rows(group: str, name: str, conf_dirs: list[Path]) -> Iterator[tuple[str, str]]:
+    for folder in conf_dirs:
+        if (path := folder / group / f"{name}.yaml").is_file():
+            for line in path.read_text(encoding="utf-8").splitlines():
+                if not line.startswith(("#", "name:")):
+                    setting, _, comment = line.partition(" # ")
+                    yield f"{group}.{setting.replace(': ', '=')}", comment
+
+
+def _keys(variant: type, prefix: str, width: int) -> list[str]:
+    hints = typing.get_type_hints(variant)
+    shown = [field for field in dataclasses.fields(variant) if field.name != "name"]
+    return _rows([_row(field, prefix, hints, {}) for field in shown], width)
+
+
+def _row(
+    field: dataclasses.Field[Any], prefix: str, hints: dict[str, Any], values: dict[str, Any]
+) -> tuple[str, str]:
+    """`key=default` and its meaning, with the values that are allowed where they are few."""
+    default: Any = "..."  # required
+    if field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
+    elif field.default is not dataclasses.MISSING:
+        default = field.default
+    doc = field.metadata["doc"]
+    if typing.get_origin(hints[field.name]) is Literal:
+        allowed = "|".join(override_text(value) for value in typing.get_args(hints[field.name]))
+        doc = f"{allowed}: {doc}"
+    return f"{prefix}{field.name}={override_text(values.get(field.name, default))}", doc
+
+
+def _rows(rows: list[tuple[str, str]], width: int) -> list[str]:
+    """Two columns; a left entry that is too wide has the line to itself."""
+    column = min(max((len(left) for left, _ in rows), default=0) + 4, 40)
+    lines = []
+    for left, right in rows:
+        first = f"  {left}".ljust(column)
+        if len(left) + 4 > column:
+            lines.append(f"  {left}")
+            first = " " * column
+        filled = textwrap.wrap(right, max(width - column, 20)) or [""]
+        lines.append((first + filled[0]).rstrip())
+        lines += [" " * column + rest for rest in filled[1:]]
+    return lines
+
+
+def _wrapped(text: str, indent: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent)

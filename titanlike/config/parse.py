@@ -1,0 +1,150 @@
+"""Plain data (what YAML and the command line give) to the dataclasses of `schema`, and back.
+
+1. `parse` walks the fields of `Config`. A group (`VARIANTS`) is read by the dataclass that its
+   `name` chooses; a name with a dot in an open group is an import path and becomes `Custom`.
+2. Each value is converted by its annotation, strictly: 2.0 is no integer, true is no number.
+3. A wrong value is noted and its default stands in, so that the rest can still be checked: all
+   problems of a config are found in one go.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from typing import Any, Literal, Union
+
+from titanlike.config.errors import Problem, nearest, override_text
+from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config, Custom
+
+MISSING = "???"  # how YAML files mark a value that the user must give
+
+
+def parse(plain: dict[str, Any]) -> tuple[Config, list[Problem]]:
+    """The config that `plain` describes, and every problem of form in it.
+
+    Only where the list is empty is the config what the user asked for; else defaults stand in
+    for what could not be read, which is good enough to look for further problems.
+    """
+    problems: list[Problem] = []
+    return _dataclass(Config, plain, "", problems), problems
+
+
+def to_plain(config: Any) -> Any:
+    """The inverse of `parse`: dicts, lists and scalars only."""
+    if isinstance(config, Custom):
+        return {"name": config.name, **to_plain(config.args)}
+    if dataclasses.is_dataclass(config):
+        return {f.name: to_plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    if isinstance(config, dict):
+        return {key: to_plain(value) for key, value in config.items()}
+    if isinstance(config, (list, tuple)):
+        return [to_plain(item) for item in config]
+    return config
+
+
+def _dataclass(cls: type, plain: dict[str, Any], prefix: str, problems: list[Problem]) -> Any:
+    hints = typing.get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    for key, value in plain.items():
+        if key not in fields:
+            near = nearest(str(key), fields)
+            fix = f"{prefix}{near}={override_text(value)}" if near else ""
+            reason = "unknown key" if near else f"unknown key; known: {', '.join(fields)}"
+            problems.append(Problem(f"{prefix}{key}", value, reason, fix))
+    values = {}
+    for name, field in fields.items():
+        key = f"{prefix}{name}"
+        if name not in plain and _default(field) is not dataclasses.MISSING:
+            continue
+        if plain.get(name, MISSING) == MISSING:
+            doc = field.metadata["doc"]
+            problems.append(Problem(key, MISSING, f"required: {doc}", f"{key}=..."))
+            values[name] = {int: 1}.get(hints[name], "")
+            continue
+        before = len(problems)
+        if cls is Config and (name in VARIANTS or name in OPEN_GROUPS):
+            value = _group(name, plain[name], problems)
+        else:
+            value = _convert(hints[name], plain[name], key, problems)
+        if len(problems) == before or dataclasses.is_dataclass(value):
+            values[name] = value
+    for name, field in fields.items():
+        if name not in values and _default(field) is dataclasses.MISSING:
+            values[name] = {int: 1}.get(hints[name], "")  # its problem is noted
+    return cls(**values)
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory
+
+
+def _group(group: str, plain: Any, problems: list[Problem]) -> Any:
+    """The dataclass of a group's choice, or None with a problem noted."""
+    variants = VARIANTS.get(group, {})
+    if not isinstance(plain, dict) or not isinstance(plain.get("name"), str):
+        example = next(iter(variants), "llama_tiny")
+        problems.append(Problem(group, plain, "a choice must be given", f"{group}={example}"))
+        return None
+    name = plain["name"]
+    if group in OPEN_GROUPS and (group not in VARIANTS or "." in name):
+        return Custom(name, {key: value for key, value in plain.items() if key != "name"})
+    if name not in variants:
+        near = nearest(name, variants)
+        reason = f"no such choice; choices: {', '.join(variants)}"
+        if group in OPEN_GROUPS:
+            reason += ", or an import path such as my_package.my_module.attribute"
+        problems.append(Problem(f"{group}.name", name, reason, f"{group}={near}" if near else ""))
+        return None
+    return _dataclass(variants[name], plain, f"{group}.", problems)
+
+
+def _convert(annotation: Any, value: Any, key: str, problems: list[Problem]) -> Any:
+    """`value` as `annotation` says, or None with a problem noted."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (Union, types.UnionType):  # only `X | None` reaches this point
+        if value is None:
+            return None
+        (annotation,) = (argument for argument in arguments if argument is not type(None))
+        return _convert(annotation, value, key, problems)
+    if dataclasses.is_dataclass(annotation):
+        if isinstance(value, dict):
+            return _dataclass(annotation, value, f"{key}.", problems)
+        expected, example = "has keys of its own", ""
+    elif origin is Literal:
+        if any(value == choice and type(value) is type(choice) for choice in arguments):
+            return value
+        expected = "must be one of " + ", ".join(override_text(choice) for choice in arguments)
+        near = nearest(str(value), map(str, arguments))
+        example = near or override_text(arguments[0])
+    elif origin is list:
+        if isinstance(value, (list, tuple)):
+            items = enumerate(value)
+            return [_convert(arguments[0], item, f"{key}[{i}]", problems) for i, item in items]
+        expected = "must be a list"
+        example = f"[{override_text(value)}]"
+    elif annotation is bool:
+        if isinstance(value, bool):
+            return value
+        expected, example = "must be true or false", "true"
+    elif annotation is int:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+        expected, example = "must be an integer", _as_number(value, "1")
+    elif annotation is float:
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return float(value)
+        expected, example = "must be a number", "0.1"
+    else:
+        assert annotation is str, f"schema annotation {annotation} of {key} is not supported"
+        if isinstance(value, str):
+            return value
+        expected = "must be text"
+        example = f"\"'{override_text(value)}'\"" if not isinstance(value, (dict, list)) else ""
+    problems.append(Problem(key, value, expected, f"{key}={example}" if example else ""))
+    return None
+
+
+def _as_number(value: Any, otherwise: str) -> str:
+    """The integer nearest to a float, for the suggestion."""
+    return str(round(value)) if isinstance(value, float) and abs(value) < 1e15 else otherwise

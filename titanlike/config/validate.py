@@ -1,0 +1,127 @@
+"""Rules between keys: what is well-formed and still cannot run. No torch, so it takes no time.
+
+What needs the model to be built (layers against stages, heads against dims) is
+`titanlike.build.preflight`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+from titanlike.config.errors import Problem
+from titanlike.config.schema import AdamW, Config, DecayLr, Sgd, TensorBoard, Wandb, WsdLr
+from titanlike.data.checks import problems as data_problems
+
+
+def problems(config: Config, world_size: int | None = None) -> list[Problem]:
+    """Every problem of a config that was parsed; world_size: processes that were started for it."""
+    found = [*_mesh(config, world_size), *_positive(config), *_ranges(config), *_batch(config)]
+    found += [Problem(*problem) for problem in data_problems(config)]
+    return [*found, *_files(config)]
+
+
+def _mesh(config: Config, world_size: int | None) -> Iterator[Problem]:
+    pp, dp, replicate = config.pp, config.dp, config.replicate
+    for key, value in (("pp", pp), ("dp", dp), ("replicate", replicate)):
+        if value < 1:
+            yield Problem(key, value, "a mesh axis has at least 1 rank", f"{key}=1")
+    if replicate >= 1 and dp >= 1 and dp % replicate:
+        fits = max(n for n in range(1, dp + 1) if dp % n == 0 and n <= replicate)
+        reason = f"dp={dp} cannot be cut into {replicate} equal replicas"
+        yield Problem("replicate", replicate, reason, f"replicate={fits}")
+    if world_size not in (None, 1) and pp >= 1 and dp >= 1 and pp * dp != world_size:
+        reason = f"pp x dp = {pp} x {dp} = {pp * dp} processes, but {world_size} were started"
+        fix = f"--nproc-per-node {pp * dp} (times nodes)"
+        if world_size % pp == 0:
+            fix = f"dp={world_size // pp}, or start with {fix}"
+        yield Problem("dp", dp, reason, fix)
+
+
+def _positive(config: Config) -> Iterator[Problem]:
+    for key in ("batch_size", "seq_len", "steps", "log_every"):
+        value = getattr(config, key)
+        if value < 1:
+            yield Problem(key, value, "must be at least 1", f"{key}=1")
+    validation, checkpoint = config.validation, config.checkpoint
+    for key, value, least in (
+        ("validation.every", validation.every, 0),
+        ("validation.batches", validation.batches, 1),
+        ("checkpoint.every", checkpoint.every, 0),
+        ("lr.warmup", config.lr.warmup, 0),
+    ):
+        if value < least:
+            yield Problem(key, value, f"must be at least {least}", f"{key}={least}")
+    if config.launch.timeout <= 0:
+        yield Problem("launch.timeout", config.launch.timeout, "must be above 0", "launch.timeout=600")
+    if isinstance(config.logger, Wandb) and config.logger.timeout <= 0:
+        yield Problem("logger.timeout", config.logger.timeout, "must be above 0", "logger.timeout=30")
+
+
+def _ranges(config: Config) -> Iterator[Problem]:
+    """Numbers that make no sense for the optimizer and the learning rate."""
+    optimizer, lr = config.optimizer, config.lr
+    checks = [
+        ("optimizer.lr", optimizer.lr, optimizer.lr > 0, "must be above 0", 3e-4),
+        (
+            "optimizer.weight_decay",
+            optimizer.weight_decay,
+            optimizer.weight_decay >= 0,
+            "must be at least 0",
+            0.1,
+        ),
+        (
+            "optimizer.clip",
+            optimizer.clip,
+            optimizer.clip is None or optimizer.clip > 0,
+            "must be above 0, or null for no clipping",
+            "null",
+        ),
+    ]
+    if isinstance(optimizer, AdamW):
+        betas = optimizer.betas
+        good = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
+        checks += [
+            ("optimizer.betas", betas, good, "must be two numbers in [0, 1)", "[0.9,0.95]"),
+            ("optimizer.eps", optimizer.eps, optimizer.eps > 0, "must be above 0", 1e-8),
+        ]
+    if isinstance(optimizer, Sgd):
+        good = 0 <= optimizer.momentum < 1
+        checks.append(("optimizer.momentum", optimizer.momentum, good, "must be in [0, 1)", 0.9))
+    if isinstance(lr, (DecayLr, WsdLr)):
+        checks.append(("lr.final", lr.final, 0 <= lr.final <= 1, "must be in [0, 1]", 0.1))
+    if isinstance(lr, WsdLr):
+        checks.append(("lr.decay", lr.decay, 0 < lr.decay <= 1, "must be in (0, 1]", 0.2))
+    for key, value, good, reason, example in checks:
+        if not good:
+            yield Problem(key, value, reason, f"{key}={example}")
+
+
+def _batch(config: Config) -> Iterator[Problem]:
+    size, dp = config.batch_size, config.dp
+    if size < 1 or dp < 1:
+        return
+    if size % dp:
+        fit = -(-size // dp) * dp
+        yield Problem("batch_size", size, f"does not divide among dp={dp}", f"batch_size={fit}")
+        return
+    # a CSV counts its own, a function of the user's may take them as an argument
+    count = getattr(config.schedule, "microbatches", None)
+    if count is not None and count >= 1 and size // dp % count:
+        each = -(-size // dp // count) * count
+        reason = f"each dp rank's batch of {size} / {dp} = {size // dp} does not divide into {count}"
+        divisors = [n for n in range(1, count + 1) if size // dp % n == 0]
+        fix = f"schedule.microbatches={divisors[-1]} or batch_size={each * dp}"
+        yield Problem("schedule.microbatches", count, reason, fix)
+
+
+def _files(config: Config) -> Iterator[Problem]:
+    resume = config.checkpoint.resume
+    if resume not in ("auto", "never") and not Path(resume).is_dir():
+        reason = "no such folder"
+        fix = "the path of a checkpoint or run directory, auto, or never"
+        yield Problem("checkpoint.resume", resume, reason, fix)
+    if isinstance(config.logger, TensorBoard) and not importlib.util.find_spec("tensorboard"):
+        reason = "the package tensorboard is missing"
+        yield Problem("logger", "tensorboard", reason, "pip install titanlike[tensorboard]")
