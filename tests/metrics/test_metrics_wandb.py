@@ -1,0 +1,158 @@
+"""W&B: offline without a key, kept for resumes, and never a reason for a run to fail or hang."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from wandb_file import WandbFile, read_wandb_file
+
+import titanlike
+
+ROOT = Path(titanlike.__file__).parents[1]
+CONFIG = {"pp": 2, "optimizer": {"name": "adamw", "lr": 3e-3}}
+LOSSES = [0.1 + 0.2, 1 / 3, 5e-324]
+
+# the program of a run: first and last step, W&B's timeout, what befalls it before it closes
+RUN = f"""
+import json, os, signal, sys, time
+from pathlib import Path
+from titanlike.config.schema import Wandb
+from titanlike.metrics.wandb_sink import WandbSink
+
+folder, first, last, timeout, event = sys.argv[1:]
+settings = Wandb(project="proj", group="grp", timeout=float(timeout))
+sink = WandbSink(settings, {CONFIG!r}, Path(folder), lambda line: print(line, flush=True))
+for step in range(int(first), int(last) + 1):
+    sink.log({{"step": step, "loss": {LOSSES!r}[step % 3]}})
+print("where", sink.where, flush=True)
+if event:
+    from wandb.sdk import wandb_setup
+    service = wandb_setup.singleton()._connection._proc._process
+    print("service", service.pid, flush=True)
+if event == "freeze":
+    service.send_signal(signal.SIGSTOP)
+if event == "crash":
+    service.kill()
+    for step in range(int(last) + 1, int(last) + 100):
+        sink.log({{"step": step, "loss": 1.0}})
+        time.sleep(0.01)
+if event == "wait":
+    time.sleep(60)
+start = time.monotonic()
+sink.close("completed")
+print("closed in", time.monotonic() - start, flush=True)
+"""
+
+
+def start(folder: Path, first: int, last: int, timeout: float = 10, event: str = "", **env: str):
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
+    clean |= {"HOME": str(folder), "PYTHONPATH": str(ROOT)} | env
+    return subprocess.Popen(
+        [sys.executable, "-c", RUN, str(folder), str(first), str(last), str(timeout), event],
+        env=clean,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def output_of(process: subprocess.Popen) -> str:
+    """The output of a run that ends well."""
+    try:
+        output, _ = process.communicate(timeout=40)
+    finally:
+        process.kill()
+    assert process.returncode == 0, output
+    return output
+
+
+def run(*args, **kwargs) -> str:
+    return output_of(start(*args, **kwargs))
+
+
+def kept(folder: Path) -> list[WandbFile]:
+    return [read_wandb_file(path) for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"))]
+
+
+def service_pid(output: str) -> int:
+    return int(next(line for line in output.splitlines() if line.startswith("service")).split()[1])
+
+
+def test_without_a_key_config_metrics_and_id_are_kept_for_sync_and_resume(tmp_path):
+    """No key, no network: everything is in run_dir; a resumed run is the same W&B run."""
+    output = run(tmp_path, 1, 4)
+    assert len(output.splitlines()) == 2, "no chatter of wandb's"
+    assert f"where W&B offline: wandb sync {tmp_path}/wandb/offline-run-" in output
+    time.sleep(1)  # wandb names its folders by the second
+    run(tmp_path, 5, 6)
+    first, second = kept(tmp_path)
+    assert first.config == second.config == CONFIG
+    assert first.id == second.id == (tmp_path / "wandb" / "run_id").read_text().strip()
+    assert (first.name, first.project, first.group) == (tmp_path.name, "proj", "grp")
+    history = first.history + second.history
+    assert [item["_step"] for item in history] == [1, 2, 3, 4, 5, 6]
+    assert [item["loss"] for item in history] == [LOSSES[step % 3] for step in range(1, 7)]
+    assert first.exit_code == second.exit_code == 0
+
+
+def test_with_a_key_but_no_network_the_run_goes_on_offline_in_time(tmp_path):
+    """It waits for the server as long as told, says so once, and keeps everything."""
+    start_time = time.monotonic()
+    output = run(tmp_path, 1, 3, 1, WANDB_API_KEY="0" * 40, WANDB_BASE_URL="http://127.0.0.1:9")
+    assert time.monotonic() - start_time < 25
+    assert output.count("goes on offline, online failed") == 1
+    (offline,) = kept(tmp_path)
+    assert len(offline.history) == 3
+    assert offline.config == CONFIG
+
+
+def test_a_key_of_the_wrong_form_and_an_offline_or_disabled_environment(tmp_path):
+    """A bad key costs no run; WANDB_MODE is honoured."""
+    network = {"WANDB_API_KEY": "short", "WANDB_BASE_URL": "http://127.0.0.1:9"}
+    runs = [
+        start(tmp_path / "key", 1, 1, **network),
+        start(tmp_path / "offline", 1, 1, WANDB_MODE="offline", **network),
+        start(tmp_path / "disabled", 1, 1, WANDB_MODE="disabled", **network),
+    ]
+    key, offline, disabled = map(output_of, runs)
+    assert "goes on offline, online failed: AuthenticationError" in key
+    assert "where W&B offline" in offline
+    assert "failed" not in offline
+    assert "where W&B: disabled by WANDB_MODE" in disabled
+    assert len(kept(tmp_path / "key")) == len(kept(tmp_path / "offline")) == 1
+    assert not (tmp_path / "disabled" / "wandb").exists()
+
+
+@pytest.mark.parametrize(
+    ("event", "reason"), [("freeze", "did not finish within 6 s"), ("crash", "stopped")]
+)
+def test_a_service_that_freezes_or_crashes_neither_fails_nor_holds_up_the_run(
+    tmp_path, event, reason
+):
+    """The user is told once, the run ends well, and no process is left."""
+    output = run(tmp_path, 1, 3, 1, event)
+    assert output.count("W&B stopped") == 1
+    assert reason in output
+    assert "Traceback" not in output
+    assert float(output.split("closed in")[1]) < 12
+    assert not Path(f"/proc/{service_pid(output)}").exists()
+
+
+def test_a_run_killed_with_9_leaves_no_wandb_process(tmp_path):
+    """kill -9 of the training process: wandb-core notices and ends by itself."""
+    process = start(tmp_path, 1, 3, 10, "wait")
+    try:
+        pid = service_pid(process.stdout.readline() + process.stdout.readline())
+    finally:
+        process.kill()
+        process.wait()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists()

@@ -1,0 +1,216 @@
+"""What a run prints: a progress bar with lines above it on a terminal, plain lines in a log.
+
+It never ends a run: where its reader has gone it falls silent, and what the terminal's encoding
+lacks is written as "?".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from titanlike.metrics import units
+
+NUMBER = re.compile(r"[-+~]?\d[\d.,:]*(e[-+]?\d+)?( ?[A-Za-z%/]+)*|nan|-?inf|-")
+LOG_WIDTH = 120  # columns of a table where there is no terminal
+
+
+class Console:
+    """A run's stream of lines on `stream` (standard output).
+
+    `steps` and `start_step` are the run's last step and the step it goes on from; a line is
+    printed every `log_every` steps, and at the first, the last, and those that validate.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        *,
+        steps: int,
+        start_step: int = 0,
+        log_every: int = 10,
+    ) -> None:
+        stream = stream or sys.stdout
+        self._stream = _Robust(stream)
+        self._terminal = stream.isatty()
+        self._steps, self._start_step, self._log_every = steps, start_step, log_every
+        self._bar: tqdm | None = None
+        self._first: tuple[int, float] | None = None  # first step seen and its clock: for the ETA
+
+    def line(self, text: str = "") -> None:
+        """Print a line, above the progress bar if there is one."""
+        tqdm.write(text, file=self._stream)
+        self._stream.flush()
+
+    def table(self, title: str, headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Print aligned columns that fit the terminal; without headers, rows alone.
+
+        Columns of numbers ("1.2k" and "412 MiB" too) are right-aligned, int and float are
+        formatted, None is "-". Long cells are shortened in the middle.
+        """
+        for text in table_lines(title, headers, rows, self._width()):
+            self.line(text)
+
+    def step(self, record: dict[str, Any]) -> None:
+        """Show a metrics record: move the bar, and print a line where one is due."""
+        step = record["step"]
+        eta = units.duration(self._seconds_left(record))
+        if self._terminal:
+            self._move(record, eta)
+        due = step % self._log_every == 0 or step in (self._start_step + 1, self._steps)
+        if due or "val_loss" in record:
+            # the bar has the ETA already; a log has room for all
+            width = self._width() if self._terminal else 10_000
+            self.line(step_line(record, self._steps, "" if self._terminal else eta, width))
+
+    def close(self) -> None:
+        """Take the progress bar away; lines may still be printed."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _move(self, record: dict[str, Any], eta: str) -> None:
+        if self._bar is None:
+            self._bar = tqdm(
+                total=self._steps,
+                initial=self._start_step,
+                file=self._stream,
+                dynamic_ncols=True,
+                leave=False,
+                bar_format="{n_fmt}/{total_fmt} {bar} {desc}",
+            )
+        loss, speed = units.decimal(record["loss"]), units.count(record["tokens_per_second"])
+        self._bar.set_description_str(f"eta {eta}  loss {loss}  {speed} tok/s", refresh=False)
+        self._bar.update(record["step"] - self._bar.n)
+
+    def _seconds_left(self, record: dict[str, Any]) -> float:
+        """By the clock since the first step: validation and checkpoints included, warm-up not."""
+        step, now = record["step"], time.monotonic()
+        if self._first is None:
+            self._first = step, now
+        first, since = self._first
+        pace = (now - since) / (step - first) if step > first else record["step_seconds"]
+        return pace * max(0, self._steps - step)
+
+    def _width(self) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            if self._terminal and (columns := os.get_terminal_size(self._stream.fileno()).columns):
+                return columns
+        return shutil.get_terminal_size((LOG_WIDTH, 24)).columns
+
+
+def step_line(record: dict[str, Any], steps: int, eta: str, width: int) -> str:
+    """One step in one line; what matters least is left out until it fits `width` columns."""
+    parts = [
+        # (left out when there is no room, smallest first; text)
+        (9, f"step {record['step']:>{len(str(steps)) + 1}}/{steps}"),
+        (9, f"loss {units.decimal(record['loss'])}"),
+        (8, f"val {units.decimal(record['val_loss'])}" if "val_loss" in record else ""),
+        (4, f"grad_norm {record['grad_norm']:.2f}"),
+        (3, f"lr {record['lr']:.1e}"),
+        (7, f"{units.count(record['tokens_per_second'])} tok/s"),
+        (6, f"mfu {record['mfu']:.1%}" if record.get("mfu") is not None else ""),
+        (5, f"mem {units.size(record['memory_bytes'])}"),
+        (2, f"eta {eta}" if eta else ""),
+    ]
+    parts = [part for part in parts if part[1]]
+    while len(line := "  ".join(text for _, text in parts)) > width and len(parts) > 1:
+        parts.remove(min(parts, key=lambda part: part[0]))
+    return line[:width]
+
+
+def table_lines(
+    title: str, headers: Sequence[str], rows: Sequence[Sequence[Any]], width: int
+) -> list[str]:
+    """A table as lines of at most `width` characters: title, headers, a rule, rows."""
+    cells = [[_cell(value) for value in row] for row in rows]
+    columns = list(zip(*([list(headers)] if headers else []), *cells, strict=True))
+    right = [
+        bool(cells) and all(NUMBER.fullmatch(row[i]) for row in cells) for i in range(len(columns))
+    ]
+    widths = [max(map(len, column)) for column in columns]
+    indent, gap = "  ", "  "
+    room = width - len(indent) - len(gap) * (len(widths) - 1)
+    while sum(widths) > room and max(widths) > 1:
+        # text gives way before numbers, the widest first
+        text = [i for i in range(len(widths)) if not right[i] and widths[i] > 8]
+        i = max(text or range(len(widths)), key=lambda i: widths[i])
+        widths[i] -= 1
+
+    def layout(row: Sequence[str]) -> str:
+        texts = [shorten(text, size) for text, size in zip(row, widths, strict=True)]
+        padded = [
+            text.rjust(size) if is_number else text.ljust(size)
+            for text, size, is_number in zip(texts, widths, right, strict=True)
+        ]
+        return (indent + gap.join(padded)).rstrip()[:width]
+
+    lines = [shorten(title, width)] if title else []
+    if headers:
+        lines += [layout(headers), (indent + gap.join("─" * size for size in widths))[:width]]
+    return lines + [layout(row) for row in cells]
+
+
+def shorten(text: str, width: int) -> str:
+    """`text` in at most `width` characters, with "…" for its middle: both ends tell most."""
+    if len(text) <= width:
+        return text
+    head = width // 2
+    tail = width - head - 1
+    return text[:head] + "…" + text[len(text) - tail :] if width > 1 else "…"[:width]
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return " ".join(str(value).split())
+
+
+class _Robust:
+    """A text stream that goes on when its reader has gone or its encoding lacks a character."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> None:
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        try:
+            text.encode(encoding)
+        except UnicodeEncodeError:
+            text = text.translate({ord("…"): "~", ord("─"): "-"})
+            text = text.encode(encoding, "replace").decode(encoding)
+        with self._forgiving():
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        with self._forgiving():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _forgiving(self) -> Any:
+        try:
+            yield
+        except ValueError:  # a closed file
+            pass
+        except OSError:
+            # Broken pipe, or a terminal that was closed: what Python has buffered for it would
+            # raise again at the next flush and at exit. The null device takes it from now on.
+            with contextlib.suppress(OSError, ValueError):
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, self._stream.fileno())
+                os.close(null)

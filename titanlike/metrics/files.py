@@ -1,0 +1,51 @@
+"""Strict JSON (NaN and infinities as strings) and files that are replaced whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def dumps(record: dict[str, Any]) -> str:
+    """One line of JSON; floats round-trip to the last bit, NaN is "nan", infinity "inf", "-inf".
+
+    JSON has no NaN: what Python would write for it is refused by most other readers.
+    """
+    plain = {
+        key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in record.items()
+    }
+    return json.dumps(plain, allow_nan=False)
+
+
+def loads(text: str) -> dict[str, Any]:
+    """The record that `dumps` wrote. Raises ValueError for anything but a JSON object."""
+    record = json.loads(text)
+    if not isinstance(record, dict):
+        raise ValueError(f"a JSON object was expected, not {text!r}")
+    return {
+        key: NON_FINITE.get(value, value) if isinstance(value, str) else value
+        for key, value in record.items()
+    }
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write `path` so that a reader, or a crash, sees the old file or the new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            os.fchmod(file.fileno(), 0o644)  # mkstemp's 0600 would hide it from colleagues
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

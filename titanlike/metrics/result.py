@@ -1,0 +1,42 @@
+"""result.json: how a run ended, for sweeps and scripts. Written however it ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from titanlike.metrics import files
+
+Status = Literal["completed", "failed", "interrupted"]
+
+
+def write_result(
+    run_dir: Path,
+    *,
+    status: Status,
+    value: float | None,
+    error: str | None,
+    seconds: float,
+    overrides: list[str],
+) -> None:
+    """Write run_dir/result.json whole or not at all.
+
+    `value` is what a sweep compares (the last validation loss, else the last loss), `seconds` the
+    run's wall time, `overrides` its command line.
+    """
+    result = {
+        "status": status,
+        "value": value,
+        "error": error,
+        "seconds": seconds,
+        "overrides": overrides,
+    }
+    files.replace_file(Path(run_dir) / "result.json", files.dumps(result) + "\n")
+
+
+def read_result(run_dir: Path) -> dict[str, Any] | None:
+    """What `write_result` wrote, or None where a job left none (it never began, or was killed)."""
+    try:
+        return files.loads((Path(run_dir) / "result.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None

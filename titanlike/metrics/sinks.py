@@ -1,0 +1,62 @@
+"""Where metrics go. A record is a plain dict of one step, its floats in full precision:
+
+step loss grad_norm lr tokens tokens_per_second step_seconds memory_bytes, and where known mfu,
+val_loss. `tokens` counts from the start of the run; seconds and bytes are plain units.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from titanlike.metrics import files
+
+
+class Sink(Protocol):
+    """Takes every record of a run. `where` says in a few words where they can be seen."""
+
+    where: str
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Take the record of one step; steps rise."""
+
+    def close(self, status: str) -> None:
+        """End with the run's status: completed, failed or interrupted."""
+
+
+class JsonlSink:
+    """metrics.jsonl: a JSON object a line, each in the file before the next step begins.
+
+    `start_step` is the step that the run goes on from. Records of later steps, which the run is
+    going to repeat, and a last line torn by a crash are dropped from an existing file first.
+    Raises OSError where the file cannot be written.
+    """
+
+    def __init__(self, path: Path, start_step: int = 0) -> None:
+        self.where = str(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            kept = [record for record in read_jsonl(path) if record["step"] <= start_step]
+            files.replace_file(path, "".join(files.dumps(record) + "\n" for record in kept))
+        self._file = path.open("a", buffering=1, encoding="utf-8")
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Append the record."""
+        self._file.write(files.dumps(record) + "\n")
+
+    def close(self, status: str) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl, whole lines only: a run may be writing it, or have died."""
+    records = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = files.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record.get("step"), int):
+            records.append(record)
+    return records

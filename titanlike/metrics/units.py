@@ -1,0 +1,37 @@
+"""Numbers as people read them: 1.2k, 412 MiB, 1:03:04."""
+
+from __future__ import annotations
+
+
+def count(number: float) -> str:
+    """Tokens, parameters, FLOPs: 999, 1.2k, 3.4M, 8.0B, 1.5T."""
+    value = float(number)
+    for suffix in ("", "k", "M", "B", "T"):
+        # 999.95 would print as 1000.0: it belongs to the next suffix
+        if abs(value) < (999.5 if suffix == "" else 999.95) or suffix == "T":
+            return f"{value:.0f}" if suffix == "" else f"{value:.1f}{suffix}"
+        value /= 1000
+    raise AssertionError("the last suffix takes every number")
+
+
+def size(number: float) -> str:
+    """Bytes: 512 B, 96 KiB, 412 MiB, 1.3 GiB, 2.0 TiB (powers of 1024)."""
+    value = float(number)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        decimals = 1 if unit in ("GiB", "TiB") else 0
+        if abs(value) < 1023.5 or unit == "TiB":
+            return f"{value:.{decimals}f} {unit}"
+        value /= 1024
+    raise AssertionError("the last unit takes every number")
+
+
+def duration(seconds: float) -> str:
+    """A length of time: 0:09, 1:02, 1:03:04, 51:00:00 (rounded to a second)."""
+    minutes, second = divmod(round(seconds), 60)
+    hour, minute = divmod(minutes, 60)
+    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
+
+
+def decimal(value: float) -> str:
+    """A loss or a norm: 3.2145; 1.250e-05 where four decimals would hide it; nan, inf."""
+    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.3e}"

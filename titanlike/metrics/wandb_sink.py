@@ -1,0 +1,220 @@
+"""Weights & Biases, at arm's length: nothing in it may fail, delay or hang a run.
+
+1. Everything of wandb happens in one daemon thread that is fed through a bounded queue. The run
+   waits for it twice, each time with a limit: while the W&B run opens, and while it finishes.
+2. Online where an API key is found; where the server cannot be reached within the timeout, the
+   same process goes on offline, into run_dir/wandb, for `wandb sync` later.
+3. The W&B run's id is kept in run_dir/wandb/run_id: a resumed run goes on in the same W&B run.
+4. After any exception, or a limit that has passed, one line tells the user and wandb's service
+   process (wandb-core) is ended; metrics.jsonl has everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import secrets
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from titanlike.config import schema
+from titanlike.metrics import files
+
+BACKLOG = 10_000  # records that wait while wandb does not take them; a few MB
+GRACE = 30.0  # seconds beyond the user's timeout for importing wandb and starting its service
+FINISH_GRACE = 5.0  # seconds beyond the user's timeout, in which wandb gives up by itself
+EXIT_CODES = {"completed": 0, "failed": 1, "interrupted": 255}  # 255 is W&B's code for Ctrl-C
+
+
+class WandbSink:
+    """Logs records to W&B at their step.
+
+    `config` is kept with the W&B run; `say` takes a line for the user, on the caller's thread.
+    Mode auto follows the environment variable WANDB_MODE where it is set. Raises nothing.
+    """
+
+    def __init__(
+        self,
+        settings: schema.Wandb,
+        config: dict[str, Any],
+        run_dir: Path,
+        say: Callable[[str], None],
+    ) -> None:
+        self.where = "W&B: not available"
+        self._settings, self._config, self._say = settings, config, say
+        self._run_dir = Path(run_dir).resolve()
+        self._queue: queue.Queue[dict[str, Any] | int] = queue.Queue(BACKLOG)
+        self._notes: queue.SimpleQueue[str] = queue.SimpleQueue()  # the thread's lines for `say`
+        self._opened = threading.Event()
+        self._stopped = threading.Event()
+        self._folder: Path | None = None  # of the W&B run, once it is open
+        self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
+        self._thread.start()
+        if not self._opened.wait(settings.timeout + GRACE):
+            self._stop(f"it did not start within {settings.timeout + GRACE:.0f} s")
+        self._tell()
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Hand the record to wandb's thread."""
+        if self._stopped.is_set():
+            return self._tell()
+        try:
+            self._queue.put_nowait(record)
+        except queue.Full:
+            self._stop(f"it took none of the last {BACKLOG} steps")
+        self._tell()
+
+    def close(self, status: str) -> None:
+        """Finish the W&B run, or after a limit leave it to `wandb sync`."""
+        limit = self._settings.timeout + FINISH_GRACE
+        if not self._stopped.is_set():
+            with contextlib.suppress(queue.Full):
+                self._queue.put_nowait(EXIT_CODES[status])
+            self._thread.join(limit)
+            if self._thread.is_alive():
+                self._stop(f"it did not finish within {limit:.0f} s")
+        self._tell()
+
+    def _tell(self) -> None:
+        while not self._notes.empty():
+            self._say(self._notes.get())
+
+    def _stop(self, reason: str) -> None:
+        """No more records, no service process, one line that says so."""
+        self._stopped.set()
+        note = f"W&B stopped: {reason}; metrics.jsonl has every step"
+        if self._folder is not None:
+            self.where = f"W&B, a part: wandb sync {self._folder}"
+            note += f", `wandb sync {self._folder}` uploads what W&B has"
+        self._notes.put(note)
+        _end_service()
+
+    # --- wandb's thread ------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        try:
+            run = self._open()
+            if run is None:
+                self._stopped.set()
+            self._opened.set()
+            while not self._stopped.is_set():
+                item = self._queue.get()
+                if isinstance(item, int):
+                    run.finish(exit_code=item)
+                    break
+                run.log(item, step=item["step"])
+        except BaseException as error:  # SystemExit too: wandb's thread never decides for the run
+            if not self._stopped.is_set():
+                self._stop(_one_line(error))
+        finally:
+            self._opened.set()
+
+    def _open(self) -> Any:
+        """The W&B run, online or else offline; None if the user has disabled W&B."""
+        # wandb-core's own telemetry has retries that hold up a process without network at its end
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        os.environ.pop("WANDB_SERVICE", None)  # a parent's service would not be ours to end
+        hooks = sys.exit, sys.excepthook
+        try:
+            import wandb
+
+            mode = _mode(self._settings.mode)
+            if mode == "disabled":
+                self.where = "W&B: disabled by WANDB_MODE"
+                return None
+            if mode != "offline":
+                try:
+                    if run := self._open_online(wandb, mode):
+                        return run
+                except Exception as error:
+                    self._notes.put(f"W&B: goes on offline, online failed: {_one_line(error)}")
+                    # the service holds on to the id of a run that failed: start another service
+                    _end_service()
+            return None if self._stopped.is_set() else self._init(wandb, "offline")
+        finally:
+            sys.exit, sys.excepthook = hooks  # wandb's would print a traceback twice
+
+    def _open_online(self, wandb: Any, mode: str) -> Any:
+        """The W&B run, or None without an API key: wandb.init would ask for one, and wait."""
+        # login() looks for a key in the environment and netrc, unless the settings say offline
+        wandb.setup(settings=wandb.Settings(silent=True, mode="online"))
+        if wandb.login(prompt=False, verify=False):
+            return self._init(wandb, "online")
+        if mode == "online":
+            self._notes.put("W&B: no API key (`wandb login`, or WANDB_API_KEY); goes on offline")
+        return None
+
+    def _init(self, wandb: Any, mode: str) -> Any:
+        settings = self._settings
+        run = wandb.init(
+            project=settings.project,
+            id=_run_id(self._run_dir / "wandb" / "run_id"),
+            name=settings.run_name or self._run_dir.name,
+            group=settings.group,
+            dir=self._run_dir,
+            config=self._config,
+            mode=mode,
+            resume="allow",
+            settings=wandb.Settings(
+                silent=True,
+                console="off",
+                init_timeout=settings.timeout,
+                finish_timeout=settings.timeout,
+                finish_timeout_raises=True,
+            ),
+        )
+        self._folder = Path(run.dir).parent
+        offline = f"W&B offline: wandb sync {self._folder}"
+        self.where = f"W&B: {run.url}" if mode == "online" else offline
+        return run
+
+
+def _mode(mode: str) -> str:
+    """auto, online, offline or disabled; auto gives way to WANDB_MODE."""
+    if mode != "auto":
+        return mode
+    words = {"dryrun": "offline", "run": "online", "shared": "online"}  # wandb's older names
+    word = os.environ.get("WANDB_MODE", "").lower() or "auto"
+    return words.get(word, word)
+
+
+def _run_id(path: Path) -> str:
+    """The id kept in `path`, made and kept there the first time."""
+    with contextlib.suppress(FileNotFoundError):
+        if kept := path.read_text(encoding="utf-8").strip():
+            return kept
+    run_id = secrets.token_hex(4)
+    files.replace_file(path, run_id + "\n")
+    return run_id
+
+
+def _end_service() -> None:
+    """End wandb-core, and take back wandb's exit handler, which would wait for it without limit."""
+
+    def end() -> None:
+        from wandb.sdk import wandb_setup
+
+        # wandb has no public way to its process (private as of 0.31)
+        wandb_setup.singleton()._connection._proc._process.kill()
+
+    def attempt() -> None:
+        import wandb
+
+        for action in (end, wandb.teardown):
+            with contextlib.suppress(
+                Exception, SystemExit
+            ):  # teardown exits with wandb-core's code
+                action()
+
+    thread = threading.Thread(target=attempt, name="wandb-end", daemon=True)
+    thread.start()
+    thread.join(FINISH_GRACE)
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:160] if text else type(error).__name__
