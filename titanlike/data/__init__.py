@@ -1,0 +1,1 @@
+"""What is trained on: text, token files, random tokens, or a user's own."""

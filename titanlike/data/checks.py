@@ -1,0 +1,154 @@
+"""What can be said about a config's data before a worker starts: quick, and without torch."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Iterator
+
+from titanlike.config.schema import Config, Custom, SyntheticData, TextData, TokenData
+from titanlike.data.corpus import find_files, parquet_file
+from titanlike.data.errors import DataError
+from titanlike.data.tokenizer import open_tokenizer
+from titanlike.data.tokens import token_spans
+
+
+def vocab_size(config: Config) -> int:
+    """Number of token ids that the model must know. The corpus is not tokenized for it.
+
+    A user's own data (Custom) is opened. Raises DataError where it cannot be told.
+    """
+    data = config.data
+    if isinstance(data, TextData):
+        return open_tokenizer(data.tokenizer).vocab_size
+    if isinstance(data, Custom):
+        return call_custom(data, config.seq_len).vocab_size
+    return data.vocab_size
+
+
+def problems(config: Config) -> list[tuple[str, object, str, str]]:
+    """(key, value, reason, what to write instead) for every mistake that can be found cheaply."""
+    checks = {
+        TextData: (_fraction, _workers, _tokenizer, _text_files),
+        TokenData: (_fraction, _workers, _vocabulary, _token_file),
+        SyntheticData: (_vocabulary,),
+        Custom: (_workers, _custom),
+    }
+    return [
+        (error.key, error.value, error.reason, error.remedy)
+        for check in checks[type(config.data)]
+        for error in _errors(check, config)
+    ]
+
+
+def call_custom(data: Custom, seq_len: int):
+    """The `titanlike.data.sources.Data` that the user's function returns.
+
+    It is called with `data.args` and `seq_len`; the argument `workers` is the loader's.
+    """
+    function = _custom_function(data)
+    arguments = {name: value for name, value in data.args.items() if name != "workers"}
+    try:
+        result = function(**arguments, seq_len=seq_len)
+    except TypeError as error:
+        if error.__traceback__.tb_next is not None:  # raised inside of the function
+            raise
+        raise DataError(
+            "data.name", data.name, f"cannot be called ({error})", "Give its arguments as data.NAME"
+        ) from None
+    from titanlike.data.sources import Data  # here, for it imports torch
+
+    if not isinstance(result, Data):
+        raise DataError(
+            "data.name",
+            data.name,
+            f"the function returned {type(result).__name__}",
+            "Let it return a titanlike.data.sources.Data",
+        )
+    return result
+
+
+def too_short(spans: dict[str, tuple[int, int]], seq_len: int) -> Iterator[DataError]:
+    """The parts of the data (part -> first token, end) that have not one sequence."""
+    more = {
+        "train": "Give more text with data.path",
+        "validation": "Give more text with data.path, or raise data.validation_fraction",
+    }
+    for part, (start, stop) in spans.items():
+        count = stop - start
+        if count <= seq_len:
+            shorter = f", or write seq_len={count - 1}" if count > 1 else ""
+            yield DataError(
+                "seq_len",
+                seq_len,
+                f"the {part} part of the data has {count} tokens, a sequence needs seq_len + 1",
+                more[part] + shorter,
+            )
+
+
+def _errors(check: Callable, config: Config) -> list[DataError]:
+    try:
+        return list(check(config))
+    except DataError as error:
+        return [error]
+
+
+def _fraction(config: Config) -> Iterator[DataError]:
+    fraction = config.data.validation_fraction
+    if not 0 < fraction < 1:
+        yield DataError(
+            "data.validation_fraction", fraction, "must be > 0 and < 1", "Write 0.05, for example"
+        )
+
+
+def _workers(config: Config) -> Iterator[DataError]:
+    workers = loader_workers(config)
+    if not isinstance(workers, int) or workers < 0:
+        yield DataError("data.workers", workers, "must be a number >= 0", "Write data.workers=0")
+
+
+def loader_workers(config: Config) -> int:
+    """Loader processes of each rank."""
+    data = config.data
+    if isinstance(data, Custom):
+        return data.args.get("workers", 0)
+    return getattr(data, "workers", 0)  # synthetic data has none
+
+
+def _vocabulary(config: Config) -> Iterator[DataError]:
+    if config.data.vocab_size < 1:
+        yield DataError(
+            "data.vocab_size", config.data.vocab_size, "must be at least 1", "Write 256, or more"
+        )
+
+
+def _tokenizer(config: Config) -> Iterator[DataError]:
+    open_tokenizer(config.data.tokenizer)
+    return iter(())
+
+
+def _text_files(config: Config) -> Iterator[DataError]:
+    files = find_files(config.data.path)
+    if (parquet := next((f for f in files if f.suffix.lower() == ".parquet"), None)) is not None:
+        parquet_file(parquet).close()
+    return iter(())
+
+
+def _token_file(config: Config) -> Iterator[DataError]:
+    if 0 < config.data.validation_fraction < 1:
+        yield from too_short(token_spans(config.data), config.seq_len)
+
+
+def _custom(config: Config) -> Iterator[DataError]:
+    _custom_function(config.data)
+    return iter(())
+
+
+def _custom_function(data: Custom) -> Callable:
+    remedy = "Name a function as package.module.function, on the Python path"
+    try:
+        function = pkgutil.resolve_name(data.name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise DataError("data.name", data.name, f"cannot be imported ({error})", remedy) from None
+    if not callable(function):
+        raise DataError("data.name", data.name, "is no function", remedy)
+    return function

@@ -1,0 +1,171 @@
+"""Find text under a path, and read it document by document.
+
+A document is a text file, a line of a JSONL file, or a row of a Parquet file. Without a path the
+corpus is what every machine already has: the source files of Python's own standard library.
+Files come in sorted order, so that the order of documents is a matter of the files alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from titanlike.data.errors import DataError, missing_extra
+
+# What is read from a folder; a path that names a file is read whatever its ending.
+SUFFIXES = frozenset(
+    (".jsonl", ".parquet", ".txt", ".text", ".md", ".rst", ".tex", ".html", ".xml", ".csv", ".tsv")
+    + (".json", ".yaml", ".yml", ".toml", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu")
+    + (".java", ".js", ".ts", ".go", ".rs", ".rb", ".sh", ".sql")
+)
+
+# Folders of the standard library that are left out: what was installed into it, and tests.
+SKIPPED = frozenset(
+    ("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__")
+)
+
+
+def find_files(path: str | None) -> list[Path]:
+    """The files of `data.path` (null: the standard library's), absolute and sorted.
+
+    Hidden files and folders, and links to folders, are left out. Raises DataError where no
+    file is found.
+    """
+    if path is None:
+        root, suffixes, skipped = Path(sysconfig.get_paths()["stdlib"]), {".py"}, SKIPPED
+    else:
+        root, suffixes, skipped = Path(path).expanduser().resolve(), SUFFIXES, frozenset()
+        if root.is_file():
+            return [root]
+        if not root.is_dir():
+            raise DataError(
+                "data.path",
+                path,
+                f"there is no such file or folder (from {os.getcwd()})",
+                "Give the path of a file or folder with text, JSONL or Parquet, or "
+                "data.path=null for the Python standard library's own sources",
+            )
+    files: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [f for f in folders if f not in skipped and not f.startswith(".")]
+        files += [
+            Path(folder, name)
+            for name in names
+            if not name.startswith(".") and Path(name).suffix.lower() in suffixes
+        ]
+    if not files:
+        raise DataError(
+            "data.path",
+            path if path is not None else "null",
+            f"no file to read in {root}",
+            f"Give a file, or a folder with files that end in {' '.join(sorted(suffixes))}",
+        )
+    return sorted(files)
+
+
+def describe(path: str | None) -> str:
+    """What `data.path` is, in words."""
+    if path is None:
+        return f"the sources of Python {platform.python_version()}'s standard library"
+    return str(path)
+
+
+def documents(files: list[Path], text_key: str) -> Iterator[str]:
+    """The texts in `files`, in order; empty and null ones are left out.
+
+    `text_key` is the field (JSONL) or column (Parquet) with the text. Raises DataError for what
+    cannot be read, naming file and line.
+    """
+    readers = {".jsonl": _jsonl, ".parquet": _parquet}
+    for file in files:
+        try:
+            for text in readers.get(file.suffix.lower(), _text)(file, text_key):
+                if text:
+                    yield text
+        except OSError as error:
+            raise DataError(
+                "data.path", file, f"cannot be read ({error.strerror or error})", "Give another"
+            ) from None
+        except UnicodeDecodeError as error:
+            raise DataError(
+                "data.path",
+                file,
+                f"is no UTF-8 text (byte {error.start})",
+                "Convert the file to UTF-8, or keep it out of the folder",
+            ) from None
+
+
+def _text(file: Path, text_key: str) -> Iterator[str]:
+    yield file.read_bytes().decode()
+
+
+def _jsonl(file: Path, text_key: str) -> Iterator[str | None]:
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise DataError(
+                    "data.path",
+                    file,
+                    f"line {number} is no JSON ({error})",
+                    "Mend or delete that line; each line must be one JSON object",
+                ) from None
+            if not isinstance(row, dict) or text_key not in row:
+                found = f"its fields are {', '.join(row)}" if isinstance(row, dict) else "no object"
+                raise DataError(
+                    "data.text_key",
+                    text_key,
+                    f"line {number} of {file} has no such field ({found})",
+                    "Name the field that holds the text",
+                )
+            if not isinstance(row[text_key], str | None):
+                raise DataError(
+                    "data.text_key",
+                    text_key,
+                    f"line {number} of {file} holds {type(row[text_key]).__name__} there, not text",
+                    "Name the field that holds the text",
+                )
+            # JSON can spell half a surrogate pair, which is no character: it becomes "?".
+            yield row[text_key] and row[text_key].encode(errors="replace").decode()
+
+
+def _parquet(file: Path, text_key: str) -> Iterator[str | None]:
+    with parquet_file(file) as table:
+        columns = {column.name: column.type for column in table.schema_arrow}
+        if text_key not in columns:
+            raise DataError(
+                "data.text_key",
+                text_key,
+                f"{file} has no such column",
+                f"Name one of its columns: {', '.join(columns)}",
+            )
+        if "string" not in str(columns[text_key]):
+            raise DataError(
+                "data.text_key",
+                text_key,
+                f"the column holds {columns[text_key]} in {file}, not text",
+                f"Name a text column; there are {', '.join(columns)}",
+            )
+        for batch in table.iter_batches(batch_size=1024, columns=[text_key]):
+            yield from batch.column(0).to_pylist()
+
+
+def parquet_file(file: Path):
+    """The opened pyarrow.parquet.ParquetFile."""
+    try:
+        from pyarrow import ArrowInvalid, parquet
+    except ImportError:
+        raise missing_extra("data.path", file, "pyarrow") from None
+    try:
+        return parquet.ParquetFile(file)
+    except ArrowInvalid as error:
+        raise DataError(
+            "data.path", file, f"is no Parquet file ({error})", "Give a whole Parquet file"
+        ) from None

@@ -1,0 +1,25 @@
+"""The one exception of this package: a mistake in the config or in the user's files."""
+
+from __future__ import annotations
+
+
+class DataError(ValueError):
+    """A config key whose value cannot be used, why, and what to write instead."""
+
+    def __init__(self, key: str, value: object, reason: str, remedy: str) -> None:
+        super().__init__(f"{key}={value}: {reason}. {remedy}")
+        self.key, self.value, self.reason, self.remedy = key, value, reason, remedy
+
+    def __reduce__(self) -> tuple:
+        """Pickled by its parts, so that it may be raised in another process."""
+        return type(self), (self.key, self.value, self.reason, self.remedy)
+
+
+def missing_extra(key: str, value: object, package: str) -> DataError:
+    """The error for a package of the optional extra `text` that is not installed."""
+    return DataError(
+        key,
+        value,
+        f"the package {package} is not installed",
+        "Install it with: pip install titanlike[text]",
+    )

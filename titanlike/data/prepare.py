@@ -1,0 +1,164 @@
+"""Tokenize a corpus once, into a cache folder.
+
+1. The files, the tokenizer, and what decides about the split make a key; if the cache has a whole
+   entry of that key, it is used.
+2. Every document becomes its boundary token and its ids, written to train.bin or validation.bin
+   (little-endian uint16 or uint32). Which of them depends on the document's number alone.
+3. A file that got no document is given the last one of the other, or the end of the only one.
+4. The entry is written under a temporary name and then renamed, so that several processes may do
+   this at the same time, and none reads half a file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from titanlike.config.schema import TextData
+from titanlike.data.corpus import documents, find_files
+from titanlike.data.errors import DataError
+from titanlike.data.order import mix
+from titanlike.data.tokenizer import Tokenizer
+
+FORMAT = 1  # part of the key: raise it when the same input would be written otherwise
+PARTS = ("train", "validation")
+
+
+@dataclass
+class Prepared:
+    """An entry of the cache: `folder`/train.bin, validation.bin, meta.json (the other fields)."""
+
+    folder: Path
+    dtype: str  # "uint16" or "uint32"
+    vocab_size: int
+    boundary: int  # id of the token that begins each document
+    tokens: dict[str, int]  # part -> number of tokens, boundaries included
+    documents: dict[str, int]  # part -> number of documents
+
+    def path(self, part: str) -> Path:
+        return self.folder / f"{part}.bin"
+
+
+def prepare(data: TextData, tokenizer: Tokenizer) -> Prepared:
+    """The tokenized corpus of `data`, out of the cache or made now.
+
+    Raises DataError for a corpus without text, and for a cache folder that cannot be written.
+    """
+    files = find_files(data.path)
+    cache = Path(data.cache or "~/.cache/titanlike").expanduser().resolve()
+    folder = cache / _key(files, data, tokenizer)
+    if (entry := _read(folder)) is not None:
+        return entry
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="unfinished-", dir=cache) as parent:
+            made = Path(parent, "entry")
+            made.mkdir()
+            _write(made, files, data, tokenizer)
+            _publish(made, folder)
+    except OSError as error:
+        raise DataError(
+            "data.cache",
+            cache,
+            f"the folder cannot be written ({error.strerror or error})",
+            "Give one that can, with room for 2 to 4 bytes a token: data.cache=/tmp/titanlike",
+        ) from None
+    entry = _read(folder)
+    assert entry is not None, f"{folder} was just written"
+    return entry
+
+
+def _key(files: list[Path], data: TextData, tokenizer: Tokenizer) -> str:
+    try:
+        stats = [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
+    except OSError as error:
+        raise DataError(
+            "data.path", error.filename, f"cannot be read ({error.strerror})", "Mend or delete it"
+        ) from None
+    content = [FORMAT, stats, tokenizer.fingerprint, data.text_key, data.validation_fraction]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
+
+
+def _read(folder: Path) -> Prepared | None:
+    """The entry, or None if it is not there whole (a crash of the machine may cut a file)."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        entry = Prepared(folder, **meta)
+        itemsize = np.dtype(entry.dtype).itemsize
+        whole = all(
+            entry.path(part).stat().st_size == entry.tokens[part] * itemsize for part in PARTS
+        )
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return entry if whole else None
+
+
+def _publish(made: Path, folder: Path) -> None:
+    try:
+        os.rename(made, folder)
+    except OSError:  # the folder exists
+        if _read(folder) is None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.rename(made, folder)
+
+
+def _write(folder: Path, files: list[Path], data: TextData, tokenizer: Tokenizer) -> None:
+    dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+    entry = Prepared(
+        folder,
+        dtype,
+        tokenizer.vocab_size,
+        tokenizer.boundary,
+        tokens=dict.fromkeys(PARTS, 0),
+        documents=dict.fromkeys(PARTS, 0),
+    )
+    file_dtype = np.dtype(dtype).newbyteorder("<")
+    last = dict.fromkeys(PARTS, 0)  # tokens in each part's last document
+    with open(entry.path("train"), "wb") as train, open(entry.path("validation"), "wb") as held:
+        out = {"train": train, "validation": held}
+        texts = documents(files, data.text_key)
+        for number, ids in enumerate(tokenizer.encode_many(texts)):
+            part = "validation" if _held_out(number, data.validation_fraction) else "train"
+            document = np.empty(len(ids) + 1, file_dtype)
+            document[0] = tokenizer.boundary
+            document[1:] = ids
+            out[part].write(document.data)
+            entry.tokens[part] += len(document)
+            entry.documents[part] += 1
+            last[part] = len(document)
+    if not any(entry.documents.values()):
+        raise DataError(
+            "data.path", data.path, "there is no text in it", "Give files that hold some text"
+        )
+    for empty, full in (PARTS, PARTS[::-1]):
+        if entry.documents[empty] == 0:
+            _move_last(entry, empty, full, last[full], data.validation_fraction)
+    meta = {name: value for name, value in asdict(entry).items() if name != "folder"}
+    (folder / "meta.json").write_text(json.dumps(meta))
+
+
+def _held_out(number: int, fraction: float) -> bool:
+    return int(mix(np.array([number + 1], np.uint64))[0]) < fraction * 2.0**64
+
+
+def _move_last(entry: Prepared, empty: str, full: str, last: int, fraction: float) -> None:
+    """Give an empty part the last document of the other; if that is the only one, cut it in two."""
+    tokens = np.fromfile(entry.path(full), np.dtype(entry.dtype).newbyteorder("<"))
+    if entry.documents[full] > 1:
+        kept, moved = tokens[:-last], tokens[-last:]
+        entry.documents[full] -= 1
+    else:
+        cut = len(tokens) - max(1, round((len(tokens) - 1) * fraction))
+        parts = {"train": tokens[:cut], "validation": np.append(tokens[:1], tokens[cut:])}
+        kept, moved = parts[full], parts[empty]
+    entry.documents[empty] = 1
+    for part, values in ((full, kept), (empty, moved)):
+        values.tofile(entry.path(part))
+        entry.tokens[part] = len(values)

@@ -1,0 +1,54 @@
+"""Files of token ids (`data=tokens`), memory-mapped: .npy, or raw little-endian integers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from titanlike.config.schema import TokenData
+from titanlike.data.errors import DataError
+
+
+def open_tokens(path: Path, dtype: str) -> np.ndarray:
+    """The ids in the file [tokens], mapped read-only.
+
+    `dtype` ("uint16", "uint32") is that of a raw file; a .npy file has its own. Raises DataError
+    where the file is missing, empty, or not of that form.
+    """
+    if not path.is_file():
+        raise DataError(
+            "data.path", path, "there is no such file", "Give a .npy or raw .bin file of token ids"
+        )
+    if path.suffix == ".npy":
+        return _open_npy(path)
+    itemsize = np.dtype(dtype).itemsize
+    size = path.stat().st_size
+    if size == 0 or size % itemsize:
+        raise DataError(
+            "data.path",
+            path,
+            f"{size} bytes are no whole number of {dtype} token ids of {itemsize} bytes",
+            "Give a whole file, and data.dtype=uint16 or data.dtype=uint32 as it was written",
+        )
+    # A plain array over the map: slicing np.memmap itself is several times slower.
+    return np.asarray(np.memmap(path, mode="r", dtype=np.dtype(dtype).newbyteorder("<")))
+
+
+def _open_npy(path: Path) -> np.ndarray:
+    remedy = "Save a one-dimensional array of integers with numpy.save"
+    try:
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise DataError("data.path", path, f"is no .npy file ({error})", remedy) from None
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        form = f"an array of {tokens.dtype} and shape {tokens.shape}"
+        raise DataError("data.path", path, f"is {form}, not a list of token ids", remedy)
+    return np.asarray(tokens)
+
+
+def token_spans(data: TokenData) -> dict[str, tuple[int, int]]:
+    """Part -> (its first token, the one after its last): the end of the file is for validation."""
+    count = len(open_tokens(Path(data.path).expanduser(), data.dtype))
+    cut = count - round(count * data.validation_fraction)
+    return {"train": (0, cut), "validation": (cut, count)}

@@ -1,0 +1,74 @@
+"""FSDP2 inside a stage: what is sharded, in which precision, and for how long.
+
+`zero` says what stays sharded while a step runs (arXiv 1910.02054):
+
+1. optimizer state: parameters are gathered and gradients reduced once a step, a stage at a time.
+   The least traffic. The only one that zero-bubble schedules allow: their backward comes in two
+   halves, and FSDP's hooks lose gradients between them.
+2. also gradients: reduced block by block in every backward.
+3. also parameters: gathered block by block in every forward and backward. The least memory.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+from titanlike.config.schema import Config
+from titanlike.parallel.mesh import Mesh
+from titanlike.pipeline.partition import Unit
+
+
+def choose_zero(config: Config, splits_backward: bool) -> tuple[int, str]:
+    """(1, 2 or 3, why) for `fsdp.zero`; refusals are `config.validate`'s."""
+    if config.fsdp.zero != "auto":
+        return config.fsdp.zero, "asked for"
+    if config.dp == config.replicate:
+        return 1, "nothing is sharded"
+    if splits_backward:
+        return 1, "the schedule splits the backward"
+    if config.pp == 1:
+        return 3, "no pipeline: each block is gathered when it runs"
+    return 2, "a pipeline: parameters stay gathered for a step, gradients do not"
+
+
+def compute_dtype(config: Config) -> torch.dtype:
+    """The dtype of activations."""
+    return torch.bfloat16 if config.precision.name == "bf16" else torch.float32
+
+
+def shard_stage(stage: nn.Module, units: list[Unit], config: Config, mesh: Mesh, zero: int) -> None:
+    """Apply `fully_shard` to a stage in place: each block, what surrounds them, then the root.
+
+    Without anything to shard, cast or offload the stage stays a plain module.
+    """
+    bf16 = config.precision.name == "bf16"
+    if mesh.dp == 1 and not bf16 and not config.fsdp.cpu_offload:
+        return
+    # only axes larger than one: a mesh of one axis is FSDP, of two HSDP
+    axes = ("replicate", "shard") if config.replicate > 1 else ("shard",)
+    options = {"mesh": mesh.axes[axes], "reshard_after_forward": zero == 3}
+    if config.fsdp.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
+    dtype = compute_dtype(config) if bf16 else None
+    # reduce_dtype is always given: left out, it means bf16 in torch 2.13 and fp32 in 2.15.
+    # Inputs are cast at the root alone: blocks also take fp32 tables (rotary).
+    inner, root = (
+        MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=c)
+        for c in (False, True)
+    )
+    for group in _groups(units):
+        fully_shard([stage.get_submodule(name) for name in group], mp_policy=inner, **options)
+    fully_shard(stage, mp_policy=root, **options)
+
+
+def _groups(units: list[Unit]) -> list[list[str]]:
+    """Each block by itself; neighbours that are no blocks (norm and head) together."""
+    groups: list[list[str]] = []
+    for before, unit in zip([None, *units], units, strict=False):
+        if before is not None and not unit.block and not before.block:
+            groups[-1].append(unit.name)
+        else:
+            groups.append([unit.name])
+    return groups

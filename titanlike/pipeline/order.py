@@ -1,0 +1,290 @@
+"""An Order: what every pipeline rank computes, and when. Plain data, no torch.
+
+A pipeline schedule is nothing but an order of compute actions: one list a pipeline rank, and the
+rank that holds each stage. The same Order is run, evaluated (`forward_only`), simulated and drawn
+(`walk`, `needs`), and kept (`to_csv`). `check` says whether torch's pipeline runtime can run it
+to its end with the right gradients.
+
+Sends and receives are not part of it: they follow from the dependencies. torch inserts them in the
+order of one global walk, a send and its receive at once, so that between two ranks they are posted
+in the same order on both sides, whatever the Order.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+
+class Act(NamedTuple):
+    """One compute action of one stage on one microbatch, written like "2F0".
+
+    kind is F (forward), B (whole backward), I (gradient of the input alone) or W (gradient of the
+    weights, any time after I). Splitting B into I and W is what zero-bubble schedules do
+    (arXiv 2401.10241): only I is on the way of the stage before.
+    """
+
+    kind: str
+    stage: int
+    mb: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.mb}"
+
+    @classmethod
+    def parse(cls, text: str) -> Act:
+        """The inverse of str(). Raises ValueError for anything else."""
+        match = re.fullmatch(r"([0-9]+)([FBIW])([0-9]+)", text.strip())
+        if not match:
+            raise ValueError(
+                f"{text.strip()!r} is not an action: expected stage, kind (F, B, I or W) and "
+                "microbatch, such as 2F0"
+            )
+        return cls(match[2], int(match[1]), int(match[3]))
+
+
+def needs(act: Act, last: int) -> tuple[Act, ...]:
+    """The actions that must have ended before `act`, under their `awaited` names.
+
+    `last` is the index of the last stage, whose backward starts from the loss.
+    """
+    kind, stage, mb = act
+    if kind == "F":
+        return (Act("F", stage - 1, mb),) if stage else ()
+    if kind == "W":
+        return (Act("I", stage, mb),)
+    own = Act("F", stage, mb)
+    return (own,) if stage == last else (own, Act("I", stage + 1, mb))
+
+
+def awaited(act: Act) -> Act:
+    """The name under which others wait for `act`: a B is also an I, and more."""
+    return act._replace(kind="I") if act.kind == "B" else act
+
+
+@dataclass(frozen=True)
+class Order:
+    """The compute actions of every pipeline rank, in execution order."""
+
+    ranks: tuple[tuple[Act, ...], ...]  # ranks[pipeline rank]
+    place: tuple[int, ...]  # place[stage] = pipeline rank that holds it
+    microbatches: int
+
+    @property
+    def stages(self) -> int:
+        """Stages on all ranks together."""
+        return len(self.place)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether some backward is split into I and W, which restricts sharding and compile."""
+        return any(act.kind in "IW" for acts in self.ranks for act in acts)
+
+    def local(self, rank: int) -> tuple[int, ...]:
+        """The stages that a pipeline rank holds, in ascending order."""
+        return tuple(stage for stage, holder in enumerate(self.place) if holder == rank)
+
+    def forward_only(self, microbatches: int | None = None) -> Order:
+        """Evaluation on the same placement: all stages' forwards of so many microbatches."""
+        count = self.microbatches if microbatches is None else microbatches
+        ranks: list[list[Act]] = [[] for _ in self.ranks]
+        # by the earliest time step at which an action can run: never a deadlock, on any placement
+        for _, mb, stage in sorted(
+            (mb + stage, mb, stage) for stage in range(self.stages) for mb in range(count)
+        ):
+            ranks[self.place[stage]].append(Act("F", stage, mb))
+        return Order(tuple(map(tuple, ranks)), self.place, count)
+
+    def check(self) -> Order:
+        """Return self if torch's pipeline runtime will run it to the end with right gradients.
+
+        Raises ValueError naming the pipeline rank, the action, and what to change: a rank without
+        a stage; an action that is out of range, on the wrong rank, doubled or missing; B together
+        with I or W for one microbatch; an action before one that it needs; forwards of the last
+        stage that are not in microbatch order; a deadlock, with what each rank waits for.
+        """
+        self._check_shape()
+        at = self._check_cells()
+        self._check_complete(at)
+        self._check_sequence(at)
+        for _ in walk(self):
+            pass
+        return self
+
+    def _check_shape(self) -> None:
+        if self.microbatches < 1:
+            raise ValueError(f"an order of {self.microbatches} microbatches: it needs at least 1")
+        for stage, rank in enumerate(self.place):
+            if not 0 <= rank < len(self.ranks):
+                raise ValueError(
+                    f"stage {stage} is placed on pipeline rank {rank}: the order has ranks 0 to "
+                    f"{len(self.ranks) - 1}"
+                )
+        for rank in range(len(self.ranks)):
+            if rank not in self.place:
+                raise ValueError(f"pipeline rank {rank} has no stage: place one there, or use less")
+
+    def _check_cells(self) -> dict[Act, int]:
+        """Each action by itself; returns its position in the list of its rank."""
+        at: dict[Act, int] = {}
+        for rank, acts in enumerate(self.ranks):
+            for position, act in enumerate(acts):
+                where = f"pipeline rank {rank}: {act} (action {position + 1} of {len(acts)})"
+                if act.kind not in ("F", "B", "I", "W"):
+                    raise ValueError(f"{where} has kind {act.kind!r}: use F, B, I or W")
+                if not 0 <= act.stage < self.stages:
+                    raise ValueError(f"{where}: there are only stages 0 to {self.stages - 1}")
+                if not 0 <= act.mb < self.microbatches:
+                    raise ValueError(
+                        f"{where}: there are only microbatches 0 to {self.microbatches - 1}"
+                    )
+                if self.place[act.stage] != rank:
+                    raise ValueError(
+                        f"{where}: stage {act.stage} is on pipeline rank {self.place[act.stage]}; "
+                        "move the action there"
+                    )
+                if act in at:
+                    raise ValueError(
+                        f"{where} is there twice, first as action {at[act] + 1}; remove one"
+                    )
+                at[act] = position
+        return at
+
+    def _check_complete(self, at: dict[Act, int]) -> None:
+        """F alone everywhere (evaluation), or F and a whole or a split backward."""
+        forward_only = all(act.kind == "F" for act in at)
+        for stage, rank in enumerate(self.place):
+            for mb in range(self.microbatches):
+                f, b, i, w = (Act(kind, stage, mb) for kind in "FBIW")
+                if f not in at:
+                    raise ValueError(f"pipeline rank {rank}: {f} is missing; add it")
+                if b in at and (i in at or w in at):
+                    raise ValueError(
+                        f"pipeline rank {rank}: {b} besides {i if i in at else w}; keep either "
+                        f"{b}, or {i} and {w}"
+                    )
+                if b in at or forward_only or (i in at and w in at):
+                    continue
+                if i in at or w in at:
+                    absent, present = (w, i) if i in at else (i, w)
+                    raise ValueError(
+                        f"pipeline rank {rank}: {absent} is missing besides {present}; add it"
+                    )
+                raise ValueError(
+                    f"pipeline rank {rank}: {b} is missing; add it after {f}, or add {i} and {w}"
+                )
+
+    def _check_sequence(self, at: dict[Act, int]) -> None:
+        """What must come in a certain order within one rank."""
+        last = self.stages - 1
+        position = {awaited(act): index for act, index in at.items()}
+        for rank, acts in enumerate(self.ranks):
+            for index, act in enumerate(acts):
+                for need in needs(act, last):
+                    if self.place[need.stage] == rank and position[need] > index:
+                        raise ValueError(
+                            f"pipeline rank {rank}: {act} comes before {acts[position[need]]}, "
+                            "which it needs; swap them"
+                        )
+        final = [act for act in self.ranks[self.place[last]] if act[:2] == ("F", last)]
+        for before, after in pairwise(final):
+            if before.mb > after.mb:
+                raise ValueError(
+                    f"pipeline rank {self.place[last]}: {before} comes before {after}; the last "
+                    "stage's forwards must be in microbatch order, because torch numbers the "
+                    "losses as they arrive"
+                )
+
+    def to_csv(self) -> str:
+        """A row a pipeline rank, a cell an action: what `from_csv` and torch's loader read."""
+        out = io.StringIO()
+        rows = ([str(act) for act in acts] for acts in self.ranks)
+        csv.writer(out, lineterminator="\n").writerows(rows)
+        return out.getvalue()
+
+    @classmethod
+    def from_csv(cls, text: str) -> Order:
+        """Read `to_csv` back, or a table edited by hand: empty cells and empty lines are skipped.
+
+        A stage is on the rank that has most of its actions. Raises ValueError naming line and
+        column for a cell that is no action, and what `check` raises.
+        """
+        ranks: list[tuple[Act, ...]] = []
+        reader = csv.reader(io.StringIO(text))
+        for cells in reader:
+            acts = []
+            for column, cell in enumerate(cells, start=1):
+                if not cell.strip():
+                    continue
+                try:
+                    acts.append(Act.parse(cell))
+                except ValueError as error:
+                    raise ValueError(f"row {reader.line_num}, column {column}: {error}") from None
+            if cells:
+                ranks.append(tuple(acts))
+        votes = Counter((act.stage, rank) for rank, acts in enumerate(ranks) for act in acts)
+        if not votes:
+            raise ValueError("no action in it: expected a row a pipeline rank, cells such as 0F0")
+        place: dict[int, int] = {}
+        for (stage, rank), _ in votes.most_common():
+            place.setdefault(stage, rank)
+        for stage in range(len(place)):
+            if stage not in place:
+                raise ValueError(
+                    f"stage {stage} has no action, but stage {max(place)} has: number the stages "
+                    "from 0 without a gap"
+                )
+        microbatches = 1 + max(act.mb for acts in ranks for act in acts)
+        return cls(tuple(ranks), tuple(place[s] for s in range(len(place))), microbatches).check()
+
+
+def walk(order: Order) -> Iterator[tuple[int, Act]]:
+    """Yield every (rank, action) in an order that respects all dependencies.
+
+    Raises ValueError on a deadlock, naming the ranks that wait for each other.
+    """
+    last = order.stages - 1
+    at = [0] * len(order.ranks)
+    done: set[Act] = set()
+    left = sum(map(len, order.ranks))
+    while left:
+        before = left
+        for rank, acts in enumerate(order.ranks):
+            while at[rank] < len(acts) and done.issuperset(needs(acts[at[rank]], last)):
+                act = acts[at[rank]]
+                done.add(awaited(act))
+                at[rank] += 1
+                left -= 1
+                yield rank, act
+        if left == before:
+            raise ValueError(_deadlock(order, at, done))
+
+
+def _deadlock(order: Order, at: list[int], done: set[Act]) -> str:
+    """The circle of ranks that wait for each other; `at` is where each rank stands."""
+    position = {awaited(act): (act, i) for acts in order.ranks for i, act in enumerate(acts)}
+    rank = next(rank for rank, acts in enumerate(order.ranks) if at[rank] < len(acts))
+    lines: dict[int, str] = {}
+    while rank not in lines:
+        act = order.ranks[rank][at[rank]]
+        need = next(need for need in needs(act, order.stages - 1) if need not in done)
+        other = order.place[need.stage]
+        if need not in position:
+            return f"pipeline rank {rank}: {act} needs {need}, which no rank computes; add it"
+        goal, later = position[need]
+        lines[rank] = (
+            f"pipeline rank {rank} waits at {act} for {goal} of pipeline rank {other}, "
+            f"where it is action {later + 1}"
+        )
+        rank = other
+    circle = list(lines)[list(lines).index(rank) :]
+    return (
+        f"deadlock: {'; '.join(lines[r] for r in circle)}. Move one of the awaited actions before "
+        "the one at which its rank waits"
+    )

@@ -1,0 +1,91 @@
+"""What a run says about itself before the first step and after the last."""
+
+from __future__ import annotations
+
+from titanlike.build import Run
+from titanlike.config.schema import Config
+from titanlike.data.sources import Data
+from titanlike.launch.worker import Worker
+from titanlike.metrics import units
+from titanlike.metrics.console import Console
+
+
+def opening(
+    console: Console,
+    config: Config,
+    run: Run,
+    data: Data,
+    worker: Worker,
+    start: int,
+    sinks: list[str],
+) -> None:
+    """What will run: mesh, stages, parameters, tokens a step, where things are written."""
+    draft, mesh = run.draft, run.mesh
+    axes = {"pp": config.pp, "dp": config.dp, "replicate": config.replicate}
+    shape = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1) or "1 process"
+    tokens = config.batch_size * config.seq_len
+    rows = config.batch_size // config.dp // draft.microbatches
+    console.table(
+        "",
+        [],
+        [
+            ("device", f"{mesh.device.type} with {mesh.backend}: {mesh.reason}"),
+            ("mesh", f"{shape}; ZeRO {draft.zero}: {draft.why_zero}"),
+            ("precision", config.precision.name),
+            ("model", f"{config.model.name}, {units.count(draft.parameters)} parameters"),
+            ("data", data.description),
+            ("batch", f"{config.batch_size} x {config.seq_len} = {units.count(tokens)} tokens"),
+            (
+                "schedule",
+                f"{config.schedule.name}, {draft.microbatches} microbatches of {rows} a dp rank: "
+                f"{draft.why_microbatches}",
+            ),
+            ("steps", f"{start + 1} to {config.steps}" if start else f"{config.steps}"),
+            ("written to", ", ".join([str(worker.run_dir), *sinks])),
+        ],
+    )
+    console.table(
+        "",
+        ["rank", "stage", "modules", "parameters"],
+        [
+            (
+                _ranks(rank, mesh.dp),
+                stage,
+                _span(draft.stages[stage]),
+                units.count(draft.stage_parameters(stage)),
+            )
+            for rank in range(mesh.pp)
+            for stage in draft.order.local(rank)
+        ],
+    )
+    if start:
+        console.line(f"going on from step {start}")
+
+
+def closing(
+    console: Console, config: Config, worker: Worker, start: int, saved: int, value: float | None
+) -> None:
+    """Where the run is and what to do next."""
+    if start >= config.steps:
+        console.line(f"nothing to do: step {start} of {config.steps} is already there")
+    kept = [text for text in worker.overrides if not text.startswith(("run_dir=", "steps="))]
+    more = " ".join(["python train.py", *kept, f"run_dir={worker.run_dir}"])
+    result = "" if value is None else f"loss {units.decimal(value)}, "
+    at = f"checkpoint at step {saved}, " if saved else ""
+    console.line(f"done: {result}{at}everything in {worker.run_dir}")
+    console.line(f"train on: {more} steps={2 * max(start, config.steps)}")
+
+
+def _ranks(pp_rank: int, dp: int) -> str:
+    first = pp_rank * dp
+    return str(first) if dp == 1 else f"{first}-{first + dp - 1}"
+
+
+def _span(names: list[str]) -> str:
+    """embedding, layers.0 ... layers.3"""
+    blocks = [name for name in names if "." in name]
+    if len(blocks) < 3:
+        return ", ".join(names)
+    inner = f"{blocks[0]} ... {blocks[-1]}"
+    before, after = names[: names.index(blocks[0])], names[names.index(blocks[-1]) + 1 :]
+    return ", ".join([*before, inner, *after])
