@@ -1,0 +1,48 @@
+"""The environment of workers: threads, import path, and nothing of a launcher further out."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "PET_")
+_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@contextlib.contextmanager
+def workers_environment(workers: int) -> Iterator[None]:
+    """os.environ as `workers` new processes of this machine shall inherit it.
+
+    An outer torchrun's variables would make them ranks of its job. The cores are shared among
+    them unless the user has set OMP_NUM_THREADS.
+    """
+    before = dict(os.environ)
+    for name in before:
+        if name in _NAMES or name.startswith(_PREFIXES):
+            del os.environ[name]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // workers)))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def import_path() -> list[str]:
+    """sys.path for workers: the standard library first, then this process' path in its order.
+
+    The current directory comes last, so that a file of the user's shadows no library.
+    """
+    library = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
+    path = [os.path.abspath(entry) for entry in sys.path]
+    standard = [p for p in path if _is_standard(Path(p), library)]
+    return list(dict.fromkeys([*standard, *path, os.getcwd()]))
+
+
+def _is_standard(path: Path, library: set[str]) -> bool:
+    return path.suffix == ".zip" or str(path) in library or path.name == "lib-dynload"

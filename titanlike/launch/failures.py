@@ -1,0 +1,127 @@
+"""Which of many ranks' errors is the one that matters, and how it is shown.
+
+When one rank fails its peers fail, too, with errors of the transport. Each rank writes what it saw
+to run_dir/logs/rankN.error.json before it ends; the reader takes the earliest that is no transport
+error, then a death by signal, and a transport error only if there is nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from titanlike.config.errors import ConfigError
+from titanlike.launch.streams import log_path
+
+_FRAMES = 5  # of a traceback, innermost
+_TRANSPORT = (
+    "connection reset by peer",
+    "connection closed by peer",
+    "connection was closed",
+    "connection refused",
+    "broken pipe",
+    "remote worker",
+    "remote process exited",
+    "nccl communicator was aborted",
+    "watchdog",
+    "timed out waiting",
+    "wait timeout",
+    "socket timeout",
+    "recvvalue failed",
+    "sendbytes failed",
+)
+
+
+class JobFailed(Exception):
+    """A job failed; the text is all that the user needs. A sweep goes on with its next job."""
+
+    def __init__(self, text: str, error: str) -> None:
+        self.error = error  # one line, for result.json
+        self.ends_sweep = False  # whether the processes are lost for further jobs
+        super().__init__(text, error)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong on one rank."""
+
+    rank: int
+    error: str  # kind and message
+    frames: str  # the innermost frames; "" for a user's mistake, whose message says it all
+    transport: bool  # probably caused by a peer that failed
+    time: float  # seconds since the epoch
+
+    def to_job_failed(self, run_dir: Path, world_size: int) -> JobFailed:
+        who = f"rank {self.rank} failed: " if world_size > 1 else ""
+        lines = [who + self.error]
+        if self.frames:
+            lines.append(self.frames.rstrip())
+        lines.append(f"log: {log_path(run_dir, self.rank)}")
+        return JobFailed("\n".join(lines), who + self.error)
+
+
+def describe(rank: int, error: BaseException) -> Failure:
+    """An exception as a Failure."""
+    users = isinstance(error, ConfigError) or (
+        isinstance(error, (ValueError, OSError)) and _raised_by_us(error)
+    )
+    text = str(error) if users else f"{type(error).__name__}: {error}"
+    inner = traceback.extract_tb(error.__traceback__)[1:]  # the first is the call of the job
+    frames = traceback.format_list(inner[-_FRAMES:])
+    words = f"{type(error).__name__} {error}".lower()
+    transport = not users and any(word in words for word in _TRANSPORT)
+    return Failure(rank, text, "" if users else "".join(frames), transport, time.time())
+
+
+def _raised_by_us(error: BaseException) -> bool:
+    """Whether the innermost frame is the program's own: such a ValueError explains itself."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(__file__).parents[1])
+
+
+def write_failure(run_dir: Path, failure: Failure) -> None:
+    """Leave it for whoever reports the job; whole or not at all."""
+    path = _error_path(run_dir, failure.rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(asdict(failure)), encoding="utf-8")
+    unfinished.replace(path)
+
+
+def clear_failures(run_dir: Path) -> None:
+    """Forget an earlier job in the same run directory."""
+    for path in (run_dir / "logs").glob("rank*.error.json"):
+        path.unlink(missing_ok=True)
+
+
+def root_cause(run_dir: Path, deaths: dict[int, int] | None = None) -> Failure | None:
+    """The failure that caused the others.
+
+    `deaths` maps ranks that ended without a word to their exit code, negative for a signal.
+    """
+    paths = (run_dir / "logs").glob("rank*.error.json")
+    failures = [Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    told = {failure.rank for failure in failures}
+    for rank, code in (deaths or {}).items():
+        if rank not in told:
+            failures.append(Failure(rank, _death(code), "", code >= 0, time.time()))
+    return min(failures, key=lambda failure: (failure.transport, failure.time), default=None)
+
+
+def _death(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code} and no error of its own"
+    name = signal.Signals(-code).name
+    hint = "; often the kernel when memory runs out" if name == "SIGKILL" else ""
+    return f"killed by {name}{hint}"
+
+
+def _error_path(run_dir: Path, rank: int) -> Path:
+    return log_path(run_dir, rank).with_suffix(".error.json")

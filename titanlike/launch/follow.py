@@ -1,0 +1,145 @@
+"""Ranks that torchrun or srun started, one process each: rank 0 leads, the others follow.
+
+1. All meet at the rendezvous store.
+2. Rank 0 alone reads the command line; it publishes each job (a sweep has several) in the store.
+3. The others wait for the next job, run it with a store of its own, and wait again.
+4. After a job all ranks say how it ended. Where one failed and all came out of it, a sweep goes
+   on; where some are stuck in it, the process ends, and whoever started the ranks ends the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from datetime import timedelta
+from typing import Any
+
+from titanlike.config.schema import Launch
+from titanlike.launch.failures import JobFailed, clear_failures, describe, root_cause
+from titanlike.launch.job import Job
+from titanlike.launch.signals import GRACE, Interrupted, die_with_parent, exit_now
+from titanlike.launch.worker import Worker, meet, run_job
+
+_POLL = timedelta(seconds=10)  # of a follower's wait for the next job
+
+
+def adopt_slurm() -> None:
+    """Take rank and world size from SLURM where `srun` started one process a rank."""
+    env = os.environ
+    if "RANK" in env or int(env.get("SLURM_STEP_NUM_TASKS", "1")) == 1:
+        return
+    command = ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]]
+    hosts = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+    tasks = env["SLURM_STEP_TASKS_PER_NODE"].split(",")[0].split("(")[0]  # "2(x3),1": 2
+    env.update(
+        RANK=env["SLURM_PROCID"],
+        LOCAL_RANK=env["SLURM_LOCALID"],
+        WORLD_SIZE=env["SLURM_STEP_NUM_TASKS"],
+        LOCAL_WORLD_SIZE=tasks,
+    )
+    env.setdefault("MASTER_ADDR", hosts.split()[0])
+    # a port that all ranks find without talking, the same for no other job or step
+    step = int(env["SLURM_JOB_ID"]) * 7 + int(env.get("SLURM_STEP_ID", "0"))
+    env.setdefault("MASTER_PORT", str(20000 + step % 20000))
+
+
+class StartedRanks:
+    """This process among the ranks that somebody else started."""
+
+    def __init__(self) -> None:
+        """Meet the other ranks. Raises RuntimeError if they do not come in time."""
+        import torch.distributed as dist
+
+        timeout = timedelta(seconds=Launch().timeout)
+        store, self.rank, self.world_size = next(dist.rendezvous("env://", timeout=timeout))
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._store = dist.PrefixStore(f"titanlike/{restart}", store)
+        self._jobs = 0
+
+    def lead(self, job: Job) -> dict[str, Any]:
+        """Run a job on all ranks; what this rank's function returned. Raises like `run_local`."""
+        clear_failures(job.run_dir)
+        self._store.set(f"job{self._jobs}", job.to_json())
+        return self._run(job)
+
+    def dismiss(self) -> None:
+        """Tell the followers that there are no more jobs."""
+        with contextlib.suppress(RuntimeError):  # a store that is gone has no followers
+            self._store.set(f"job{self._jobs}", "")
+
+    def follow(self) -> None:
+        """Run jobs until rank 0 has no more, or is gone."""
+        die_with_parent(os.getppid(), signal.SIGKILL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        while text := self._next_job():
+            try:
+                self._run(Job.from_json(text))
+            except JobFailed as failed:
+                if failed.ends_sweep:
+                    exit_now(1)
+
+    def _next_job(self) -> str:
+        import torch.distributed as dist
+
+        key = f"job{self._jobs}"
+        while True:
+            try:
+                self._store.wait([key], _POLL)
+                return self._store.get(key).decode()
+            except dist.DistNetworkError:
+                exit_now(1)
+            except dist.DistStoreError:
+                continue  # rank 0 is composing, or its last job is still closing
+
+    def _run(self, job: Job) -> dict[str, Any]:
+        import torch.distributed as dist
+
+        worker = Worker(
+            rank=self.rank,
+            world_size=self.world_size,
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)),
+            run_dir=job.run_dir,
+            store=dist.PrefixStore(f"job{self._jobs}", self._store),
+            overrides=job.overrides,
+        )
+        self._jobs += 1
+        own = None
+        result: dict[str, Any] = {}
+        try:
+            result = run_job(job, worker)
+        except Exception as error:
+            own = describe(self.rank, error)
+            record_for_torchrun(error)
+        stuck = False
+        try:
+            timeout = job.config.launch.timeout if own is None else GRACE
+            ends = meet(worker, "end", timeout, "failed" if own else "completed")
+        except (RuntimeError, Interrupted) as error:
+            if own is None and isinstance(error, Interrupted):
+                raise
+            own = own or describe(self.rank, error)
+            ends, stuck = ["failed"], True
+        if "failed" not in ends:
+            return result
+        if not stuck and dist.is_initialized():
+            dist.destroy_process_group()  # nobody is inside any more
+        failure = root_cause(job.run_dir) or own
+        assert failure is not None, "a rank reported a failure without leaving its error"
+        failed = failure.to_job_failed(job.run_dir, self.world_size)
+        failed.ends_sweep = stuck
+        raise failed
+
+
+def record_for_torchrun(error: BaseException) -> None:
+    """Let an outer torchrun's report show this error."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        try:
+            raise error  # the handler formats the exception being handled
+        except BaseException:
+            get_error_handler().record_exception(error)
+

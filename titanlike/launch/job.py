@@ -1,0 +1,46 @@
+"""What every rank is told about a job. It travels as JSON: through a file to workers that the driver
+starts, through the rendezvous store to ranks that torchrun or srun started."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titanlike.config.errors import ConfigError
+from titanlike.config.parse import parse, to_plain
+from titanlike.config.schema import Config
+from titanlike.imports import load
+
+
+@dataclass(frozen=True)
+class Job:
+    """A function by its import path (`package.module:function`), and what it is called with."""
+
+    function: str
+    config: Config
+    run_dir: Path  # absolute
+    overrides: list[str]  # the command line that led here
+
+    def load(self) -> Callable[..., Any]:
+        """The function itself. Raises ValueError naming what cannot be imported."""
+        return load(self.function.replace(":", "."))
+
+    def to_json(self) -> str:
+        plain = {
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)},
+            "config": to_plain(self.config),
+            "run_dir": str(self.run_dir),
+        }
+        return json.dumps(plain)
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        plain = json.loads(text)
+        config, problems = parse(plain["config"])
+        if problems:  # the sender's program is another version than this one
+            raise ConfigError(problems)
+        return cls(**{**plain, "config": config, "run_dir": Path(plain["run_dir"])})

@@ -1,0 +1,115 @@
+"""What one process does for one job, whoever started it.
+
+1. Its output goes to run_dir/logs/rankN.log.
+2. It waits until all ranks of the job are there; those that are not are named.
+3. It calls the job's function.
+4. If that raises, it leaves the error in a file before anything is torn down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titanlike.launch.failures import describe, write_failure
+from titanlike.launch.job import Job
+from titanlike.launch.signals import Interrupted, die_with_parent, exit_now
+from titanlike.launch.streams import logged
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+
+@dataclass(frozen=True)
+class Worker:
+    """This process' place in a job."""
+
+    rank: int
+    world_size: int
+    local_rank: int  # among the processes of this machine
+    local_world_size: int
+    run_dir: Path  # absolute
+    store: Store | None  # of this job alone; None where one process is the whole job
+    overrides: list[str]
+
+
+class Absent(RuntimeError):
+    """Some ranks never came to a job."""
+
+
+def run_job(job: Job, worker: Worker) -> dict[str, Any]:
+    """Call the job's function on this rank. What it raises is in the rank's log and error file."""
+    environment = dict(os.environ)
+    with logged(job.run_dir, worker.rank, console=worker.rank == 0) as log:
+        try:
+            meet(worker, "start", job.config.launch.timeout)
+            return job.load()(job.config, worker) or {}
+        except (Interrupted, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            with contextlib.suppress(OSError):  # a full disk must not hide the error
+                write_failure(job.run_dir, describe(worker.rank, error))
+                traceback.print_exc(file=log)
+            raise
+        finally:
+            os.environ.clear()
+            os.environ.update(environment)
+
+
+def meet(worker: Worker, name: str, timeout: float, message: str = "") -> list[str]:
+    """Wait for all ranks at a point of a job, at most `timeout` seconds; every rank's message.
+
+    Raises Absent with the ranks that did not come.
+    """
+    if worker.store is None:
+        return [message]
+    keys = [f"{name}/{rank}" for rank in range(worker.world_size)]
+    worker.store.set(keys[worker.rank], message)
+    try:
+        worker.store.wait(keys, timedelta(seconds=timeout))
+    except RuntimeError:
+        absent = [rank for rank, key in enumerate(keys) if not worker.store.check([key])]
+        if not absent:
+            raise
+        ranks = ", ".join(map(str, absent))
+        raise Absent(
+            f"rank {ranks} did not reach the job's {name} in {timeout:g} s (launch.timeout); "
+            "see their logs, or whether their machine is up"
+        ) from None
+    return [worker.store.get(key).decode() for key in keys]
+
+
+def main(scratch: str, driver: int) -> None:
+    """A worker process of the local launcher; `scratch` holds job.json and takes result.json."""
+    die_with_parent(driver, signal.SIGKILL)  # nothing of value is lost: checkpoints are atomic
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    import json
+
+    job = Job.from_json((Path(scratch) / "job.json").read_text(encoding="utf-8"))
+    rank = int(os.environ["RANK"])
+    try:
+        import torch.distributed as dist
+
+        store, rank, world_size = next(dist.rendezvous("env://"))
+        worker = Worker(
+            rank=rank,
+            world_size=world_size,
+            local_rank=int(os.environ["LOCAL_RANK"]),
+            local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
+            run_dir=job.run_dir,
+            store=dist.PrefixStore("job", store),
+            overrides=job.overrides,
+        )
+        result = run_job(job, worker)
+    except BaseException:
+        exit_now(1)  # a process group destroyed here would look like the cause to its peers
+    if rank == 0:
+        (Path(scratch) / "result.json").write_text(json.dumps(result), encoding="utf-8")
+    sys.stdout.flush()
