@@ -105,9 +105,7 @@ def _plain(config: Config, data: Data, device: torch.device) -> Iterator[dict[st
         inputs, targets = (batch[key].to(device) for key in ("inputs", "targets"))
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             logits = model(inputs)
-        loss = F.cross_entropy(
-            logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE
-        )
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE)
         loss.backward()
         if config.optimizer.clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)

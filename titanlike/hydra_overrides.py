@@ -212,7 +212,9 @@ class _Examination:
                 self.findings.add(problem)
 
 
-def _bad_key(override: Override, composed: DictConfig, known: list[str], error: Exception) -> Problem:
+def _bad_key(
+    override: Override, composed: DictConfig, known: list[str], error: Exception
+) -> Problem:
     """Why Hydra refuses a key, and which one was meant."""
     key = override.key_or_group
     value = "" if override.is_delete() else override.get_value_string()

@@ -33,6 +33,7 @@ from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.torch_private import local_slices
 from titanlike.training import on_device, open_on_every_rank, update, validate
 
+KINDS = ("loss", "initial", "gradient", "update")  # of comparisons, causes before effects
 LOSS_TOLERANCE = 1e-6  # relative, fp32
 GRADIENT_TOLERANCE = 1e-6  # absolute at gradients of order one, fp32
 RELATIVE_TOLERANCE = 1e-4  # norm against norm, so that small gradients are compared, too
@@ -89,9 +90,9 @@ class Piece:
 
     @property
     def agrees(self) -> bool:
-        if self.what == "initial weight":
+        if self.what == "initial":
             return self.difference == 0
-        if self.what == "updated parameter":
+        if self.what == "update":
             limit = UPDATE_TOLERANCE["fp32" if self.rounding is None else "bf16"]
             return self.relative <= limit or self.difference <= 1e-9
         if self.rounding is not None:
@@ -201,7 +202,7 @@ def _compare_layout(
             yield from part.stage.named_parameters()
 
     for name, parameter in parameters():
-        yield _compare("initial weight", name, parameter, exact.initial[name])
+        yield _compare("initial", name, parameter, exact.initial[name])
     validation = validate(run, config, data)
 
     stream = batches(data.train, config, dp_rank=run.mesh.dp_rank)
@@ -216,9 +217,7 @@ def _compare_layout(
         certain = _certain(exact.gradients[name], config.precision.name)
         # rounding is not measured here (0), but tells which tolerance holds
         rough = rounded and truth
-        yield _compare(
-            "updated parameter", name, parameter, truth, rough, base=base, among=certain
-        )
+        yield _compare("update", name, parameter, truth, rough, base=base, among=certain)
 
     after, _ = run.pipeline.evaluate(*on_device(next(stream), run.mesh))
     losses = {"loss": loss.item(), "validation loss": validation}
@@ -289,7 +288,7 @@ def _merge(ranks: list[list[Piece]]) -> list[Piece]:
 
 def _holes(rows: list[Piece], truth: Truth, replicas: int) -> list[str]:
     """Parameters that were not compared in full: each element once a replica."""
-    compared = {row.name: row.elements for row in rows if row.what == "initial weight"}
+    compared = {row.name: row.elements for row in rows if row.what == "initial"}
     return [
         f"{name}: {compared.get(name, 0)} of {tensor.numel() * replicas} elements are in a stage"
         for name, tensor in truth.initial.items()
@@ -301,7 +300,7 @@ def _print(config: Config, rows: list[Piece], holes: list[str], ok: bool) -> Non
     """The worst first within each kind; all that disagree, and the largest few of the rest."""
     console = Console(steps=1)
     shown = []
-    for what in ("loss", "initial weight", "gradient", "updated parameter"):
+    for what in KINDS:
         kind = [row for row in rows if row.what == what]
         kind.sort(key=lambda row: (row.agrees, -row.relative))
         bad = sum(not row.agrees for row in kind)
@@ -314,7 +313,7 @@ def _print(config: Config, rows: list[Piece], holes: list[str], ok: bool) -> Non
             shown.append(replace(total, name=f"... {len(agreeing)} more"))
     console.table(
         f"against one process in plain torch ({config.precision.name})",
-        ["what", "name", "largest value", "largest difference", "relative", ""],
+        ["what", "name", "largest", "difference", "relative", ""],
         [
             (
                 row.what,
@@ -329,8 +328,10 @@ def _print(config: Config, rows: list[Piece], holes: list[str], ok: bool) -> Non
     )
     for hole in holes:
         console.line(f"DIFFERS: {hole}")
-    wrong = [row for row in rows if not row.agrees]
+    wrong = [row for what in KINDS for row in rows if row.what == what and not row.agrees]
     if ok:
         console.line(f"PASS: {len(rows)} comparisons agree")
     else:
-        console.line(f"FAIL: {len(wrong)} of {len(rows)} comparisons differ")
+        names = ", ".join(f"{row.what} of {row.name}" for row in wrong[:10])
+        more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""
+        console.line(f"FAIL: {len(wrong)} of {len(rows)} comparisons differ: {names}{more}")

@@ -104,7 +104,8 @@ class TextData:
 
     name: str = key("text", "choice")
     path: str | None = key(
-        None, "file or folder (.txt .py .md ..., .jsonl, .parquet); null = this Python's own sources"
+        None,
+        "file or folder (.txt .py .md ..., .jsonl, .parquet); null = this Python's own sources",
     )
     text_key: str = key("text", "field (JSONL) or column (Parquet) that holds the text")
     tokenizer: str = key("bytes", "'bytes' (built in) or the path of a tokenizer.json")
@@ -275,7 +276,9 @@ class Config:
     pp: int = key(1, "pipeline-parallel ranks")
     dp: int = key(1, "data-parallel ranks, sharded (FSDP) and replicated together")
     replicate: int = key(1, "replicas among dp: 1 = FSDP, dp = replication, between = HSDP")
-    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto = CUDA with NCCL where there is a GPU")
+    device: Literal["auto", "cpu", "cuda"] = key(
+        "auto", "auto = CUDA with NCCL where there is a GPU"
+    )
     batch_size: int = key(16, "GLOBAL batch in sequences an optimizer step, over all of dp")
     seq_len: int = key(128, "tokens in a sequence")
     steps: int = key(300, "optimizer steps in all")

@@ -54,9 +54,13 @@ def _positive(config: Config) -> Iterator[Problem]:
         if value < least:
             yield Problem(key, value, f"must be at least {least}", f"{key}={least}")
     if config.launch.timeout <= 0:
-        yield Problem("launch.timeout", config.launch.timeout, "must be above 0", "launch.timeout=600")
+        yield Problem(
+            "launch.timeout", config.launch.timeout, "must be above 0", "launch.timeout=600"
+        )
     if isinstance(config.logger, Wandb) and config.logger.timeout <= 0:
-        yield Problem("logger.timeout", config.logger.timeout, "must be above 0", "logger.timeout=30")
+        yield Problem(
+            "logger.timeout", config.logger.timeout, "must be above 0", "logger.timeout=30"
+        )
 
 
 def _ranges(config: Config) -> Iterator[Problem]:
@@ -110,7 +114,9 @@ def _batch(config: Config) -> Iterator[Problem]:
     count = getattr(config.schedule, "microbatches", None)
     if count is not None and count >= 1 and size // dp % count:
         each = -(-size // dp // count) * count
-        reason = f"each dp rank's batch of {size} / {dp} = {size // dp} does not divide into {count}"
+        reason = (
+            f"each dp rank's batch of {size} / {dp} = {size // dp} does not divide into {count}"
+        )
         divisors = [n for n in range(1, count + 1) if size // dp % n == 0]
         fix = f"schedule.microbatches={divisors[-1]} or batch_size={each * dp}"
         yield Problem("schedule.microbatches", count, reason, fix)

@@ -83,7 +83,7 @@ def loader(
 ) -> StatefulDataLoader:
     """Endless loader of the training batches of a dp rank; its state is the step alone.
 
-    So the state may be loaded into a loader of another dp rank, dp or seed, as long as
+    So the state may be loaded into a loader of another dp rank or dp, as long as
     `data.workers` stays (torchdata keeps a state for each loader process).
     """
     pinned = config.device != "cpu" and torch.cuda.is_available()

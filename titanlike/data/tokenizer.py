@@ -7,7 +7,6 @@ every document, so that documents packed into one sequence can be told apart.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -81,8 +80,6 @@ class JsonTokenizer:
         remedy = "Give the path of a tokenizer.json, or data.tokenizer=bytes"
         if not file.is_file():
             raise DataError("data.tokenizer", path, "there is no such file", remedy)
-        # Loader processes are forked later; the library warns of a fork unless this is decided.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         content = file.read_bytes()
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)

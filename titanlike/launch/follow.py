@@ -142,4 +142,3 @@ def record_for_torchrun(error: BaseException) -> None:
             raise error  # the handler formats the exception being handled
         except BaseException:
             get_error_handler().record_exception(error)
-

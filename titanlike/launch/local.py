@@ -92,7 +92,9 @@ def _optional_settings(launch_config: type) -> dict[str, Any]:
 @contextlib.contextmanager
 def _quiet_agent() -> Iterator[None]:
     """Without the agent's own account of failures; ours is the one that is shown."""
-    loggers = [logging.getLogger(f"torch.{name}") for name in ("distributed.elastic", "multiprocessing")]
+    loggers = [
+        logging.getLogger(f"torch.{name}") for name in ("distributed.elastic", "multiprocessing")
+    ]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)

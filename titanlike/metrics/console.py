@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -104,7 +103,7 @@ class Console:
         with contextlib.suppress(OSError, ValueError):
             if self._terminal and (columns := os.get_terminal_size(self._stream.fileno()).columns):
                 return columns
-        return shutil.get_terminal_size((LOG_WIDTH, 24)).columns
+        return LOG_WIDTH
 
 
 def step_line(record: dict[str, Any], steps: int, eta: str, width: int) -> str:

@@ -1,0 +1,339 @@
+"""Batches: the same for every mesh, from any step on, and every mistake named beforehand."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titanlike.config.schema import Config, Custom, SyntheticData, TextData, TokenData
+from titanlike.data.loader import (
+    batches,
+    loader,
+    open_data,
+    problems,
+    validation_batches,
+    vocab_size,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+def token_config(folder: Path, count: int = 1000, **changes: object) -> Config:
+    """A file that counts 0, 1, 2, ..., so that each token tells where it was read."""
+    path = folder / "tokens.bin"
+    np.arange(count, dtype="<u2").tofile(path)
+    data = TokenData(path=str(path), vocab_size=count, validation_fraction=0.2)
+    return replace(Config(data=data, seq_len=7, batch_size=8, device="cpu", seed=3), **changes)
+
+
+def run_of(config: Config, steps: int, start: int = 0) -> torch.Tensor:
+    """What a run reads [steps, batch_size, 2, T]: the slices of all dp ranks put together."""
+    train = open_data(config).train
+    ranks = [
+        torch.stack(
+            [
+                torch.stack([batch["inputs"], batch["targets"]], 1)
+                for batch in islice(batches(train, config, dp_rank=r, start_step=start), steps)
+            ]
+        )
+        for r in range(config.dp)
+    ]
+    return torch.cat(ranks, 1)
+
+
+def test_sequences_are_what_the_file_holds(tmp_path: Path) -> None:
+    """Targets are the next tokens, no training token is in validation, an epoch has all of it."""
+    config = token_config(tmp_path)
+    data = open_data(config)
+    assert len(data.train) == (800 - 1) // 7 and len(data.validation) == (200 - 1) // 7
+    read = run_of(config, steps=2 * len(data.train) // 8)
+    assert read.dtype == torch.int64
+    assert torch.equal(read[:, :, 0] + 1, read[:, :, 1])
+    epoch = read[:, :, 0].reshape(-1)[: 7 * len(data.train)]
+    assert sorted(epoch.tolist()) == list(range(7 * len(data.train)))
+    held = torch.cat([b["targets"] for b in validation_batches(data.validation, config, dp_rank=0)])
+    assert held.min() >= 800
+
+
+@pytest.mark.parametrize("name", ["tokens", "synthetic"])
+def test_every_mesh_reads_the_same_global_batches(tmp_path: Path, name: str) -> None:
+    config = token_config(tmp_path)
+    if name == "synthetic":
+        config = replace(config, data=SyntheticData(vocab_size=1000))
+    alone = run_of(config, steps=40)
+    for dp in (2, 4, 8):
+        assert torch.equal(run_of(replace(config, dp=dp), steps=40), alone)
+    assert not torch.equal(run_of(replace(config, seed=4), steps=40), alone)
+
+
+@settings(max_examples=15, deadline=None)
+@given(start=st.integers(0, 400), dp=st.sampled_from([1, 2, 4]))
+def test_a_run_goes_on_at_any_step_in_any_layout(
+    tmp_path_factory: pytest.TempPathFactory, start: int, dp: int
+) -> None:
+    config = token_config(tmp_path_factory.mktemp("tokens"))
+    whole = run_of(config, steps=start + 3)
+    assert torch.equal(run_of(replace(config, dp=dp), steps=3, start=start), whole[start:])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_loaders_own_state_goes_on_too(tmp_path: Path, workers: int) -> None:
+    """What loader processes have read ahead is not lost."""
+    config = token_config(tmp_path)
+    expected = run_of(config, steps=9)[5:, :, 0]
+    config.data.workers = workers
+    source = open_data(config).train
+    first = loader(source, config, dp_rank=0)
+    list(islice(first, 5))
+    state = first.state_dict()
+    config.dp = 2
+    ranks = []
+    for r in range(2):
+        resumed = loader(source, config, dp_rank=r)
+        resumed.load_state_dict(state)
+        ranks.append(torch.stack([batch["inputs"] for batch in islice(resumed, 4)]))
+    assert torch.equal(torch.cat(ranks, 1), expected)
+
+
+def test_loading_leaves_the_generator_of_dropout_alone(tmp_path: Path) -> None:
+    config = token_config(tmp_path)
+    state = torch.get_rng_state()
+    run_of(config, steps=2)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_validation_is_the_same_each_time_and_in_every_mesh(tmp_path: Path) -> None:
+    """Four batches of 8 out of 28 sequences: the last four are the first again."""
+    config = token_config(tmp_path)
+    source = open_data(config).validation
+
+    def read(config: Config) -> torch.Tensor:
+        ranks = [
+            torch.stack([b["inputs"] for b in validation_batches(source, config, dp_rank=r)])
+            for r in range(config.dp)
+        ]
+        return torch.cat(ranks, 1)
+
+    alone = read(config)
+    assert alone.shape == (4, 8, 7)
+    assert alone.flatten().tolist() == [800 + i % 196 for i in range(4 * 8 * 7)]
+    for dp in (1, 2, 4):
+        assert torch.equal(read(replace(config, dp=dp, seed=9)), alone)
+
+
+def test_a_loader_process_maps_the_file_instead_of_copying_it(tmp_path: Path) -> None:
+    """Where processes are spawned, not forked, the source is pickled."""
+    source = open_data(token_config(tmp_path, count=60_000)).train
+    pickled = pickle.dumps(source)
+    assert len(pickled) < 1000
+    assert torch.equal(pickle.loads(pickled)[9]["inputs"], source[9]["inputs"])
+
+
+def test_a_file_of_numpy_is_read_as_well(tmp_path: Path) -> None:
+    config = token_config(tmp_path)
+    expected = run_of(config, steps=3)
+    np.save(tmp_path / "tokens.npy", np.arange(1000))
+    config.data.path = str(tmp_path / "tokens.npy")
+    assert problems(config) == []
+    assert torch.equal(run_of(config, steps=3), expected)
+
+
+def test_python_itself_gives_batches_of_text(tmp_path: Path) -> None:
+    """The defaults: no file is named, nothing is downloaded."""
+    config = Config(data=TextData(cache=str(tmp_path)), device="cpu")
+    assert problems(config) == []
+    data = open_data(config)
+    assert vocab_size(config) == data.vocab_size == 257
+    assert "standard library" in data.description
+    batch = next(batches(data.train, config, dp_rank=0))
+    assert batch["inputs"].shape == batch["targets"].shape == (16, 128)
+    text = data.decode(batch["inputs"].flatten().tolist())
+    assert "self" in text or "def " in text
+    assert data.boundary == 256 == data.train[0]["inputs"][0]
+
+
+def test_random_tokens_are_uniform_and_validation_has_others() -> None:
+    config = Config(data=SyntheticData(vocab_size=10), seq_len=1000, device="cpu")
+    data = open_data(config)
+    one, other = data.train[5]["inputs"], data.validation[5]["inputs"]
+    assert torch.equal(one, open_data(config).train[5]["inputs"])
+    assert not torch.equal(one, other) and not torch.equal(one, data.train[6]["inputs"])
+    counts = torch.bincount(torch.cat([data.train[i]["inputs"] for i in range(20)]))
+    assert len(counts) == 10 and (counts - 2000).abs().max() < 250
+
+
+def test_a_function_of_ones_own_gives_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Further tensors of a sample come through, here a mask."""
+    (tmp_path / "my_data.py").write_text(
+        "import torch\n"
+        "from titanlike.data.sources import IGNORE, Data\n"
+        "class Squares:\n"
+        "    def __init__(self, seq_len): self.seq_len = seq_len\n"
+        "    def __len__(self): return 50\n"
+        "    def __getitem__(self, i):\n"
+        "        ids = torch.full((self.seq_len,), i * i)\n"
+        "        return dict(inputs=ids, targets=ids * 0 + IGNORE, mask=ids > 9)\n"
+        "def squares(vocab, seq_len):\n"
+        "    return Data(Squares(seq_len), Squares(seq_len), vocab, 'squares')\n"
+        "def wrong(seq_len): return Squares(seq_len)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    custom = Custom("my_data.squares", {"vocab": 2500, "workers": 1})
+    config = Config(data=custom, seq_len=5, batch_size=4, device="cpu")
+    assert problems(config) == []
+    assert vocab_size(config) == 2500
+    batch = next(batches(open_data(config).train, config, dp_rank=0))
+    assert batch["inputs"].shape == batch["mask"].shape == (4, 5)
+    assert (batch["targets"] == -100).all()
+    for name, args, words in (
+        ("my_data.cubes", {}, "cubes"),
+        ("no_such_module.f", {}, "no_such_module"),
+        ("my_data.squares", {"size": 3}, "size"),
+        ("my_data.wrong", {}, "Squares"),
+    ):
+        with pytest.raises(ValueError, match=f"^data.name={name}.*{words}"):
+            open_data(replace(config, data=Custom(name, args)))
+
+
+def bad_tokens(**changes: object):
+    return lambda config: [setattr(config.data, key, value) for key, value in changes.items()]
+
+
+PROBLEMS = {
+    "no such file": (bad_tokens(path="/no/such.bin"), "data.path", "no such file"),
+    "half a token": (lambda c: os.truncate(c.data.path, 1999), "data.path", "1999 bytes"),
+    "no vocabulary": (bad_tokens(vocab_size=0), "data.vocab_size", "at least 1"),
+    "a bad fraction": (bad_tokens(validation_fraction=1.0), "data.validation_fraction", "< 1"),
+    "bad workers": (bad_tokens(workers=-1), "data.workers", ">= 0"),
+    "too short": (lambda c: setattr(c, "seq_len", 300), "seq_len", "200 tokens"),
+    "no text": (lambda c: setattr(c, "data", TextData(path="/no/such")), "data.path", "folder"),
+    "no tokenizer": (
+        lambda c: setattr(c, "data", TextData(tokenizer="no.json")),
+        "data.tokenizer",
+        "no such file",
+    ),
+    "no module": (lambda c: setattr(c, "data", Custom("no_such.f")), "data.name", "no_such"),
+}
+
+
+@pytest.mark.parametrize("case", PROBLEMS)
+def test_a_mistake_is_found_before_anything_starts(tmp_path: Path, case: str) -> None:
+    config = token_config(tmp_path)
+    assert problems(config) == []
+    spoil, key, words = PROBLEMS[case]
+    spoil(config)
+    ((found, _, reason, remedy),) = problems(config)
+    assert found == key and words in reason and remedy
+
+
+def test_all_mistakes_are_reported_at_once() -> None:
+    data = TextData(path="/no/such", tokenizer="no.json", validation_fraction=0.0, workers=-1)
+    assert [key for key, *_ in problems(Config(data=data))] == [
+        "data.validation_fraction",
+        "data.workers",
+        "data.tokenizer",
+        "data.path",
+    ]
+
+
+def test_text_too_short_for_a_sequence_says_which_length_works(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x" * 1000)
+    data = TextData(path=str(tmp_path / "a.txt"), cache=str(tmp_path / "cache"))
+    config = Config(data=data, seq_len=128, device="cpu")
+    with pytest.raises(ValueError, match="seq_len=128.*validation.*write seq_len=50"):
+        open_data(config)
+    assert len(open_data(replace(config, seq_len=50)).validation) == 1
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_token_outside_of_the_vocabulary_is_no_silent_error(tmp_path: Path, workers: int) -> None:
+    config = token_config(tmp_path)
+    config.data.vocab_size = 500
+    config.data.workers = workers
+    with pytest.raises(ValueError, match="outside of the vocabulary of 500"):
+        list(islice(batches(open_data(config).train, config, dp_rank=0), 10))
+
+
+def test_the_config_is_checked_without_torch() -> None:
+    code = (
+        "import sys; from titanlike.config.schema import Config\n"
+        "from titanlike.data.checks import problems, vocab_size\n"
+        "assert not problems(Config()) and vocab_size(Config()) == 257\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
+TRAINING = """
+import multiprocessing, signal, sys, time
+from titanlike.config.schema import Config, TokenData
+from titanlike.data.loader import batches, open_data
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda *_: print("last step", flush=True))
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
+config = Config(
+    data=TokenData(path=sys.argv[1], vocab_size=1000, workers=2), seq_len=7, device="cpu"
+)
+for step, batch in enumerate(batches(open_data(config).train, config, dp_rank=0)):
+    if step % 20 == 10:
+        print(*[p.pid for p in multiprocessing.active_children()], flush=True)
+    time.sleep(0.005)
+"""
+
+
+@pytest.mark.parametrize("end", [signal.SIGUSR1, signal.SIGKILL])
+def test_loader_processes_serve_the_last_step_and_end_quietly(
+    tmp_path: Path, end: signal.Signals
+) -> None:
+    """Ctrl-C and a launcher's SIGTERM reach the whole group, and the run decides what to do."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", TRAINING, token_config(tmp_path).data.path],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    overdue = threading.Timer(40, process.kill)
+    overdue.start()
+    try:
+        pids = process.stdout.readline()
+        assert len(pids.split()) == 2
+        for sent in (signal.SIGINT, signal.SIGTERM):
+            os.killpg(process.pid, sent)
+            following = [process.stdout.readline() for _ in range(4)]
+            assert sorted(following) == sorted([pids] * 3 + ["last step\n"])
+        process.send_signal(end)
+        _, errors = process.communicate()
+    finally:
+        process.kill()
+        overdue.cancel()
+    assert errors == ""
+    assert process.returncode == (0 if end == signal.SIGUSR1 else -end)
+    deadline = time.monotonic() + 10
+    while any(_alive(int(pid)) for pid in pids.split()):
+        assert time.monotonic() < deadline, "a loader process has outlived its training process"
+        time.sleep(0.05)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -1,0 +1,233 @@
+"""Text of every kind is really read, tokenized once, and split without leaks."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from titanlike.config.schema import TextData
+from titanlike.data.corpus import documents, find_files
+from titanlike.data.errors import DataError
+from titanlike.data.prepare import Prepared, prepare
+from titanlike.data.tokenizer import ByteTokenizer, open_tokenizer
+
+TEXTS = [f"Document {i}: größer, 日本, <|endoftext|>{'.' * (i % 7)}" for i in range(200)]
+
+
+def write_jsonl(path: Path, texts: list[str], text_key: str = "text") -> Path:
+    path.write_text("".join(json.dumps({"id": i, text_key: t}) + "\n" for i, t in enumerate(texts)))
+    return path
+
+
+def write_tokenizer(path: Path, special: list[str]) -> Path:
+    """A small byte-level BPE, with a truncation and a template that must not touch the text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    if special:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{special[0]} $A", special_tokens=[(special[0], 0)]
+        )
+    tokenizer.enable_truncation(max_length=8)
+    tokenizer.save(str(path))
+    return path
+
+
+def read_back(prepared: Prepared, part: str, decode) -> list[str]:
+    """The documents in a prepared file, cut at the boundaries and decoded."""
+    ids = np.fromfile(prepared.path(part), prepared.dtype)
+    assert ids[0] == prepared.boundary, "every document begins with the boundary"
+    starts = np.flatnonzero(ids == prepared.boundary)
+    return [decode(document.tolist()) for document in np.split(ids, starts[1:])]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.text())
+def test_bytes_give_any_text_back(text: str) -> None:
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode([tokenizer.boundary, *ids]) == text
+    assert all(i < tokenizer.vocab_size for i in ids)
+
+
+@pytest.mark.parametrize("kind", ["folder", "jsonl", "parquet"])
+@pytest.mark.parametrize("tokenizer", ["bytes", "endoftext", "no boundary"])
+def test_any_text_and_tokenizer_read_back_with_nothing_in_both_parts(
+    tmp_path: Path, kind: str, tokenizer: str
+) -> None:
+    """Also text that spells a boundary, and a tokenizer.json that asks for truncation."""
+    path = tmp_path / "texts"
+    path.mkdir()
+    if kind == "folder":
+        for i, text in enumerate(TEXTS):
+            (path / f"{i:03}.txt").write_text(text)
+        (path / "picture.png").write_bytes(b"\xff\xfe")
+    elif kind == "jsonl":
+        path = write_jsonl(path / "a.jsonl", [*TEXTS, ""], "content")
+    else:
+        table = pyarrow.table({"content": [*TEXTS, None], "n": range(len(TEXTS) + 1)})
+        parquet.write_table(table, path / "a.parquet", row_group_size=64)
+    name = "bytes"
+    if tokenizer != "bytes":
+        special = ["<s>", "<|endoftext|>"] if tokenizer == "endoftext" else []
+        name = str(write_tokenizer(tmp_path / "tokenizer.json", special))
+    opened = open_tokenizer(name)
+    data = TextData(path=str(path), text_key="content", cache=str(tmp_path / "cache"))
+    prepared = prepare(data, opened)
+    train, held = (read_back(prepared, part, opened.decode) for part in ("train", "validation"))
+    assert sorted(train + held) == sorted(TEXTS)
+    assert len(set(train)) + len(set(held)) == len(TEXTS)
+    assert 1 <= len(held) <= 30
+    assert prepared.documents == {"train": len(train), "validation": len(held)}
+    if tokenizer == "endoftext":
+        assert prepared.boundary == 1
+    elif tokenizer == "no boundary":
+        assert prepared.boundary == prepared.vocab_size - 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("fraction", [0.01, 0.3, 0.99])
+def test_a_few_documents_give_both_parts_too(tmp_path: Path, count: int, fraction: float) -> None:
+    """A single document is cut in two; of several, each is whole in one part."""
+    texts = [chr(ord("a") + i) * 1000 for i in range(count)]
+    path = write_jsonl(tmp_path / "few.jsonl", texts)
+    data = TextData(path=str(path), validation_fraction=fraction, cache=str(tmp_path / "cache"))
+    prepared = prepare(data, ByteTokenizer())
+    train, held = (
+        read_back(prepared, part, ByteTokenizer().decode) for part in ("train", "validation")
+    )
+    assert all(train) and all(held)
+    if count == 1:
+        assert train[0] + held[0] == texts[0]
+        assert len(held[0]) == 1000 * fraction
+    else:
+        assert sorted(train + held) == texts
+
+
+def test_the_cache_is_used_again_and_renewed_when_something_changes(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    data = TextData(path=str(path), cache=str(tmp_path / "cache"))
+    first = prepare(data, ByteTokenizer())
+    written = first.path("train").stat().st_mtime_ns
+    assert prepare(data, ByteTokenizer()) == first
+    assert first.path("train").stat().st_mtime_ns == written
+
+    bpe = open_tokenizer(str(write_tokenizer(tmp_path / "tokenizer.json", ["</s>"])))
+    assert prepare(data, bpe).tokens != first.tokens
+
+    write_jsonl(path, [*TEXTS, "one more"])
+    more = prepare(data, ByteTokenizer())
+    assert sum(more.documents.values()) == len(TEXTS) + 1
+
+    with open(more.path("train"), "r+b") as file:  # as after a power cut
+        file.truncate(10)
+    again = prepare(data, ByteTokenizer())
+    assert again == more
+    assert again.path("train").stat().st_size == 2 * again.tokens["train"]
+
+
+def test_processes_that_prepare_at_once_agree(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS * 20)
+    data = TextData(path=str(path), cache=str(tmp_path / "cache"))
+    with ProcessPoolExecutor(4) as pool:
+        made = list(pool.map(prepare, [data] * 8, [ByteTokenizer()] * 8, timeout=30))
+    assert all(one == made[0] for one in made)
+    assert [p.name for p in (tmp_path / "cache").iterdir()] == [made[0].folder.name]
+
+
+def test_python_itself_is_the_default_corpus() -> None:
+    """Large enough to train on, with nothing of what was installed, and the same every time."""
+    files = find_files(None)
+    assert files == find_files(None) == sorted(files)
+    assert not any("site-packages" in file.parts or "test" in file.parts for file in files)
+    characters = sum(len(text) for text in documents(files, "text"))
+    assert characters > 4_000_000
+    assert any(file.name == "functools.py" for file in files)
+
+
+BAD_TEXT = {
+    "no such path": (None, "data.path", "no such file or folder"),
+    "no file in the folder": ({"a.png": b"x"}, "data.path", ".jsonl"),
+    "no text in the files": ({"a.txt": b"", "b.jsonl": b"\n"}, "data.path", "no text"),
+    "no UTF-8": ({"a.txt": "größer".encode("latin-1")}, "data.path", "UTF-8"),
+    "a broken line": ({"a.jsonl": b'{"text": "a"}\n{"text": "b\n'}, "data.path", "line 2"),
+    "no object in a line": ({"a.jsonl": b'{"text": "a"}\n[1]\n'}, "data.text_key", "line 2"),
+    "no such field": ({"a.jsonl": b'{"body": "a", "n": 1}\n'}, "data.text_key", "body, n"),
+    "a field without text": ({"a.jsonl": b'{"text": 3}\n'}, "data.text_key", "int"),
+    "no Parquet": ({"a.parquet": b"abc"}, "data.path", "Parquet"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TEXT)
+def test_a_mistake_in_text_names_the_key_and_the_place(tmp_path: Path, case: str) -> None:
+    files, key, words = BAD_TEXT[case]
+    folder = tmp_path / "texts"
+    if files is not None:
+        folder.mkdir()
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+    data = TextData(path=str(folder), cache=str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match=words) as raised:
+        prepare(data, ByteTokenizer())
+    assert str(raised.value).startswith(f"{key}=")
+    cache = tmp_path / "cache"
+    assert not cache.exists() or not os.listdir(cache), "nothing half-made is left"
+
+
+def test_a_missing_column_lists_those_that_exist(tmp_path: Path) -> None:
+    parquet.write_table(pyarrow.table({"body": ["a"], "n": [1]}), tmp_path / "a.parquet")
+    for text_key, words in (("text", "body, n"), ("n", "int64")):
+        data = TextData(path=str(tmp_path), text_key=text_key, cache=str(tmp_path / "cache"))
+        with pytest.raises(ValueError, match=words) as raised:
+            prepare(data, ByteTokenizer())
+        assert str(raised.value).startswith(f"data.text_key={text_key}")
+
+
+def test_half_a_surrogate_pair_in_json_is_no_crash(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a\\ud800b"}\n')
+    assert list(documents([path], "text")) == ["a?b"]
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x" * 1000)
+    data = TextData(path=str(tmp_path / "file"), cache=str(tmp_path / "file" / "cache"))
+    with pytest.raises(DataError, match="data.cache=.*cannot be written"):
+        prepare(data, ByteTokenizer())
+
+
+@pytest.mark.parametrize("content", [None, b"{}", b"not json"])
+def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "tokenizer.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match="data.tokenizer=.*tokenizer.json"):
+        open_tokenizer(str(path))
+
+
+def test_a_missing_library_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "a.parquet").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"pip install titanlike\[text\]"):
+        open_tokenizer(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match=r"pip install titanlike\[text\]"):
+        list(documents([tmp_path / "a.parquet"], "text"))

@@ -1,0 +1,66 @@
+"""Small configs that tests share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from titanlike.config.schema import (
+    Checkpoint,
+    Config,
+    CsvSchedule,
+    Custom,
+    LoopedSchedule,
+    NoLogger,
+    Schedule,
+    SyntheticData,
+)
+from titanlike.pipeline.schedules import interleaved_1f1b
+
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "interleaved1f1b",
+    "loopedbfs",
+    "interleavedzerobubble",
+    "zbvzerobubble",
+    "dualpipev",
+    "csv",
+)
+LOOPED = ("interleaved1f1b", "loopedbfs", "interleavedzerobubble")
+LLAMA = {"dim": 32, "heads": 4, "kv_heads": 2, "ffn_dim": 64}
+GPT2 = {"dim": 32, "heads": 4, "max_seq_len": None}
+
+
+def tiny(pp: int = 1, dp: int = 1, schedule: Any = "1f1b", **changes: Any) -> Config:
+    """8 blocks of 32 channels, 16 sequences of 16 random tokens, on the CPU."""
+    family = changes.pop("family", "llama")
+    sizes = LLAMA if family == "llama" else GPT2
+    sizes = {**sizes, "layers": changes.pop("layers", 8), "vocab_size": None}
+    if isinstance(schedule, str):
+        kind = LoopedSchedule if schedule in LOOPED else Schedule
+        schedule = kind(name=schedule)
+    config = Config(
+        pp=pp,
+        dp=dp,
+        device="cpu",
+        batch_size=16,
+        seq_len=16,
+        steps=5,
+        model=Custom(family, sizes),
+        schedule=schedule,
+        data=SyntheticData(vocab_size=64),
+        logger=NoLogger(),
+        checkpoint=Checkpoint(every=0, last=False),
+    )
+    return replace(config, **changes)
+
+
+def schedule_of(name: str, pp: int, folder: Path) -> Any:
+    """The schedule's config; `csv` is an interleaved order, written to a file in `folder`."""
+    if name != "csv":
+        return name
+    path = folder / "order.csv"
+    path.write_text(interleaved_1f1b(pp, 2 * pp, stages_per_rank=2).to_csv())
+    return CsvSchedule(path=str(path))
