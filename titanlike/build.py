@@ -9,8 +9,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -72,9 +72,10 @@ class Run:
     parts: list[Part]
     pipeline: Pipeline
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        for part in self.parts:
-            yield from part.stage.parameters()
+    @cached_property
+    def parameters(self) -> list[nn.Parameter]:
+        """Of all stages of this rank."""
+        return [parameter for part in self.parts for parameter in part.stage.parameters()]
 
     def train_mode(self, on: bool) -> None:
         for part in self.parts:

@@ -50,7 +50,10 @@ def main(job: str = "titanlike.training:train", before: Before | None = None) ->
         if int(os.environ.get("RANK", "0")) == 0:
             from titanlike.config.help import help_text
 
-            print(help_text([conf_dir()]))
+            try:
+                print(help_text([conf_dir()]), flush=True)
+            except BrokenPipeError:  # `--help | head`; nothing is to be flushed at exit, either
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
     code: int | str | None = 1
     try:

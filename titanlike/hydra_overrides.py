@@ -173,9 +173,9 @@ class _Examination:
                     continue
                 near = nearest(str(choice), options)
                 fix = f"{group}={near}" if near else ""
-                if leaf := next((k for k in _schema_keys() if k.endswith(f".{group}")), None):
-                    if not isinstance(choice, str):  # lr=3e-4
-                        fix = f"{leaf}={choice}"
+                leaf = next((key for key in _schema_keys() if key.endswith(f".{group}")), None)
+                if leaf and not isinstance(choice, str):  # lr=3e-4
+                    fix = f"{leaf}={choice}"
                 reason = f"no such choice; choices: {', '.join(sorted(options))}"
                 findings.add(Problem(group, choice, reason, fix))
         return len(findings.problems) == before
@@ -184,8 +184,8 @@ class _Examination:
         """Apply each override by itself, the first value of a sweep."""
         known = list(_flat(composed))
         for override in values:
-            if override.is_interval_sweep() if override.is_sweep_override() else False:
-                continue
+            if override.is_interval_sweep():
+                continue  # for the sweeper to judge
             single = _parse_override(next(iter(_each(override))))
             assert single is not None, "the parser accepts what it printed"
             try:
@@ -244,7 +244,7 @@ def _bad_key(
 
 def _values(override: Override) -> list[Any]:
     if override.is_sweep_override():
-        return [value for value in override.sweep_iterator()]
+        return list(override.sweep_iterator())
     value = override.value()
     return value if isinstance(value, list) else [value]
 

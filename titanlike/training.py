@@ -86,7 +86,7 @@ def timed_step(
 def training_step(run: Run, config: Config, step: int, batch: dict[str, Tensor]) -> dict[str, Any]:
     """One optimizer step on this dp rank's part of a batch; the step's numbers."""
     loss, _ = run.pipeline.train(*on_device(batch, run.mesh))
-    norm = gradient_norm(run.parameters(), run.mesh)
+    norm = gradient_norm(run.parameters, run.mesh)
     record = {"step": step, "loss": loss.item(), "grad_norm": norm.item()}
     check_finite(record, run)
     lr = update(run, config, step, norm)
@@ -98,7 +98,7 @@ def training_step(run: Run, config: Config, step: int, batch: dict[str, Tensor])
 def update(run: Run, config: Config, step: int, norm: Tensor) -> float:
     """Clip by the global norm and update all parameters; returns the learning rate."""
     if config.optimizer.clip is not None:
-        clip_gradients(run.parameters(), norm, config.optimizer.clip)
+        clip_gradients(run.parameters, norm, config.optimizer.clip)
     for part in run.parts:
         lr = set_lr(part.optimizer, config, step)
         part.optimizer.step()
@@ -123,10 +123,10 @@ def on_device(batch: dict[str, Tensor], mesh: Mesh) -> tuple[Tensor, Tensor]:
 
 def measure(run: Run, config: Config, seconds: float) -> dict[str, Any]:
     """What a step cost: the slowest rank's time, the largest rank's peak memory."""
-    worst = torch.tensor([seconds, float(peak_memory(run.mesh.device))], dtype=torch.float64)
+    memory = peak_memory(run.mesh.device)
     if run.mesh.world_size > 1:
-        worst = run.mesh.max(worst.to(run.mesh.device))
-    seconds, memory = worst.tolist()
+        mine = torch.tensor([seconds, memory], dtype=torch.float64, device=run.mesh.device)
+        seconds, memory = run.mesh.max(mine).tolist()
     speed = config.batch_size * config.seq_len / seconds
     record = {"tokens_per_second": speed, "step_seconds": seconds, "memory_bytes": int(memory)}
     peak = peak_flops(run.mesh.device, config.precision.name)

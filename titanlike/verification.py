@@ -211,7 +211,7 @@ def _compare_layout(
         rough = rounded and rounded.gradients[name]
         yield _compare("gradient", name, parameter.grad, exact.gradients[name], rough)
 
-    update(run, config, 1, gradient_norm(run.parameters(), run.mesh))
+    update(run, config, 1, gradient_norm(run.parameters, run.mesh))
     for name, parameter in parameters():
         truth, base = exact.updated[name], exact.initial[name]
         certain = _certain(exact.gradients[name], config.precision.name)

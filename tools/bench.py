@@ -4,7 +4,12 @@ Tokens/s, step time, peak memory a rank, time to the first step; and beside it, 
 plain torch loop of the same model and batch in one process.
 """
 
-from titanlike.cli import main
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout that is not installed
+
+from titanlike.cli import main  # noqa: E402
 
 if __name__ == "__main__":
     main("titanlike.benchmark:bench")

@@ -14,19 +14,21 @@ from titanlike.config.errors import override_text
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config, Custom
 
-_USAGE = """\
-usage: python train.py [key=value ...] [group=choice ...]
-
-  python train.py                                           one process, embedded defaults
-  python train.py pp=2 dp=2 schedule=1f1b                   starts its 4 workers itself
-  torchrun --nproc-per-node 8 train.py pp=4 dp=2            workers that torchrun started
-  python train.py -m schedule=gpipe,1f1b pp=2               a sweep: one run after another
-  python train.py experiment=llama3_8b --cfg job            show the config, start nothing
-  python train.py --config-path RUN_DIR steps=600           launch a run again from its config.yaml
-
-flags: -m sweep; --cfg job; --config-dir DIR adds a folder of your own groups;
-       --hydra-help for the rest; completion: eval "$(python train.py -sc install=bash)"
-"""
+_USAGE = [
+    ("python train.py", "one process, embedded defaults"),
+    ("python train.py pp=2 dp=2", "starts its 4 workers itself"),
+    ("torchrun --nproc-per-node 4 train.py pp=2 dp=2", "workers that torchrun started"),
+    ("python train.py -m schedule=gpipe,1f1b pp=2", "a sweep: one run after another"),
+    ("python train.py experiment=llama3_8b --cfg job", "show the config, start nothing"),
+    ("python train.py --config-path RUN_DIR steps=600", "launch a run again, changed"),
+]
+_FLAGS = [
+    ("-m", "sweep over values written with commas"),
+    ("--cfg job", "print the config that the overrides give"),
+    ("--config-dir DIR", "a folder of your own choices, laid out like conf/"),
+    ("--hydra-help", "Hydra's other flags"),
+    ("-sc install=bash", 'tab completion: eval "$(python train.py -sc install=bash)"'),
+]
 
 
 def help_text(conf_dirs: Iterable[Path], width: int | None = None) -> str:
@@ -36,7 +38,8 @@ def help_text(conf_dirs: Iterable[Path], width: int | None = None) -> str:
     """
     width = min(width or shutil.get_terminal_size().columns, 160)
     conf_dirs = list(conf_dirs)
-    lines = [_USAGE]
+    lines = ["usage: python train.py [key=value ...] [group=choice ...]", ""]
+    lines += [*_rows(_USAGE, width), "", "flags", *_rows(_FLAGS, width), ""]
     hints, config = typing.get_type_hints(Config), to_plain(Config())
     scalars, nested, groups = [], [], []
     for field in dataclasses.fields(Config):
@@ -125,7 +128,7 @@ def _row(
 
 def _rows(rows: list[tuple[str, str]], width: int) -> list[str]:
     """Two columns; a left entry that is too wide has the line to itself."""
-    column = min(max((len(left) for left, _ in rows), default=0) + 4, 40)
+    column = min(max((len(left) for left, _ in rows), default=0) + 4, width // 2)
     lines = []
     for left, right in rows:
         first = f"  {left}".ljust(column)

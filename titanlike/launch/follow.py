@@ -72,7 +72,8 @@ class StartedRanks:
     def follow(self) -> None:
         """Run jobs until rank 0 has no more, or is gone."""
         die_with_parent(os.getppid(), signal.SIGKILL)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, signal.SIG_DFL)  # at once; rank 0 says what happened
         while text := self._next_job():
             try:
                 self._run(Job.from_json(text))

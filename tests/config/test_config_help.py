@@ -1,0 +1,49 @@
+"""`--help`: complete, readable on narrow and wide terminals, and quick."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from titanlike.cli import conf_dir
+from titanlike.config.help import help_text
+from titanlike.config.parse import to_plain
+from titanlike.config.schema import VARIANTS, Config
+
+ROOT = Path(__file__).parents[2]
+
+
+def all_keys() -> set[str]:
+    keys = set()
+    for name, value in to_plain(Config()).items():
+        if name in VARIANTS:
+            for variant in VARIANTS[name].values():
+                keys |= {f"{name}.{f.name}=" for f in dataclasses.fields(variant)} - {
+                    f"{name}.name="
+                }
+        elif isinstance(value, dict):
+            keys |= {f"{name}.{key}=" for key in value if name != "model"}
+        else:
+            keys.add(f"{name}=")
+    return keys
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_help_lists_every_key_and_every_choice_within_the_terminal(width: int) -> None:
+    text = help_text([conf_dir()], width)
+    words = text.split()
+    missing = {key for key in all_keys() if not any(word.startswith(key) for word in words)}
+    assert missing == set()
+    assert {path.stem for path in conf_dir().glob("*/*.yaml")} <= set(words)
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_help_imports_neither_torch_nor_hydra() -> None:
+    command = [sys.executable, "-X", "importtime", ROOT / "train.py", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    imported = {line.rpartition("|")[2].strip().split(".")[0] for line in done.stderr.splitlines()}
+    assert "titanlike" in imported and not imported & {"torch", "hydra", "omegaconf", "wandb"}

@@ -1,0 +1,74 @@
+"""Starts command lines of `launch_jobs.py` and looks for processes that they left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+
+JOBS = Path(__file__).with_name("launch_jobs.py")
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node"]
+
+
+class Launched:
+    """A command line in a session of its own, whose processes can be told from all others."""
+
+    def __init__(self, *arguments: object, torchrun: int = 0, cwd: Path | None = None) -> None:
+        self.mark = uuid.uuid4().hex
+        outer = [*TORCHRUN, str(torchrun)] if torchrun else []
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "SLURM"))}
+        self.process = subprocess.Popen(
+            [sys.executable, *outer, str(JOBS), *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=cwd,
+            env=env | {"OMP_NUM_THREADS": "1", "LAUNCHED": self.mark},
+            start_new_session=True,
+            # a shell's background job ignores Ctrl-C, and its children would, too
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+
+    def wait(self, timeout: float = 120) -> tuple[int, str, str]:
+        """Exit code, stdout, stderr."""
+        try:
+            out, err = self.process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            for process in self.alive():
+                process.kill()
+            raise
+        return self.process.returncode, out, err
+
+    def alive(self) -> list[psutil.Process]:
+        """Processes that it started, itself included, and that have not ended."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("LAUNCHED") == self.mark:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+                continue
+        return found
+
+    def leaves_nobody(self, within: float = 10) -> bool:
+        """Whether all its processes end in time; those that do not are killed."""
+        deadline = time.monotonic() + within
+        while self.alive() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        left = self.alive()
+        for process in left:
+            process.kill()
+        return not left
+
+
+def until(condition, timeout: float = 60) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "the job did not get there in time"
+        time.sleep(0.1)

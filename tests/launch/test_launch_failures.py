@@ -1,0 +1,71 @@
+"""However a job ends, the one real error is shown, result.json tells it, and nobody is left."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from launch.launched import Launched, until
+
+
+def result(run_dir: Path) -> dict:
+    return json.loads((run_dir / "result.json").read_text())
+
+
+@pytest.mark.parametrize("torchrun", [0, 4])
+def test_of_four_ranks_the_one_that_crashed_is_named(tmp_path: Path, torchrun: int) -> None:
+    launched = Launched("one_crashes", "pp=2", "dp=2", f"run_dir={tmp_path}", torchrun=torchrun)
+    code, _, err = launched.wait()
+    assert code == 1
+    assert "rank 2 failed: RuntimeError: the real error" in err
+    assert f"log: {tmp_path}/logs/rank2.log" in err
+    assert "the real error" in (tmp_path / "logs" / "rank2.log").read_text()
+    assert result(tmp_path)["status"] == "failed"
+    assert result(tmp_path)["error"] == "rank 2 failed: RuntimeError: the real error"
+    assert launched.leaves_nobody()
+
+
+def test_a_rank_that_was_killed_is_named_with_its_signal(tmp_path: Path) -> None:
+    launched = Launched("one_dies", "pp=2", f"run_dir={tmp_path}")
+    code, _, err = launched.wait()
+    assert code == 1 and "rank 1 failed: killed by SIGSEGV" in err and "Traceback" not in err
+    assert result(tmp_path)["error"] == "rank 1 failed: killed by SIGSEGV"
+    assert launched.leaves_nobody()
+
+
+@pytest.mark.parametrize(
+    "signum, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+)
+def test_a_signal_to_the_driver_ends_all_workers(
+    tmp_path: Path, signum: signal.Signals, code: int
+) -> None:
+    launched = Launched("one_sleeps", "pp=2", f"run_dir={tmp_path}")
+    until(lambda: (tmp_path / "ready0").exists() and (tmp_path / "ready1").exists())
+    launched.process.send_signal(signum)
+    assert launched.wait(30)[0] == code
+    assert launched.leaves_nobody()
+    if signum != signal.SIGKILL:
+        assert result(tmp_path)["status"] == "interrupted"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_to_torchrun_ends_all_ranks_and_is_in_the_result(
+    tmp_path: Path, signum: signal.Signals
+) -> None:
+    """Rank 0 is inside a collective, in C, where Python's handlers wait."""
+    launched = Launched("one_sleeps", "pp=2", f"run_dir={tmp_path}", torchrun=2)
+    until(lambda: (tmp_path / "ready0").exists() and (tmp_path / "ready1").exists())
+    launched.process.send_signal(signum)
+    launched.wait(30)
+    assert launched.leaves_nobody()
+    assert result(tmp_path)["status"] == "interrupted"
+
+
+def test_a_process_that_is_stuck_in_c_ends_soon_and_leaves_its_result(tmp_path: Path) -> None:
+    launched = Launched("deaf", f"run_dir={tmp_path}")
+    until(lambda: (tmp_path / "ready0").exists())
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.wait(15)[0] == 143
+    assert result(tmp_path)["status"] == "interrupted"

@@ -1,0 +1,80 @@
+"""Jobs that go well: under any launcher one run directory, one voice, a log a rank."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from launch.launched import Launched
+
+from titanlike.launch.environment import import_path, workers_environment
+from titanlike.launch.worker import Absent, Worker, meet
+
+
+def results(folder: Path) -> list[str]:
+    paths = sorted(folder.rglob("result.json"))
+    return [json.loads(path.read_text())["status"] for path in paths]
+
+
+@pytest.mark.parametrize("torchrun", [0, 1, 2])
+def test_two_ranks_have_one_run_directory_and_a_log_each(tmp_path: Path, torchrun: int) -> None:
+    """The driver starts them, also under torchrun's default of one process; or torchrun does."""
+    code, out, _ = Launched("hello", "pp=2", torchrun=torchrun, cwd=tmp_path).wait()
+    assert code == 0 and out == "hello from 0 of 2\n"
+    (run_dir,) = (path.parent for path in tmp_path.rglob("result.json"))
+    assert run_dir.relative_to(tmp_path).parts[0] == "outputs"
+    for rank in (0, 1):
+        log = run_dir / "logs" / f"rank{rank}.log"
+        assert f"hello from {rank} of 2\n" in log.read_text()
+    assert results(tmp_path) == ["completed"]
+
+
+@pytest.mark.parametrize("torchrun", [0, 2])
+def test_a_failing_job_does_not_stop_a_sweep(tmp_path: Path, torchrun: int) -> None:
+    mesh = "pp=2" if torchrun else "pp=1"
+    sweep = Launched(
+        "odd_seeds_fail", "-m", "seed=0,1,2", mesh, f"run_dir={tmp_path}", torchrun=torchrun
+    )
+    code, _, err = sweep.wait()
+    assert code == 1 and "seed 1 is odd" in err
+    assert results(tmp_path) == ["completed", "failed", "completed"]
+
+
+def test_nothing_of_a_job_is_left_for_the_next_of_a_sweep(tmp_path: Path) -> None:
+    code, out, _ = Launched("leaks", "-m", "seed=0,1", f"run_dir={tmp_path}").wait()
+    assert code == 0 and out.splitlines() == ["found (None, 0)"] * 2
+    assert (tmp_path / "0/logs/rank0.log").read_text() == "found (None, 0)\n"
+
+
+def test_a_job_chooses_the_exit_code(tmp_path: Path) -> None:
+    assert Launched("nine", f"run_dir={tmp_path}").wait()[0] == 9
+
+
+def test_ranks_that_never_come_to_a_job_are_named(tmp_path: Path) -> None:
+    worker = Worker(0, 3, 0, 3, tmp_path, torch.distributed.HashStore(), [])
+    worker.store.set("start/2", "")
+    with pytest.raises(Absent, match=r"rank 1 did not reach the job's start in 0.2 s"):
+        meet(worker, "start", timeout=0.2)
+
+
+def test_workers_share_the_cores_and_forget_an_outer_launcher(monkeypatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "outer")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = dict(os.environ)
+    with workers_environment(10_000):
+        assert os.environ["OMP_NUM_THREADS"] == "1"
+        assert not {"RANK", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
+    assert dict(os.environ) == before
+
+
+def test_the_users_folder_is_importable_in_workers_and_shadows_nothing(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = import_path()
+    standard = os.path.dirname(os.__file__)
+    assert path.index(standard) < path.index(str(tmp_path))
