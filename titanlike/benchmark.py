@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from titanlike.build import Run, build, build_model
+from titanlike.build import Run, build
 from titanlike.config.schema import Config
 from titanlike.data.loader import batches
 from titanlike.data.sources import IGNORE, Data
+from titanlike.draft import build_model
 from titanlike.launch.worker import Worker
 from titanlike.metrics import units
 from titanlike.metrics.console import Console

@@ -143,7 +143,7 @@ def _senseless(config: Config, world_size: int | None, known: list[Problem]) -> 
 
     found = check(config, world_size)
     try:
-        from titanlike.build import preflight
+        from titanlike.draft import preflight
 
         found += preflight(config)
     except Exception:

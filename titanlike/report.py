@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from titanlike.build import Run
 from titanlike.config.schema import Config
 from titanlike.data.sources import Data
@@ -21,29 +23,30 @@ def opening(
 ) -> None:
     """What will run: mesh, stages, parameters, tokens a step, where things are written."""
     draft, mesh = run.draft, run.mesh
-    axes = {"pp": config.pp, "dp": config.dp, "replicate": config.replicate}
-    shape = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1) or "1 process"
+    shape = f"pp {config.pp} x dp {config.dp}"
+    if config.replicate > 1:
+        shape += f" ({config.replicate} replicas)"
+    shape += f"; ZeRO {draft.zero} ({draft.why_zero})"
     tokens = config.batch_size * config.seq_len
     rows = config.batch_size // config.dp // draft.microbatches
-    console.table(
-        "",
-        [],
-        [
-            ("device", f"{mesh.device.type} with {mesh.backend}: {mesh.reason}"),
-            ("mesh", f"{shape}; ZeRO {draft.zero}: {draft.why_zero}"),
-            ("precision", config.precision.name),
-            ("model", f"{config.model.name}, {units.count(draft.parameters)} parameters"),
-            ("data", data.description),
-            ("batch", f"{config.batch_size} x {config.seq_len} = {units.count(tokens)} tokens"),
-            (
-                "schedule",
-                f"{config.schedule.name}, {draft.microbatches} microbatches of {rows} a dp rank: "
-                f"{draft.why_microbatches}",
-            ),
-            ("steps", f"{start + 1} to {config.steps}" if start else f"{config.steps}"),
-            ("written to", ", ".join([str(worker.run_dir), *sinks])),
-        ],
-    )
+    cut = f"{draft.microbatches} x {rows} sequences on each dp rank"
+    fields = [
+        ("device", f"{mesh.device.type} with {mesh.backend} ({mesh.reason})"),
+        ("mesh", shape if mesh.world_size > 1 else "one process"),
+        ("model", f"{config.model.name}, {units.count(draft.parameters)} parameters"),
+        ("precision", config.precision.name),
+        ("data", data.description),
+        ("batch", f"{config.batch_size} x {config.seq_len} = {units.count(tokens)} tokens"),
+        ("microbatches", f"{cut} ({draft.why_microbatches})"),
+        ("schedule", config.schedule.name),
+        ("steps", f"{start + 1} to {config.steps}"),
+        ("written to", str(worker.run_dir)),
+        ("", "; ".join(sinks)),
+    ]
+    if mesh.pp == 1:
+        fields = [field for field in fields if field[0] != "schedule"]
+    console.fields([field for field in fields if field[1]])
+    console.line()
     console.table(
         "",
         ["rank", "stage", "modules", "parameters"],
@@ -58,6 +61,7 @@ def opening(
             for stage in draft.order.local(rank)
         ],
     )
+    console.line()
     if start:
         console.line(f"going on from step {start}")
 
@@ -69,7 +73,7 @@ def closing(
     if start >= config.steps:
         console.line(f"nothing to do: step {start} of {config.steps} is already there")
     kept = [text for text in worker.overrides if not text.startswith(("run_dir=", "steps="))]
-    more = " ".join(["python train.py", *kept, f"run_dir={worker.run_dir}"])
+    more = shlex.join(["python", "train.py", *kept, f"run_dir={worker.run_dir}"])
     result = "" if value is None else f"loss {units.decimal(value)}, "
     at = f"checkpoint at step {saved}, " if saved else ""
     console.line(f"done: {result}{at}everything in {worker.run_dir}")

@@ -43,7 +43,7 @@ def train(config: Config, worker: Worker) -> dict[str, Any]:
     sinks = []
     if speaks:
         sinks = open_sinks(config, to_plain(config), worker.run_dir, start, console.line)
-        report.opening(console, config, run, data, worker, start, where(sinks))
+        report.opening(console, config, run, data, worker, start, where(sinks[1:]))
 
     status, value, last_saved = "failed", state.get("value"), start
     try:

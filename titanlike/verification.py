@@ -21,10 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titanlike.build import Run, build, build_model
+from titanlike.build import Run, build
 from titanlike.config.schema import Config
 from titanlike.data.loader import batches, validation_batches
 from titanlike.data.sources import IGNORE, Data
+from titanlike.draft import build_model
 from titanlike.launch.worker import Worker
 from titanlike.metrics.console import Console
 from titanlike.optimization import build_optimizer, gradient_norm, set_lr

@@ -184,7 +184,7 @@ class WsdLr:
     name: str = key("wsd", "choice")
     warmup: int = key(20, "steps of linear warm-up from 0")
     decay: float = key(0.2, "share of all steps, at the end, in which it falls linearly")
-    final: float = key(0.0, "learning rate of the last step, as a share of the peak")
+    final: float = key(0.05, "learning rate of the last step, as a share of the peak")
 
 
 @dataclass
@@ -283,7 +283,10 @@ class Config:
     seq_len: int = key(128, "tokens in a sequence")
     steps: int = key(300, "optimizer steps in all")
     seed: int = key(0, "initial weights and order of the data")
-    run_dir: str = key("outputs/run", "where everything is written; started again, it goes on")
+    run_dir: str = key(
+        "outputs/run",
+        "where everything is written; started again, it goes on; left out = outputs/DATE/TIME",
+    )
     log_every: int = key(10, "steps between printed lines (metrics.jsonl has every step)")
     # the model's keys are its constructor's arguments: see titanlike/models
     model: Custom = key(lambda: Custom("llama"), "model family or import path, and its arguments")

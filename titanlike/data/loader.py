@@ -168,14 +168,12 @@ def _open_text(data: TextData, seq_len: int) -> Data:
         part: PackedSource(prepared.path(part), prepared.dtype, *span, seq_len, prepared.vocab_size)
         for part, span in spans.items()
     }
-    counts = ", ".join(
-        f"{part} {prepared.documents[part]:,} documents, {count:,} tokens"
-        for part, count in prepared.tokens.items()
-    )
+    train, held_out = (f"{prepared.tokens[part]:,}" for part in ("train", "validation"))
     return Data(
         **sources,
         vocab_size=prepared.vocab_size,
-        description=f"{describe(data.path)}, tokenizer {data.tokenizer}: {counts}",
+        description=f"{describe(data.path)} in {data.tokenizer}: {train} tokens to train on, "
+        f"{held_out} held out",
         boundary=prepared.boundary,
         decode=tokenizer.decode,
     )

@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from typing import Any, TextIO
@@ -48,6 +49,21 @@ class Console:
         """Print a line, above the progress bar if there is one."""
         tqdm.write(text, file=self._stream)
         self._stream.flush()
+
+    def fields(self, rows: Sequence[tuple[str, str]]) -> None:
+        """Print labels and texts; a long text goes on under itself."""
+        indent = 4 + max(len(label) for label, _ in rows)
+        for label, text in rows:
+            first = f"  {label}".ljust(indent)
+            for line in textwrap.wrap(
+                text,
+                max(indent + 20, self._width()),
+                initial_indent=first,
+                subsequent_indent=" " * indent,
+                break_long_words=False,  # paths stay whole, to be copied
+                break_on_hyphens=False,
+            ):
+                self.line(line)
 
     def table(self, title: str, headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Print aligned columns that fit the terminal; without headers, rows alone.

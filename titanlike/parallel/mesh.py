@@ -27,28 +27,11 @@ class Mesh:
     device: torch.device
     backend: str
     reason: str  # why this device and backend
-
-    @property
-    def pp(self) -> int:
-        return self.axes["pp"].size()
-
-    @property
-    def shards(self) -> int:
-        return self.axes["shard"].size()
-
-    @property
-    def dp(self) -> int:
-        return self.axes["replicate"].size() * self.shards
-
-    @property
-    def pp_rank(self) -> int:
-        return self.axes.get_local_rank("pp")
-
-    @property
-    def dp_rank(self) -> int:
-        return self.axes.get_local_rank("replicate") * self.shards + self.axes.get_local_rank(
-            "shard"
-        )
+    # plain numbers: to ask a DeviceMesh for them takes longer than a small kernel
+    pp: int
+    dp: int
+    pp_rank: int
+    dp_rank: int
 
     @property
     def world_size(self) -> int:
@@ -100,7 +83,17 @@ def open_mesh(config: Config, worker: Worker) -> Mesh:
     )
     shape = (config.pp, config.replicate, config.dp // config.replicate)
     axes = init_device_mesh(kind, shape, mesh_dim_names=("pp", "replicate", "shard"))
-    return Mesh(axes, device, "nccl" if kind == "cuda" else "gloo", reason)
+    pp_rank, replica, shard = (axes.get_local_rank(name) for name in ("pp", "replicate", "shard"))
+    return Mesh(
+        axes,
+        device,
+        "nccl" if kind == "cuda" else "gloo",
+        reason,
+        pp=config.pp,
+        dp=config.dp,
+        pp_rank=pp_rank,
+        dp_rank=replica * shape[2] + shard,
+    )
 
 
 def close_mesh() -> None:

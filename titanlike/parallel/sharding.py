@@ -20,19 +20,6 @@ from titanlike.parallel.mesh import Mesh
 from titanlike.pipeline.partition import Unit
 
 
-def choose_zero(config: Config, splits_backward: bool) -> tuple[int, str]:
-    """(1, 2 or 3, why) for `fsdp.zero`; refusals are `config.validate`'s."""
-    if config.fsdp.zero != "auto":
-        return config.fsdp.zero, "asked for"
-    if config.dp == config.replicate:
-        return 1, "nothing is sharded"
-    if splits_backward:
-        return 1, "the schedule splits the backward"
-    if config.pp == 1:
-        return 3, "no pipeline: each block is gathered when it runs"
-    return 2, "a pipeline: parameters stay gathered for a step, gradients do not"
-
-
 def compute_dtype(config: Config) -> torch.dtype:
     """The dtype of activations."""
     return torch.bfloat16 if config.precision.name == "bf16" else torch.float32
