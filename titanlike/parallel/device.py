@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import resource
+import sys
 from pathlib import Path
 
 import torch
@@ -41,3 +44,18 @@ def resident_memory(device: torch.device) -> int:
         return torch.cuda.memory_allocated(device)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
+
+
+def return_freed_memory() -> None:
+    """Let glibc give large blocks back to the system as soon as they are freed.
+
+    FSDP frees a block's gathered parameters after each use. Left to itself, malloc keeps them as
+    holes between smaller blocks, and a rank that shards takes more memory than one that does not
+    (8 blocks of 3M parameters, dp=2: 550 MiB against 273).
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 256 * 1024)
+
+
+_M_MMAP_THRESHOLD = -3  # <malloc.h>; setting it also ends its own growth

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titanlike.config.schema import Config
 from titanlike.launch.worker import Worker
+from titanlike.parallel.device import return_freed_memory
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ def open_mesh(config: Config, worker: Worker) -> Mesh:
         # several ranks share the cores of one machine
         threads = os.cpu_count() or 1
         torch.set_num_threads(max(1, threads // worker.local_world_size))
+        if config.dp > config.replicate:
+            return_freed_memory()
     dist.init_process_group(
         backend,
         store=worker.store if worker.store is not None else dist.HashStore(),

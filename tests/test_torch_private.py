@@ -1,0 +1,85 @@
+"""The fences around torch: each test fails on the torch that no longer needs one of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from models_for_tests import tiny
+from torch.distributed.checkpoint.metadata import TensorProperties
+from world import RankError, run_world
+
+from titanlike import draft, torch_private
+from titanlike.config.schema import Config, Fsdp
+from titanlike.launch.worker import Worker
+from titanlike.verification import verify
+
+
+def verify_unfenced(config: Config, worker: Worker) -> dict:
+    """`verify` without the refusal of ZeRO 3 under a split backward."""
+    draft._sharding_problems = lambda config, order: []
+    torch_private._ShardingStage.backward_maybe_with_nosync = (
+        torch_private.PipelineStage.backward_maybe_with_nosync
+    )
+    return verify(config, worker)
+
+
+def test_a_split_backward_still_loses_gradients_when_blocks_are_resharded(tmp_path: Path) -> None:
+    """If this passes in torch, `fsdp.zero=3` may be allowed under zero-bubble schedules."""
+    config = tiny(2, 2, "zbvzerobubble", fsdp=Fsdp(3))
+    try:
+        results = run_world(verify_unfenced, config, tmp_path, timeout=40)
+    except RankError:
+        return  # some versions fail aloud
+    assert {result["exit_code"] for result in results} == {1}
+
+
+def built_in_eval(config: Config, worker: Worker) -> bool:
+    """Whether torch's own eval() leaves FSDP's gradients alone."""
+    from titanlike.build import build
+    from titanlike.data.loader import batches, open_data
+    from titanlike.parallel.mesh import open_mesh
+    from titanlike.training import on_device
+
+    mesh = open_mesh(config, worker)
+    run = build(config, mesh)
+    batch = next(batches(open_data(config).train, config, dp_rank=mesh.dp_rank))
+    inputs, targets = on_device(batch, mesh)
+    run.pipeline.train(inputs, targets)
+    before = [p.grad.to_local().clone() for p in run.parameters]
+    runtime = run.pipeline._runtime
+    first = (inputs,) if mesh.pp_rank == 0 else ()
+    told = {"target": targets, "losses": []} if mesh.pp_rank == config.pp - 1 else {}
+    with torch.no_grad():
+        runtime.eval(*first, **told)
+    after = [p.grad for p in run.parameters]
+    return all(
+        b is not None and torch.equal(a, b.to_local()) for a, b in zip(before, after, strict=True)
+    )
+
+
+def test_torchs_own_eval_still_touches_gradients(tmp_path: Path) -> None:
+    """If this passes in torch, `OrderRuntime.evaluate` may use it."""
+    try:
+        kept = run_world(built_in_eval, tiny(2, 2), tmp_path, timeout=40)
+    except RankError:
+        return  # some versions fail aloud
+    assert not all(kept)
+
+
+@pytest.mark.skipif(
+    "strides" in TensorProperties.__dataclass_fields__, reason="this torch writes that format"
+)
+def test_a_newer_checkpoint_still_needs_help_to_be_read() -> None:
+    """2.15 pickles six fields. Without the fence 2.11 and 2.13 cannot unpack them."""
+    state = TensorProperties(dtype=torch.float32).__getstate__()
+    newer = (*state, (1,))
+    blank = TensorProperties.__new__(TensorProperties)
+    if not hasattr(TensorProperties.__setstate__, "cut"):
+        with pytest.raises(ValueError, match="too many values"):
+            blank.__setstate__(newer)
+    torch_private.read_newer_checkpoints()
+    torch_private.read_newer_checkpoints()  # may be called again
+    blank.__setstate__(newer)
+    assert blank.dtype == torch.float32
