@@ -21,6 +21,7 @@ from titanlike.config.schema import (
     Checkpoint,
     Config,
     ConstantLr,
+    Custom,
     Fsdp,
     LoopedSchedule,
     PointSplit,
@@ -35,6 +36,7 @@ from titanlike.training import train
 from titanlike.verification import verify
 
 BF16 = Precision("bf16")
+UNEVEN = Custom("data_for_tests.uneven", {"vocab_size": 64})
 
 
 def assert_proven(config: Config, folder: Path) -> None:
@@ -75,6 +77,13 @@ def test_every_schedule_on_a_mesh(schedule: str, pp: int, dp: int, tmp_path: Pat
         "SGD": tiny(2, 2, optimizer=Sgd(momentum=0.9)),
         "GPT-2": tiny(2, 2, family="gpt2"),
         "GPT-2 and zero bubble": tiny(2, 2, "zbvzerobubble", family="gpt2"),
+        "clipping": tiny(2, 2, optimizer=Sgd(clip=0.01)),
+        "clipping and HSDP": tiny(dp=4, replicate=2, optimizer=Sgd(clip=0.01)),
+        "clipping and CPU offload": tiny(
+            dp=2, optimizer=Sgd(clip=0.01), fsdp=Fsdp(cpu_offload=True)
+        ),
+        "unequal valid tokens": tiny(2, 2, data=UNEVEN),
+        "unequal valid tokens and FSDP": tiny(1, 4, Schedule("1f1b", 2), data=UNEVEN),
         "bf16": tiny(precision=BF16),
         "bf16 in a pipeline": tiny(2, 2, precision=BF16),
         "bf16 and zero bubble": tiny(2, 2, "zbvzerobubble", precision=BF16),
@@ -163,6 +172,46 @@ class Stop(Exception):
     pass
 
 
+def test_what_a_model_draws_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    """Dropout: masks differ from step to step, and a resumed run draws what it would have drawn."""
+    settings = {"dim": 32, "layers": 4, "vocab_size": None}
+    model = Custom("data_for_tests.Dropping", settings)
+    config = tiny(2, 2, model=model, checkpoint=Checkpoint(every=2, last=True), steps=6)
+    run_world(train, config, tmp_path / "whole")
+    run_world(stop_after_three, config, tmp_path / "cut")
+    run_world(train, config, tmp_path / "cut")
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+def test_a_save_that_was_killed_does_not_count(tmp_path: Path) -> None:
+    config = tiny(2, 1, checkpoint=Checkpoint(every=2, last=True), steps=4)
+    run_world(train, config, tmp_path / "whole")
+    run_world(killed_while_saving_step_4, config, tmp_path / "cut")
+    assert (tmp_path / "cut" / "checkpoints" / "step-00000004" / ".metadata").exists()
+    run_world(train, config, tmp_path / "cut")
+    assert "going on from step 2" in (tmp_path / "cut" / "rank0.out").read_text()
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+def killed_while_saving_step_4(config: Config, worker: Worker) -> None:
+    """Train, and end after the tensors of step 4 are written and before they are committed."""
+    import titanlike.checkpoint.store as store
+
+    replace_right = store.replace_file
+
+    def replace_file(path: Path, text: str) -> None:
+        if "step-00000004" in str(path):
+            raise Stop
+        replace_right(path, text)
+
+    store.replace_file = replace_file
+    store.dist.barrier = lambda: None  # rank 0 never comes to the second one
+    try:
+        train(config, worker)
+    except Stop:
+        return
+
+
 def stop_after_three(config: Config, worker: Worker) -> None:
     """Train, and fall over in the fourth step: the newest checkpoint is that of step 2."""
     import titanlike.training as training
@@ -206,8 +255,11 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> Non
 
 def test_a_run_that_diverges_stops_before_the_update_and_says_where(tmp_path: Path) -> None:
     diverging = tiny(2, 2, optimizer=Sgd(lr=1e30, clip=None), lr=ConstantLr(warmup=0), steps=20)
-    with pytest.raises(AssertionError, match=r"step \d+: loss \S+, grad_norm (nan|inf).*rank"):
-        run_world(train, diverging, tmp_path)
+    expected = (
+        r"step \d+: loss \S+, grad_norm (nan|inf).*rank \d: .*last good checkpoint is \S+step-"
+    )
+    with pytest.raises(AssertionError, match=expected):
+        run_world(train, replace(diverging, checkpoint=Checkpoint(every=1)), tmp_path)
     assert all(
         math.isfinite(json.loads(line)["loss"])
         for line in (tmp_path / "metrics.jsonl").read_text().splitlines()

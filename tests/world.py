@@ -97,11 +97,12 @@ def _rank(
     store: str,
     end: Connection,
 ) -> None:
+    import torch
     import torch.distributed as dist
 
     from titanlike.launch.worker import Worker
 
-    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)  # the ranks share the cores
     if rank or "TITANLIKE_TEST_OUTPUT" not in os.environ:
         log = os.open(Path(run_dir) / f"rank{rank}.out", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(log, 1)

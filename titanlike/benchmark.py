@@ -22,8 +22,8 @@ from titanlike.build import Run, build
 from titanlike.config.schema import Config
 from titanlike.data.loader import batches
 from titanlike.data.sources import IGNORE, Data
-from titanlike.draft import build_model
-from titanlike.launch.worker import Worker
+from titanlike.draft import build_model, resolve_model
+from titanlike.launch.worker import Worker, meet
 from titanlike.metrics import units
 from titanlike.metrics.console import Console
 from titanlike.metrics.sinks import JsonlSink
@@ -31,7 +31,7 @@ from titanlike.optimization import build_optimizer, set_lr
 from titanlike.parallel.device import peak_memory, resident_memory
 from titanlike.parallel.initialize import initialize
 from titanlike.parallel.mesh import close_mesh, open_mesh
-from titanlike.training import open_on_every_rank, timed_step
+from titanlike.training import PREPARATION, open_on_every_rank, timed_step
 
 WARMUP = 4  # steps that are not counted
 STEPS = 40  # counted, unless the command line has steps=
@@ -42,28 +42,30 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
     asked = any(text.startswith("steps=") for text in worker.overrides)
     counted = max(2, config.steps) if asked else STEPS
     config = replace(config, steps=1 + WARMUP + counted)
+    data = open_on_every_rank(config, worker)
     mesh = open_mesh(config, worker)
     before = resident_memory(mesh.device)
-    data = open_on_every_rank(config, worker)
     run = build(config, mesh)
     ours = _framework(run, config, data, worker)
     next(ours)
     ready = time.time() - _started(worker)
 
-    alone = mesh.world_size == 1
+    for _ in range(WARMUP):
+        next(ours)
     memory = peak_memory(mesh.device)
-    if alone:
+    if mesh.world_size == 1:
         rival = _plain(config, data, mesh.device)
+        for _ in range(WARMUP):
+            next(rival)
         mine, plain, ratios = [], [], []
-        for pair in range((WARMUP + counted) // 2):
+        for _ in range(counted // 2):
             # ours, plain, plain, ours: who comes second finds other caches than who comes first
             a, b, c, d = next(ours), next(rival), next(rival), next(ours)
-            if 2 * pair >= WARMUP:
-                mine, plain = [*mine, a, d], [*plain, b, c]
-                ratios.append(_seconds(a, d) / _seconds(b, c))
+            mine, plain = [*mine, a, d], [*plain, b, c]
+            ratios.append(_seconds(a, d) / _seconds(b, c))
         ratio = median(ratios)
     else:
-        mine = list(ours)[WARMUP:]
+        mine = list(ours)
         memory = peak_memory(mesh.device)
         plain, ratio = _plain_on_rank_0(config, data, run, worker, counted), None
     grown = [0] * mesh.world_size
@@ -104,7 +106,7 @@ def _framework(run: Run, config: Config, data: Data, worker: Worker) -> Iterator
 def _plain(config: Config, data: Data, device: torch.device) -> Iterator[dict[str, Any]]:
     """The loop that one would write without a framework."""
     alone = replace(config, dp=1, replicate=1)
-    model = build_model(config)
+    model = build_model(resolve_model(config))
     initialize(model, config.seed, device)
     optimizer = build_optimizer(model, config.optimizer)
     stream = batches(data.train, alone, dp_rank=0)
@@ -122,7 +124,10 @@ def _plain(config: Config, data: Data, device: torch.device) -> Iterator[dict[st
         set_lr(optimizer, config, step)
         optimizer.step()
         optimizer.zero_grad()
-        yield {"loss": loss.item(), "step_seconds": time.perf_counter() - begin}
+        value = loss.item()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        yield {"loss": value, "step_seconds": time.perf_counter() - begin}
 
 
 def _plain_on_rank_0(
@@ -135,14 +140,14 @@ def _plain_on_rank_0(
     records: list[dict[str, Any]] = []
     if worker.rank == 0:
         threads = torch.get_num_threads()
-        torch.set_num_threads(os.cpu_count() or 1)
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
         try:
             loop = _plain(config, data, run.mesh.device)
             records = [next(loop) for _ in range(WARMUP + counted)][WARMUP:]
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
         torch.set_num_threads(threads)
-    dist.barrier()
+    meet(worker, "plain loop", PREPARATION)
     return records
 
 

@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from titanlike.checkpoint.store import Part
 from titanlike.config.schema import Config
 from titanlike.draft import Draft, build_model, draft
 from titanlike.loss import CrossEntropy
-from titanlike.optimization import build_optimizer
-from titanlike.parallel.initialize import initialize
+from titanlike.optimization import Part, build_optimizer
+from titanlike.parallel.initialize import initialize, piece_seed
 from titanlike.parallel.mesh import Mesh
 from titanlike.parallel.sharding import compute_dtype, shard_stage
 from titanlike.pipeline.run import Pipeline
-from titanlike.pipeline.stages import boundaries, carve
+from titanlike.pipeline.stages import boundaries, carve, gather_groups
 from titanlike.torch_private import OrderRuntime, make_stage
 
 
@@ -48,17 +48,17 @@ class Run:
 
 def build(config: Config, mesh: Mesh) -> Run:
     """Build this rank's stages and the pipeline over them. Collective."""
-    torch.manual_seed(config.seed)
     plan = draft(config)
     dtype = compute_dtype(config)
     rows = config.batch_size // config.dp // plan.microbatches
     example = torch.empty(rows, config.seq_len, dtype=torch.int64, device="meta")
-    flow = boundaries(build_model(config).to(dtype), [names[0] for names in plan.stages], example)
+    starts = [names[0] for names in plan.stages]
+    flow = boundaries(build_model(plan.model).to(dtype), starts, example)
     parts, stages = [], []
     for index in plan.order.local(mesh.pp_rank):
-        module = carve(build_model(config), plan.stages[index])
-        units = [plan.units[name] for name in plan.stages[index]]
-        shard_stage(module, units, config, mesh, plan.zero)
+        module = carve(build_model(plan.model), plan.stages[index])
+        groups = gather_groups([plan.units[name] for name in plan.stages[index]])
+        shard_stage(module, groups, config, mesh, plan.zero)
         initialize(module, config.seed, _home(config, mesh))
         parts.append(Part(module, build_optimizer(module, config.optimizer)))
         stages.append(
@@ -73,6 +73,8 @@ def build(config: Config, mesh: Mesh) -> Run:
                 zero=plan.zero,
             )
         )
+    # what a model draws while it trains (dropout) differs on every rank
+    torch.manual_seed(piece_seed(config.seed, "rank", dist.get_rank()))
     loss = CrossEntropy()
     runtime = OrderRuntime(plan.order, stages, loss, zero=plan.zero)
     return Run(mesh, plan, parts, Pipeline(runtime, loss, mesh))

@@ -1,4 +1,4 @@
-"""The command line: from overrides to a job on all ranks. The only room that knows Hydra.
+"""The command line: from overrides to a job on all ranks. With `hydra_overrides`, the only room that knows Hydra.
 
 1. `--help` is answered from the schema's own words.
 2. Where torchrun or srun started all ranks, the others than rank 0 follow it (`launch.follow`).
@@ -15,7 +15,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,15 +33,13 @@ if TYPE_CHECKING:
 
     from omegaconf import DictConfig
 
-Before = Callable[[Config, Path], None]
 
-
-def main(job: str = "titanlike.training:train", before: Before | None = None) -> None:
+def main(job: str = "titanlike.training:train", folder: str = "") -> None:
     """Run `job`, a function `(config, worker) -> dict | None`, as the command line says.
 
     Of what it returns on rank 0, "value" is what a sweep compares and "exit_code" how this
-    process ends (0 where there is none). `before(config, run_dir)` runs in this process once the
-    config is known to be good and before a worker starts.
+    process ends (0 where there is none). `folder`: a tool's own place inside run_dir, so that it
+    may be given a run's command line without touching the run's files.
     """
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # the user's own models
@@ -58,7 +55,7 @@ def main(job: str = "titanlike.training:train", before: Before | None = None) ->
     code: int | str | None = 1
     try:
         with interruptible():
-            code = _run(job, before)
+            code = _run(job, folder)
     except Interrupted as interrupted:
         print(f"\n{interrupted}", file=sys.stderr)
         exit_now(interrupted.exit_code)
@@ -74,24 +71,24 @@ def conf_dir() -> Path:
     raise FileNotFoundError(f"neither {package}/conf nor {package.parent}/conf exists")
 
 
-def _run(function: str, before: Before | None) -> int | str | None:
+def _run(function: str, folder: str) -> int | str | None:
     """Steps 2 to 5; the exit code."""
     adopt_slurm()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid(), signal.SIGTERM)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return _drive(function, before, None)
+        return _drive(function, folder, None)
     ranks = StartedRanks()
     if ranks.rank > 0:
         ranks.follow()
         return 0
     try:
-        return _drive(function, before, ranks)
+        return _drive(function, folder, ranks)
     finally:
         ranks.dismiss()
 
 
-def _drive(function: str, before: Before | None, ranks: StartedRanks | None) -> int | str | None:
+def _drive(function: str, folder: str, ranks: StartedRanks | None) -> int | str | None:
     from hydra._internal.utils import _run_hydra, get_args_parser
 
     from titanlike import hydra_overrides
@@ -107,7 +104,7 @@ def _drive(function: str, before: Before | None, ranks: StartedRanks | None) -> 
             return _refuse(problems)
 
     def task(composed: DictConfig) -> float | None:
-        return _run_job(composed, function, before, ranks)
+        return _run_job(composed, function, folder, ranks)
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra passes errors on; showing them is done here
     try:
@@ -139,19 +136,17 @@ def _problems(args: argparse.Namespace, world_size: int | None) -> list[Problem]
 
 def _senseless(config: Config, world_size: int | None, known: list[Problem]) -> list[Problem]:
     """What is well-formed but cannot work, apart from what follows from `known` problems."""
-    from titanlike.config.validate import problems as check
+    from titanlike.check import problems as check
 
-    found = check(config, world_size)
     try:
-        from titanlike.draft import preflight
-
-        found += preflight(config)
+        found = check(config, world_size)
     except Exception:
-        if not known and not found:
+        if not known:
             raise
-        # defaults stand in for what could not be read, and need not fit together
+        return []  # defaults stand in for what could not be read, and need not fit together
     wrong = {problem.key.lstrip("+~") for problem in known}
-    return list(dict.fromkeys(problem for problem in found if problem.key not in wrong))
+    told = {str(problem): problem for problem in found if problem.key not in wrong}
+    return list(told.values())
 
 
 def _refuse(problems: list[Problem]) -> int:
@@ -164,7 +159,7 @@ def _refuse(problems: list[Problem]) -> int:
 
 
 def _run_job(
-    composed: DictConfig, function: str, before: Before | None, ranks: StartedRanks | None
+    composed: DictConfig, function: str, folder: str, ranks: StartedRanks | None
 ) -> float | None:
     """One job, from Hydra's composed config to result.json; the value that a sweeper compares.
 
@@ -175,7 +170,9 @@ def _run_job(
     from omegaconf import OmegaConf
 
     hydra = HydraConfig.get()
-    run_dir, overrides = Path(hydra.runtime.output_dir), list(hydra.overrides.task)
+    run_dir = Path(hydra.runtime.output_dir) / folder
+    run_dir.mkdir(parents=True, exist_ok=True)
+    overrides = list(hydra.overrides.task)
     sweep = hydra.mode == RunMode.MULTIRUN
     plain = OmegaConf.to_container(composed, resolve=True)
     assert isinstance(plain, dict)
@@ -189,8 +186,6 @@ def _run_job(
             if problems:
                 raise ConfigError(problems)
             _write_config(config, run_dir)
-            if before is not None:
-                before(config, run_dir)
             job = Job(function, config, run_dir, overrides)
             result = ranks.lead(job) if ranks else run_local(job)
         except Interrupted as interrupted:

@@ -7,19 +7,25 @@ mistakes before a worker starts (`preflight`), and every rank drafts it again be
 from __future__ import annotations
 
 import inspect
+import os
+import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from titanlike.config.errors import ConfigError, Problem
-from titanlike.config.schema import Config
+from titanlike.config.errors import ConfigError, Problem, nearest
+from titanlike.config.parse import convert
+from titanlike.config.schema import Config, Custom
 from titanlike.data.checks import vocab_size
 from titanlike.imports import load
+from titanlike.parallel.device import choose_device
 from titanlike.pipeline.order import Order
 from titanlike.pipeline.partition import SplitError, Unit, partition
 from titanlike.pipeline.schedules import (
+    NoDivision,
     build_order,
     declared_microbatches,
     derive_microbatches,
@@ -34,6 +40,7 @@ MODELS = {"llama": "titanlike.models.llama.Llama", "gpt2": "titanlike.models.gpt
 class Draft:
     """What is decided before anything is allocated."""
 
+    model: Custom  # with all of its arguments
     order: Order
     microbatches: int
     why_microbatches: str
@@ -52,55 +59,94 @@ class Draft:
         return sum(self.sizes.values())
 
 
-def build_model(config: Config) -> nn.Module:
-    """The whole model on the meta device. Raises ConfigError with every problem of its keys."""
-    name, args = config.model.name, dict(config.model.args)
-    try:
-        family = load(MODELS.get(name, name))
-    except ValueError as error:
-        fix = f"model.name={', '.join(MODELS)} or an import path"
-        raise ConfigError([Problem("model.name", name, str(error), fix)]) from None
-    known = inspect.signature(family).parameters
+def resolve_model(config: Config) -> Custom:
+    """The model's name and arguments, with what is left to the data filled in."""
+    args = dict(config.model.args)
     if args.get("vocab_size", 0) is None:
         args["vocab_size"] = vocab_size(config)
     if args.get("max_seq_len", 0) is None:
         args["max_seq_len"] = config.seq_len
+    return Custom(config.model.name, args)
+
+
+def build_model(model: Custom) -> nn.Module:
+    """The whole model on the meta device, from a name and arguments that are resolved.
+
+    Raises ConfigError with every problem of its keys.
+    """
+    path = MODELS.get(model.name, model.name)
+    try:
+        family = load(path)
+    except ValueError as error:
+        near = nearest(model.name, MODELS)
+        fix = f"model.name={near}" if near else f"model.name={' or '.join(MODELS)}"
+        raise ConfigError([Problem("model.name", model.name, str(error), fix)]) from None
+    known = inspect.signature(family).parameters
+    try:
+        inspect.signature(family).bind(**model.args)
+    except TypeError as error:
+        raise ConfigError(_argument_problems(model, known, str(error))) from None
+    hints = typing.get_type_hints(family.__init__ if inspect.isclass(family) else family)
+    wrong: list[Problem] = []
+    for key, value in model.args.items():
+        if hints.get(key) in (int, float, bool, str):
+            convert(hints[key], value, f"model.{key}", wrong)
+    if wrong:
+        raise ConfigError(wrong)
     try:
         with torch.device("meta"):
-            model = family(**args)
+            return family(**model.args)
     except ValueError as error:
         found = [Problem.parse("model", str(text)) for text in error.args]
         named = [replace(p, key=f"model.{p.key}") if p.key in known else p for p in found]
         raise ConfigError(named) from None
-    except TypeError as error:
-        fix = f"the keys of {name}: {', '.join(known)}"
-        raise ConfigError([Problem("model", name, str(error), fix)]) from None
-    return model
+    except (TypeError, RuntimeError, ArithmeticError) as error:
+        reason = f"building it raised {type(error).__name__}: {error}"
+        raise ConfigError([Problem("model", model.name, reason, "other sizes")]) from error
+
+
+def _argument_problems(
+    model: Custom, known: Mapping[str, inspect.Parameter], error: str
+) -> list[Problem]:
+    """Keys that the constructor does not take, or that it needs."""
+    problems = []
+    for key in model.args.keys() - known.keys():
+        near = nearest(key, known)
+        fix = f"model.{near}=..." if near else f"a key of {model.name}: {', '.join(known)}"
+        reason = f"{model.name} has no such argument"
+        problems.append(Problem(f"model.{key}", model.args[key], reason, fix))
+    return problems or [Problem("model", model.name, error, f"its keys: {', '.join(known)}")]
 
 
 def draft(config: Config) -> Draft:
     """Decide stages, order and sharding. Raises ConfigError with every problem found."""
-    model = build_model(config)
-    problems = _model_problems(config, model)
+    resolved = resolve_model(config)
+    model = build_model(resolved)
+    problems = _model_problems(config, resolved, model)
     units = chain(model)
     stages: list[list[str]] = []
     try:
-        stages = partition(units, config.split, stage_count(config.schedule, config.pp))
-    except SplitError as error:
-        problems.append(Problem(error.key, error.value, error.reason, error.fix))
-    except ValueError as error:
-        problems.append(Problem("schedule", config.schedule.name, str(error), ""))
-    try:
         microbatches, why = _microbatches(config)
         order = build_order(config.schedule, config.pp, microbatches)
+    except NoDivision as error:
+        fix = "" if error.works is None else f"batch_size={error.works * config.dp}"
+        problems.append(Problem("batch_size", config.batch_size, str(error), fix))
     except ValueError as error:
         problems.append(Problem.parse("schedule", str(error)))
     else:
         problems += _sharding_problems(config, order)
+    try:
+        stages = partition(units, config.split, stage_count(config.schedule, config.pp))
+    except SplitError as error:
+        fix = error.fix.removeprefix("write ")
+        problems.append(Problem(error.key, error.value, error.reason, fix))
+    except ValueError:
+        assert problems, "a schedule without a number of stages has no order, either"
     if problems:
         raise ConfigError(problems)
     zero, why_zero = _zero(config, order.splits_backward)
     return Draft(
+        model=resolved,
         order=order,
         microbatches=microbatches,
         why_microbatches=why,
@@ -118,11 +164,19 @@ def draft(config: Config) -> Draft:
 
 def preflight(config: Config) -> list[Problem]:
     """Every problem that takes the model to be found; allocates nothing."""
+    problems = []
+    try:
+        # ranks on this machine: of torchrun or srun, or all of them where this is the driver
+        started = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if started else config.world_size
+        choose_device(config.device, 0, ranks)
+    except ValueError as error:
+        problems.append(Problem.parse("device", str(error)))
     try:
         draft(config)
     except ConfigError as error:
-        return error.problems
-    return []
+        problems += error.problems
+    return problems
 
 
 def _microbatches(config: Config) -> tuple[int, str]:
@@ -134,7 +188,7 @@ def _microbatches(config: Config) -> tuple[int, str]:
 
 
 def _sharding_problems(config: Config, order: Order) -> list[Problem]:
-    """What is known to give wrong gradients."""
+    """What is known to give wrong gradients, and what would do nothing."""
     if order.splits_backward and config.fsdp.zero in (2, 3):
         reason = (
             f"schedule={config.schedule.name} splits the backward in two, and FSDP loses gradients "
@@ -142,10 +196,14 @@ def _sharding_problems(config: Config, order: Order) -> list[Problem]:
         )
         fix = "fsdp.zero=1, or a schedule with whole backwards such as interleaved1f1b"
         return [Problem("fsdp.zero", config.fsdp.zero, reason, fix)]
+    if config.dp == config.replicate and config.fsdp.zero in (2, 3):
+        reason = f"dp={config.dp} replicate={config.replicate} shards nothing"
+        fix = f"fsdp.zero=auto, or dp={2 * config.replicate}"
+        return [Problem("fsdp.zero", config.fsdp.zero, reason, fix)]
     return []
 
 
-def _model_problems(config: Config, model: nn.Module) -> list[Problem]:
+def _model_problems(config: Config, resolved: Custom, model: nn.Module) -> list[Problem]:
     problems: list[Problem] = []
 
     def wrong(key: str, value: Any, reason: str, fix: str) -> None:
@@ -158,6 +216,8 @@ def _model_problems(config: Config, model: nn.Module) -> list[Problem]:
             "has no method initial(name) -> (mean, std), which says how a parameter starts",
             "a model with that method (see titanlike/models/llama.py)",
         )
+    else:
+        problems += _initial_problems(config, model)
     longest = getattr(model, "max_seq_len", None)
     if longest is not None and longest < config.seq_len:
         wrong(
@@ -166,15 +226,44 @@ def _model_problems(config: Config, model: nn.Module) -> list[Problem]:
             f"is longer than the model's max_seq_len={longest}",
             f"seq_len={longest} or model.max_seq_len={config.seq_len}",
         )
-    needed, given = vocab_size(config), config.model.args.get("vocab_size")
-    if given is not None and given < needed:
+    if config.model.args.get("vocab_size") is not None:
+        needed, given = vocab_size(config), config.model.args["vocab_size"]
+        if given < needed:
+            wrong(
+                "model.vocab_size",
+                given,
+                f"is smaller than the {needed} token ids of data={config.data.name}",
+                "model.vocab_size=null (taken from the data)",
+            )
+    buffers = [name for name, _ in model.named_buffers()]
+    if buffers:
         wrong(
-            "model.vocab_size",
-            given,
-            f"is smaller than the {needed} token ids of data={config.data.name}",
-            "model.vocab_size=null (taken from the data)",
+            "model.name",
+            config.model.name,
+            f"has the buffer {buffers[0]}, which is not initialized in a stage",
+            "a model that computes it in its forward (see rotary_table in titanlike/models/llama.py)",
+        )
+    once = {name for name, _ in model.named_parameters()}
+    twice = [n for n, _ in model.named_parameters(remove_duplicate=False) if n not in once]
+    if twice:
+        wrong(
+            "model.name",
+            config.model.name,
+            f"uses one weight twice ({twice[0]}); two stages would train two copies of it",
+            "a model without tied weights",
         )
     return problems
+
+
+def _initial_problems(config: Config, model: nn.Module) -> list[Problem]:
+    for name, _ in model.named_parameters():
+        answer = model.initial(name)
+        pair = isinstance(answer, tuple) and len(answer) == 2
+        if not pair or not all(isinstance(number, (int, float)) for number in answer):
+            reason = f"its initial({name!r}) returned {answer!r}"
+            fix = "return (mean, standard deviation) of the normal distribution it starts from"
+            return [Problem("model.name", config.model.name, reason, fix)]
+    return []
 
 
 def _zero(config: Config, splits_backward: bool) -> tuple[int, str]:

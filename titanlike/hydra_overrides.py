@@ -131,6 +131,9 @@ class _Examination:
                 continue
             if override.is_sweep_override() and not self.findings.multirun:
                 self._sweep_without_m(override)
+            elif override.is_delete():
+                key = override.key_or_group
+                self.findings.add(Problem(f"~{key}", "", "nothing can be removed", f"{key}=..."))
             elif self.repository.group_exists(override.key_or_group):
                 if self._choice_exists(override):
                     groups.append(override)
@@ -158,9 +161,6 @@ class _Examination:
         """Judge a group's choice (each value of a sweep, each entry of a list)."""
         group, findings = override.key_or_group, self.findings
         before = len(findings.problems)
-        if override.is_delete():
-            findings.add(Problem(f"~{group}", "", "a group cannot be removed", f"{group}=..."))
-            return False
         options = self.repository.get_group_options(group)
         if group not in self.defaults:
             reason = "this config is a finished one (of a run), without choices; set its keys"

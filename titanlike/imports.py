@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from typing import Any
 
@@ -16,11 +17,13 @@ def load(path: str) -> Any:
         raise ValueError(f"{path!r} is neither a built-in name nor package.module.attribute")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except Exception as error:  # whatever the module raises while it is imported
         raise ValueError(
-            f"cannot import {module_name!r}: {error}; its folder must be the current one or on "
-            "PYTHONPATH"
+            f"importing {module_name} failed with {type(error).__name__}: {error} "
+            "(its folder must be the current one or on PYTHONPATH)"
         ) from error
     if not hasattr(module, attribute):
-        raise ValueError(f"module {module_name!r} ({module.__file__}) has no {attribute!r}")
+        near = difflib.get_close_matches(attribute, vars(module), n=1)
+        hint = f"; did you mean {module_name}.{near[0]}?" if near else ""
+        raise ValueError(f"module {module_name} has no {attribute}{hint}")
     return getattr(module, attribute)

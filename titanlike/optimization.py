@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,14 @@ from torch.distributed.tensor import DTensor
 
 from titanlike.config.schema import AdamW, Config, ConstantLr, DecayLr, Sgd, WsdLr
 from titanlike.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Part:
+    """One stage of this rank and its optimizer."""
+
+    stage: nn.Module
+    optimizer: torch.optim.Optimizer
 
 
 def build_optimizer(stage: nn.Module, config: AdamW | Sgd) -> torch.optim.Optimizer:

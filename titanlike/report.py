@@ -39,7 +39,7 @@ def opening(
         ("batch", f"{config.batch_size} x {config.seq_len} = {units.count(tokens)} tokens"),
         ("microbatches", f"{cut} ({draft.why_microbatches})"),
         ("schedule", config.schedule.name),
-        ("steps", f"{start + 1} to {config.steps}"),
+        ("steps", f"{start + 1} to {config.steps}" if start < config.steps else "none left"),
         ("written to", str(worker.run_dir)),
         ("", "; ".join(sinks)),
     ]
@@ -71,13 +71,15 @@ def closing(
 ) -> None:
     """Where the run is and what to do next."""
     if start >= config.steps:
-        console.line(f"nothing to do: step {start} of {config.steps} is already there")
-    kept = [text for text in worker.overrides if not text.startswith(("run_dir=", "steps="))]
-    more = shlex.join(["python", "train.py", *kept, f"run_dir={worker.run_dir}"])
+        console.line(f"nothing to do: the run is at step {start}, and steps={config.steps}")
+    more = ["python", "train.py", "--config-path", str(worker.run_dir)]
+    more.append(f"steps={2 * max(start, config.steps)}")
+    if config.checkpoint.resume != "auto":
+        more.append("checkpoint.resume=auto")
     result = "" if value is None else f"loss {units.decimal(value)}, "
     at = f"checkpoint at step {saved}, " if saved else ""
     console.line(f"done: {result}{at}everything in {worker.run_dir}")
-    console.line(f"train on: {more} steps={2 * max(start, config.steps)}")
+    console.line(f"train on: {shlex.join(more)}")
 
 
 def _ranks(pp_rank: int, dp: int) -> str:

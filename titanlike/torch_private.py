@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.fsdp import FSDPModule
@@ -55,7 +57,7 @@ def make_stage(
     stage._runtime_validate = True
     if hasattr(stage, "_get_init_p2p_neighbors_ops"):
         # 2.11 sends a first message to every neighbour stage, also to itself in a V: gloo dies.
-        first_messages, me = stage._get_init_p2p_neighbors_ops, torch.distributed.get_rank()
+        first_messages, me = stage._get_init_p2p_neighbors_ops, dist.get_rank()
         stage._get_init_p2p_neighbors_ops = lambda: [op for op in first_messages() if op.peer != me]
     return stage
 
@@ -78,6 +80,8 @@ class _ShardingStage(PipelineStage):
         self.submod.set_is_last_backward(False)  # the order's REDUCE_GRAD ends the step
         self.submod.set_reshard_after_backward(self.reshard_after_backward)
         self.submod.set_requires_gradient_sync(True)
+        # replicas add up once a step: until then each keeps the sum of its own
+        self.submod.set_requires_all_reduce(last_backward)
         names = ("stage_output", "output_grads", "input_values")
         return stage_backward(*(bwd_kwargs[name] for name in names)), None
 
@@ -190,6 +194,14 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         last = any(stage.is_last for stage in self._stages)
         told = {"target": targets, "losses": losses} if last else {}
         self.step(*first, return_outputs=False, **told)
+
+
+def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """Bound waits in a group. A DeviceMesh gives its groups torch's default of 10 or 30 minutes."""
+    setter = getattr(dist, "set_timeout", None)  # 2.15
+    if setter is None:
+        setter = dist.distributed_c10d._set_pg_timeout
+    setter(timedelta(seconds=seconds), group)
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:

@@ -7,35 +7,36 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from titanlike import report
 from titanlike.build import Run, build
-from titanlike.checkpoint import store
+from titanlike.checkpoint.run import last_good, resume_run, save_run
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config
 from titanlike.data.loader import batches, open_data, validation_batches
 from titanlike.data.sources import Data
 from titanlike.guard import NonFinite, check_finite
-from titanlike.launch.worker import Worker
+from titanlike.launch.signals import Interrupted
+from titanlike.launch.worker import Worker, meet
 from titanlike.metrics.console import Console
 from titanlike.metrics.open import open_sinks, where
 from titanlike.optimization import clip_gradients, gradient_norm, set_lr
 from titanlike.parallel.device import peak_flops, peak_memory
 from titanlike.parallel.mesh import Mesh, close_mesh, open_mesh
 
+PREPARATION = 24 * 3600.0  # seconds that one rank may work on its own before all begin
+
 
 def train(config: Config, worker: Worker) -> dict[str, Any]:
     """Train to `config.steps`; returns {"value": last validation loss (or loss)}."""
-    mesh = open_mesh(config, worker)
     data = open_on_every_rank(config, worker)
+    mesh = open_mesh(config, worker)
     run = build(config, mesh)
-    state = resume(run, config, worker.run_dir)
+    state = resume_run(run.parts, config, data, worker.run_dir)
     start = state.get("step", 0)
 
     console = Console(steps=config.steps, start_step=start, log_every=config.log_every)
@@ -59,9 +60,12 @@ def train(config: Config, worker: Worker) -> dict[str, Any]:
                 for sink in sinks:
                     sink.log(record)
             if is_due(step, config.checkpoint.every, final and config.checkpoint.last):
-                save(run, config, worker.run_dir, step, value)
+                save_run(run.parts, config, data, worker.run_dir, step, value)
                 last_saved = step
         status = "completed"
+    except (KeyboardInterrupt, Interrupted):
+        status = "interrupted"
+        raise
     except NonFinite as error:
         raise NonFinite(f"{error}; {last_good(worker.run_dir)}") from None
     finally:
@@ -80,6 +84,8 @@ def timed_step(
     """Take a batch, train on it, and measure: a whole record for metrics.jsonl."""
     begin = time.perf_counter()
     record = training_step(run, config, step, next(stream))
+    if run.mesh.device.type == "cuda":
+        torch.cuda.synchronize()  # the update's kernels belong to this step
     return record | measure(run, config, time.perf_counter() - begin)
 
 
@@ -118,6 +124,10 @@ def validate(run: Run, config: Config, data: Data) -> float:
 
 def on_device(batch: dict[str, Tensor], mesh: Mesh) -> tuple[Tensor, Tensor]:
     """(inputs, targets), int64 [batch / dp, T], on this rank's device."""
+    if batch.keys() != {"inputs", "targets"}:
+        raise ValueError(
+            f"data: a batch has {', '.join(batch)}; a model takes inputs and targets, no others"
+        )
     return tuple(batch[key].to(mesh.device, non_blocking=True) for key in ("inputs", "targets"))
 
 
@@ -140,53 +150,12 @@ def is_due(step: int, every: int, anyway: bool) -> bool:
     return anyway or (every > 0 and step % every == 0)
 
 
-# --- data and checkpoints ----------------------------------------------------------------------
-
-
 def open_on_every_rank(config: Config, worker: Worker) -> Data:
-    """Open the data; one process a machine prepares it (tokenizes) before the others read."""
+    """Open the data; one process a machine prepares it (tokenizes) before the others read.
+
+    To be called before there is a process group: preparing may take longer than its timeout.
+    """
     if worker.local_rank == 0:
         data = open_data(config)
-    if worker.world_size > 1:
-        dist.barrier()
+    meet(worker, "data", PREPARATION)
     return data if worker.local_rank == 0 else open_data(config)
-
-
-def save(run: Run, config: Config, run_dir: Path, step: int, value: float | None) -> None:
-    """Write the checkpoint of a step."""
-    about = {
-        "value": value,
-        "world_size": run.mesh.world_size,
-        "layout": {key: getattr(config, key) for key in ("pp", "dp", "replicate")},
-        "data": data_order(config),
-    }
-    store.save(run_dir / "checkpoints", step, run.parts, about)
-
-
-def resume(run: Run, config: Config, run_dir: Path) -> dict[str, Any]:
-    """Load what `checkpoint.resume` names; its state, empty for a fresh start."""
-    path = store.find(config.checkpoint.resume, run_dir)
-    if path is None:
-        return {}
-    state = store.load(path, run.parts)
-    for key, value in state["data"].items():
-        if value != data_order(config)[key]:
-            raise ValueError(
-                f"{key}={data_order(config)[key]}: {path} was made with {value}, and the position "
-                f"in the data depends on it; write {key}={value}, another run_dir, or "
-                "checkpoint.resume=never"
-            )
-    return state
-
-
-def data_order(config: Config) -> dict[str, Any]:
-    """What the order of the samples depends on, apart from the step."""
-    return {"seed": config.seed, "batch_size": config.batch_size, "seq_len": config.seq_len}
-
-
-def last_good(run_dir: Path) -> str:
-    """From where a run that diverged can go on."""
-    path = store.newest(run_dir / "checkpoints")
-    if path is None:
-        return "there is no checkpoint yet: write a smaller optimizer.lr or a longer lr.warmup"
-    return f"the last good checkpoint is {path}: start again from it with a smaller optimizer.lr"

@@ -25,14 +25,15 @@ from titanlike.build import Run, build
 from titanlike.config.schema import Config
 from titanlike.data.loader import batches, validation_batches
 from titanlike.data.sources import IGNORE, Data
-from titanlike.draft import build_model
-from titanlike.launch.worker import Worker
+from titanlike.draft import build_model, resolve_model
+from titanlike.launch.worker import Worker, meet
 from titanlike.metrics.console import Console
 from titanlike.optimization import build_optimizer, gradient_norm, set_lr
+from titanlike.parallel.device import choose_device
 from titanlike.parallel.initialize import initialize
 from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.torch_private import local_slices
-from titanlike.training import on_device, open_on_every_rank, update, validate
+from titanlike.training import PREPARATION, on_device, open_on_every_rank, update, validate
 
 KINDS = ("loss", "initial", "gradient", "update")  # of comparisons, causes before effects
 LOSS_TOLERANCE = 1e-6  # relative, fp32
@@ -107,12 +108,13 @@ class Piece:
 
 def verify(config: Config, worker: Worker) -> dict[str, Any]:
     """Compare; prints a table; returns exit_code 0 if everything agrees, 1 if not."""
-    mesh = open_mesh(config, worker)
     data = open_on_every_rank(config, worker)
     path = worker.run_dir / "truth.pt"
     if worker.rank == 0:
-        torch.save(_truths(config, data, mesh.device), path)
-    dist.barrier()
+        device, _ = choose_device(config.device, worker.local_rank, worker.local_world_size)
+        torch.save(_truths(config, data, device), path)
+    meet(worker, "truth", PREPARATION)
+    mesh = open_mesh(config, worker)
     exact, rounded = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
 
     run = build(config, mesh)
@@ -143,7 +145,7 @@ def _truths(config: Config, data: Data, device: torch.device) -> tuple[Truth, Tr
 
 def single_process(config: Config, data: Data, device: torch.device, dtype: torch.dtype) -> Truth:
     """One training step of the whole model on the whole batch, computing in `dtype`."""
-    model = build_model(config)
+    model = build_model(resolve_model(config))
     initialize(model, config.seed, device)
 
     def loss_of(batch: dict[str, Tensor]) -> tuple[Tensor, int]:

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: what is saved, where, and which one a run goes on from.
+"""Checkpoints of a run: what is saved, and where.
 
     run_dir/checkpoints/step-00000100/   one checkpoint, written by all ranks with DCP
         *.distcp .metadata               tensors and their layout, names as in the whole model
@@ -12,16 +12,14 @@ the data and the learning rate are functions of the step.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -30,45 +28,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from titanlike.checkpoint.find import MARKER, damaged, read_state
+from titanlike.files import replace_file
+from titanlike.optimization import Part
 from titanlike.torch_private import read_newer_checkpoints
 
-MARKER = "COMMITTED"
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-
-
-@dataclass(frozen=True)
-class Part:
-    """One stage of this rank and its optimizer."""
-
-    stage: nn.Module
-    optimizer: torch.optim.Optimizer
-
-
-def newest(folder: Path) -> Path | None:
-    """The committed checkpoint with the largest step."""
-    whole = [path for path in folder.glob("step-*") if (path / MARKER).exists()]
-    return max(whole, key=lambda path: path.name, default=None)
-
-
-def find(resume: str, run_dir: Path) -> Path | None:
-    """The checkpoint that `checkpoint.resume` means, None for a fresh start.
-
-    Raises ValueError when the named one is not there or not whole.
-    """
-    if resume == "never":
-        return None
-    if resume == "auto":
-        return newest(run_dir / "checkpoints")
-    path = Path(resume)
-    if (path / MARKER).exists():
-        return path
-    inside = newest(path / "checkpoints") or newest(path)
-    if inside is None:
-        raise ValueError(
-            f"checkpoint.resume={resume}: no whole checkpoint there; "
-            "write the path of a step-XXXXXXXX folder or of a run directory"
-        )
-    return inside
 
 
 def save(folder: Path, step: int, parts: list[Part], about: dict[str, Any]) -> Path:
@@ -82,12 +47,17 @@ def save(folder: Path, step: int, parts: list[Part], about: dict[str, Any]) -> P
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
     dist.barrier()
-    dcp.save({**_tensors(parts), f"rng.{rank}": torch.get_rng_state()}, checkpoint_id=path)
+    try:
+        dcp.save({**_tensors(parts), **_generators()}, checkpoint_id=path)
+    except CheckpointException as error:
+        free = shutil.disk_usage(folder).free
+        raise OSError(
+            f"checkpoint {path} could not be written, {free / 2**20:.0f} MiB are free there: "
+            f"{str(_first(error)).strip().splitlines()[0]}"
+        ) from error
     if rank == 0:
-        (path / "state.json").write_text(json.dumps({"step": step, **about}, indent=1) + "\n")
-        marker = path / f"{MARKER}.tmp"
-        marker.write_text(f"step {step}\n")
-        os.replace(marker, path / MARKER)
+        replace_file(path / "state.json", json.dumps({"step": step, **about}, indent=1) + "\n")
+        replace_file(path / MARKER, f"step {step}\n")
     dist.barrier()
     return path
 
@@ -98,9 +68,12 @@ def load(path: Path, parts: list[Part]) -> dict[str, Any]:
     Raises ValueError, naming the checkpoint, when a tensor is missing or of another shape.
     """
     read_newer_checkpoints()
-    about = json.loads((path / "state.json").read_text())
+    about = read_state(path)
     tensors = _tensors(parts)
-    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    try:
+        saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    except Exception as error:  # pickle raises anything on damaged bytes
+        raise damaged(path, error) from error
     absent = sorted(name for name in tensors if name not in saved)
     shapes = [
         f"{name} is {tuple(saved[name].size)} there and {tuple(value.shape)} here"
@@ -115,12 +88,16 @@ def load(path: Path, parts: list[Part]) -> dict[str, Any]:
             "write the config that saved it (its config.yaml is in the run directory), "
             "another run_dir, or checkpoint.resume=never"
         )
-    rng = f"rng.{dist.get_rank()}"
-    if rng in saved and about.get("world_size") == dist.get_world_size():
-        tensors[rng] = torch.get_rng_state()
-    dcp.load(tensors, checkpoint_id=path)
-    if rng in tensors:
-        torch.set_rng_state(tensors.pop(rng))
+    generators = _generators()
+    if about["world_size"] != dist.get_world_size() or not generators.keys() <= saved.keys():
+        generators = {}  # another layout has other ranks: each goes on with its own seed
+    loaded = {**tensors, **generators}
+    try:
+        dcp.load(loaded, checkpoint_id=path)
+    except CheckpointException as error:  # a BaseException; one entry a rank that failed
+        raise damaged(path, _first(error)) from error
+    tensors = {name: loaded[name] for name in tensors}
+    _set_generators({name: loaded[name] for name in generators})
     for part in parts:
         names = [name for name, _ in part.stage.named_parameters()]
         model = {name: tensors[f"model.{name}"] for name in names}
@@ -130,8 +107,17 @@ def load(path: Path, parts: list[Part]) -> dict[str, Any]:
             for name, value in tensors.items()
             if name.startswith("optimizer.") and _parameter(name) in names
         }
+        # DCP also brings back lr, weight_decay and the like: those are the config's to say
+        declared = [_settings(group) for group in part.optimizer.param_groups]
         set_optimizer_state_dict(part.stage, part.optimizer, optimizer, options=_FLAT)
+        for group, settings in zip(part.optimizer.param_groups, declared, strict=True):
+            group.update(settings)
     return about
+
+
+def _first(error: CheckpointException) -> BaseException:
+    """What went wrong on the first rank that DCP names."""
+    return next((wrapped[0] for wrapped in error.failures.values()), error)
 
 
 def _tensors(parts: list[Part]) -> dict[str, Any]:
@@ -145,6 +131,25 @@ def _tensors(parts: list[Part]) -> dict[str, Any]:
         for name, value in state.items():
             out[f"optimizer.{name}"] = value
     return out
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _generators() -> dict[str, torch.Tensor]:
+    """The states of this rank's random generators."""
+    rank = dist.get_rank()
+    states = {f"rng.{rank}.cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        states[f"rng.{rank}.cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_generators(states: dict[str, torch.Tensor]) -> None:
+    for name, state in states.items():
+        setter = torch.cuda.set_rng_state if name.endswith("cuda") else torch.set_rng_state
+        setter(state)
 
 
 def _parameter(name: str) -> str:

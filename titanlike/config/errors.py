@@ -23,7 +23,8 @@ class Problem:
 
     def __str__(self) -> str:
         shown = self.key if self.value == "" else f"{self.key}={override_text(self.value)}"
-        return f"{shown}: {self.reason}" + (f"; write {self.fix}" if self.fix else "")
+        write = "write " if "=" in self.fix else ""  # an override, or a sentence
+        return f"{shown}: {self.reason}" + (f"; {write}{self.fix}" if self.fix else "")
 
     @classmethod
     def parse(cls, key: str, text: str) -> Problem:

@@ -66,7 +66,7 @@ def _dataclass(cls: type, plain: dict[str, Any], prefix: str, problems: list[Pro
         if cls is Config and (name in VARIANTS or name in OPEN_GROUPS):
             value = _group(name, plain[name], problems)
         else:
-            value = _convert(hints[name], plain[name], key, problems)
+            value = convert(hints[name], plain[name], key, problems)
         if len(problems) == before or dataclasses.is_dataclass(value):
             values[name] = value
     for name, field in fields.items():
@@ -99,14 +99,14 @@ def _group(group: str, plain: Any, problems: list[Problem]) -> Any:
     return _dataclass(variants[name], plain, f"{group}.", problems)
 
 
-def _convert(annotation: Any, value: Any, key: str, problems: list[Problem]) -> Any:
+def convert(annotation: Any, value: Any, key: str, problems: list[Problem]) -> Any:
     """`value` as `annotation` says, or None with a problem noted."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (Union, types.UnionType):  # only `X | None` reaches this point
         if value is None:
             return None
         (annotation,) = (argument for argument in arguments if argument is not type(None))
-        return _convert(annotation, value, key, problems)
+        return convert(annotation, value, key, problems)
     if dataclasses.is_dataclass(annotation):
         if isinstance(value, dict):
             return _dataclass(annotation, value, f"{key}.", problems)
@@ -120,7 +120,7 @@ def _convert(annotation: Any, value: Any, key: str, problems: list[Problem]) -> 
     elif origin is list:
         if isinstance(value, (list, tuple)):
             items = enumerate(value)
-            return [_convert(arguments[0], item, f"{key}[{i}]", problems) for i, item in items]
+            return [convert(arguments[0], item, f"{key}[{i}]", problems) for i, item in items]
         expected = "must be a list"
         example = f"[{override_text(value)}]"
     elif annotation is bool:

@@ -1,25 +1,28 @@
 """Rules between keys: what is well-formed and still cannot run. No torch, so it takes no time.
 
 What needs the model to be built (layers against stages, heads against dims) is
-`titanlike.draft.preflight`.
+`titanlike.draft.preflight`, and what concerns a room alone that room's: see `titanlike.check`.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 
 from titanlike.config.errors import Problem
-from titanlike.config.schema import AdamW, Config, DecayLr, Sgd, TensorBoard, Wandb, WsdLr
-from titanlike.data.checks import problems as data_problems
+from titanlike.config.schema import AdamW, Config, DecayLr, Sgd, Wandb, WsdLr
+
+MOST_STAGES = 256
+MOST_RANKS = 1_000_000
+MOST_BATCH = 2**20  # sequences of one dp rank a step
+MOST_NUMBER = 2**40  # of anything that is counted
 
 
 def problems(config: Config, world_size: int | None = None) -> list[Problem]:
     """Every problem of a config that was parsed; world_size: processes that were started for it."""
     found = [*_mesh(config, world_size), *_positive(config), *_ranges(config), *_batch(config)]
-    found += [Problem(*problem) for problem in data_problems(config)]
-    return [*found, *_files(config)]
+    return [*found, *_resume(config)]
 
 
 def _mesh(config: Config, world_size: int | None) -> Iterator[Problem]:
@@ -27,7 +30,12 @@ def _mesh(config: Config, world_size: int | None) -> Iterator[Problem]:
     for key, value in (("pp", pp), ("dp", dp), ("replicate", replicate)):
         if value < 1:
             yield Problem(key, value, "a mesh axis has at least 1 rank", f"{key}=1")
-    if replicate >= 1 and dp >= 1 and dp % replicate:
+    for key, value, most in (("pp", pp, MOST_STAGES), ("dp", dp, MOST_RANKS)):
+        if value > most:
+            yield Problem(
+                key, value, f"is more than {most}, the most there can be", f"{key}={most}"
+            )
+    if replicate >= 1 and 1 <= dp <= MOST_RANKS and dp % replicate:
         fits = max(n for n in range(1, dp + 1) if dp % n == 0 and n <= replicate)
         reason = f"dp={dp} cannot be cut into {replicate} equal replicas"
         yield Problem("replicate", replicate, reason, f"replicate={fits}")
@@ -44,6 +52,13 @@ def _positive(config: Config) -> Iterator[Problem]:
         value = getattr(config, key)
         if value < 1:
             yield Problem(key, value, "must be at least 1", f"{key}=1")
+        elif value > MOST_NUMBER:
+            reason = f"is more than {MOST_NUMBER}, the most there can be"
+            yield Problem(key, value, reason, f"{key}={MOST_NUMBER}")
+    stages = getattr(config.schedule, "stages_per_rank", 1)
+    if not 1 <= stages <= MOST_STAGES:
+        reason = f"a rank has from 1 to {MOST_STAGES} stages"
+        yield Problem("schedule.stages_per_rank", stages, reason, "schedule.stages_per_rank=2")
     validation, checkpoint = config.validation, config.checkpoint
     for key, value, least in (
         ("validation.every", validation.every, 0),
@@ -67,12 +82,12 @@ def _ranges(config: Config) -> Iterator[Problem]:
     """Numbers that make no sense for the optimizer and the learning rate."""
     optimizer, lr = config.optimizer, config.lr
     checks = [
-        ("optimizer.lr", optimizer.lr, optimizer.lr > 0, "must be above 0", 3e-4),
+        ("optimizer.lr", optimizer.lr, 0 < optimizer.lr < inf, "must be above 0, finite", 3e-4),
         (
             "optimizer.weight_decay",
             optimizer.weight_decay,
-            optimizer.weight_decay >= 0,
-            "must be at least 0",
+            0 <= optimizer.weight_decay < inf,
+            "must be at least 0, finite",
             0.1,
         ),
         (
@@ -104,7 +119,11 @@ def _ranges(config: Config) -> Iterator[Problem]:
 
 def _batch(config: Config) -> Iterator[Problem]:
     size, dp = config.batch_size, config.dp
-    if size < 1 or dp < 1:
+    if not (1 <= size <= MOST_NUMBER and 1 <= dp <= MOST_RANKS):
+        return
+    if size // dp > MOST_BATCH:
+        reason = f"more than {MOST_BATCH} sequences for a dp rank"
+        yield Problem("batch_size", size, reason, f"batch_size={MOST_BATCH * dp}")
         return
     if size % dp:
         fit = -(-size // dp) * dp
@@ -122,12 +141,8 @@ def _batch(config: Config) -> Iterator[Problem]:
         yield Problem("schedule.microbatches", count, reason, fix)
 
 
-def _files(config: Config) -> Iterator[Problem]:
+def _resume(config: Config) -> Iterator[Problem]:
     resume = config.checkpoint.resume
-    if resume not in ("auto", "never") and not Path(resume).is_dir():
-        reason = "no such folder"
+    if resume not in ("auto", "never") and not Path(resume).expanduser().is_dir():
         fix = "the path of a checkpoint or run directory, auto, or never"
-        yield Problem("checkpoint.resume", resume, reason, fix)
-    if isinstance(config.logger, TensorBoard) and not importlib.util.find_spec("tensorboard"):
-        reason = "the package tensorboard is missing"
-        yield Problem("logger", "tensorboard", reason, "pip install titanlike[tensorboard]")
+        yield Problem("checkpoint.resume", resume, "no such folder", fix)

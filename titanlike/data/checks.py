@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Callable, Iterator
 
 from titanlike.config.schema import Config, Custom, SyntheticData, TextData, TokenData
@@ -10,6 +9,7 @@ from titanlike.data.corpus import find_files, parquet_file
 from titanlike.data.errors import DataError
 from titanlike.data.tokenizer import open_tokenizer
 from titanlike.data.tokens import token_spans
+from titanlike.imports import load
 
 
 def vocab_size(config: Config) -> int:
@@ -146,9 +146,9 @@ def _custom(config: Config) -> Iterator[DataError]:
 def _custom_function(data: Custom) -> Callable:
     remedy = "Name a function as package.module.function, on the Python path"
     try:
-        function = pkgutil.resolve_name(data.name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise DataError("data.name", data.name, f"cannot be imported ({error})", remedy) from None
+        function = load(data.name)
+    except ValueError as error:
+        raise DataError("data.name", data.name, str(error), remedy) from None
     if not callable(function):
         raise DataError("data.name", data.name, "is no function", remedy)
     return function

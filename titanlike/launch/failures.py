@@ -11,6 +11,7 @@ import json
 import signal
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -75,9 +76,16 @@ def describe(rank: int, error: BaseException) -> Failure:
     text = str(error) if users else f"{type(error).__name__}: {error}"
     inner = traceback.extract_tb(error.__traceback__)[1:]  # the first is the call of the job
     frames = traceback.format_list(inner[-_FRAMES:])
-    words = f"{type(error).__name__} {error}".lower()
+    words = " ".join(f"{type(link).__name__} {link}" for link in _chain(error)).lower()
     transport = not users and any(word in words for word in _TRANSPORT)
     return Failure(rank, text, "" if users else "".join(frames), transport, time.time())
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what it was raised from: torch wraps a lost peer into errors of its own."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _raised_by_us(error: BaseException) -> bool:

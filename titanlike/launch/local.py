@@ -42,6 +42,16 @@ def run_local(job: Job) -> dict[str, Any]:
         raise Interrupted(signal.SIGINT) from None
     except Exception as error:
         raise describe(0, error).to_job_failed(job.run_dir, 1) from error
+    finally:
+        _leave_group()  # of a job that failed inside it: the next one of a sweep opens its own
+
+
+def _leave_group() -> None:
+    if "torch.distributed" in sys.modules:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _run_workers(job: Job) -> dict[str, Any]:

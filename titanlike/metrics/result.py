@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from titanlike.metrics import files
+from titanlike import files
 
 Status = Literal["completed", "failed", "interrupted"]
 

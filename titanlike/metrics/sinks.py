@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
-from titanlike.metrics import files
+from titanlike import files
 
 
 class Sink(Protocol):

@@ -11,8 +11,8 @@ def tensorboard_problem() -> str | None:
     """Why `logger=tensorboard` cannot work here, or None. Imports nothing."""
     if importlib.util.find_spec("tensorboard") is None:
         return (
-            "logger=tensorboard: the package tensorboard is not installed; "
-            "run `pip install titanlike[tensorboard]`, or use logger=none (metrics.jsonl alone)"
+            "logger=tensorboard: the package tensorboard is missing; write logger=none, or install "
+            "it first: pip install 'titanlike[tensorboard]'"
         )
     return None
 

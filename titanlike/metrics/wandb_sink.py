@@ -21,8 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from titanlike import files
 from titanlike.config import schema
-from titanlike.metrics import files
 
 BACKLOG = 10_000  # records that wait while wandb does not take them; a few MB
 GRACE = 30.0  # seconds beyond the user's timeout for importing wandb and starting its service

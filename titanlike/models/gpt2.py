@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titanlike.models.sizes import not_positive
+
 
 class Embedding(nn.Module):
     """Token plus position embedding: [B, T] -> [B, T, D]."""
@@ -70,6 +72,11 @@ class Gpt2(nn.Module):
         heads: int = 12,
         max_seq_len: int = 1024,
     ):
+        problems = not_positive(
+            vocab_size=vocab_size, dim=dim, layers=layers, heads=heads, max_seq_len=max_seq_len
+        )
+        if problems:
+            raise ValueError(*problems)
         if dim % heads:
             fit = -(-dim // heads) * heads
             raise ValueError(f"heads={heads}: does not divide dim={dim}; write model.dim={fit}")

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titanlike.models.sizes import not_positive
+
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension (arXiv 1910.07467)."""
@@ -109,14 +111,23 @@ class Llama(nn.Module):
         rope_theta: float = 10000.0,
         norm_eps: float = 1e-5,
     ):
-        problems = []
-        if dim % heads:
-            fit = -(-dim // heads) * heads
-            problems.append(f"heads={heads}: does not divide dim={dim}; write model.dim={fit}")
-        elif dim // heads % 2:
+        problems = not_positive(
+            vocab_size=vocab_size,
+            dim=dim,
+            layers=layers,
+            heads=heads,
+            kv_heads=kv_heads,
+            ffn_dim=ffn_dim,
+            rope_theta=rope_theta,
+            norm_eps=norm_eps,
+        )
+        if problems:
+            raise ValueError(*problems)
+        if dim % (2 * heads):
+            fit = -(-dim // (2 * heads)) * 2 * heads
             problems.append(
-                f"dim={dim}: dim / heads = {dim // heads} must be even for the rotary embedding; "
-                f"write model.dim={dim + heads}"
+                f"heads={heads}: dim={dim} is no even number for each (the rotary embedding turns "
+                f"pairs); write model.dim={fit}"
             )
         if heads % kv_heads:
             fit = max(k for k in range(1, kv_heads) if heads % k == 0)

@@ -6,7 +6,6 @@ where it can; pipeline neighbours are dp ranks apart. `dp` is replicate x shard.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -17,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titanlike.config.schema import Config
 from titanlike.launch.worker import Worker
-from titanlike.parallel.device import return_freed_memory
+from titanlike.parallel.device import choose_device, return_freed_memory
+from titanlike.torch_private import set_timeout
 
 
 @dataclass(frozen=True)
@@ -50,47 +50,32 @@ class Mesh:
         return values
 
 
-def choose_device(wanted: str) -> tuple[str, str, str]:
-    """(device type, backend, reason) for `device=auto|cpu|cuda`."""
-    there = torch.cuda.is_available()
-    if wanted == "cuda" and not there:
-        raise ValueError("device=cuda: no CUDA device is visible here; write device=auto")
-    if wanted == "cpu":
-        return "cpu", "gloo", "asked for"
-    if there:
-        reason = f"{torch.cuda.get_device_name(0)} found"
-        return "cuda", "cpu:gloo,cuda:nccl", "asked for" if wanted == "cuda" else reason
-    return "cpu", "gloo", "no GPU found"
-
-
 def open_mesh(config: Config, worker: Worker) -> Mesh:
     """Join the process group and lay the mesh over it. `close_mesh` undoes it."""
-    kind, backend, reason = choose_device(config.device)
-    device = torch.device(kind)
-    if kind == "cuda":
-        device = torch.device("cuda", worker.local_rank % torch.cuda.device_count())
+    device, reason = choose_device(config.device, worker.local_rank, worker.local_world_size)
+    cuda = device.type == "cuda"
+    if cuda:
         torch.cuda.set_device(device)
-    else:
-        # several ranks share the cores of one machine
-        threads = os.cpu_count() or 1
-        torch.set_num_threads(max(1, threads // worker.local_world_size))
-        if config.dp > config.replicate:
-            return_freed_memory()
+    elif config.dp > config.replicate:
+        return_freed_memory()
     dist.init_process_group(
-        backend,
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
         store=worker.store if worker.store is not None else dist.HashStore(),
         rank=worker.rank,
         world_size=worker.world_size,
         timeout=timedelta(seconds=config.launch.timeout),
-        device_id=device if kind == "cuda" else None,
+        device_id=device if cuda else None,
     )
     shape = (config.pp, config.replicate, config.dp // config.replicate)
-    axes = init_device_mesh(kind, shape, mesh_dim_names=("pp", "replicate", "shard"))
-    pp_rank, replica, shard = (axes.get_local_rank(name) for name in ("pp", "replicate", "shard"))
+    names = ("pp", "replicate", "shard")
+    axes = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    for name in names:
+        set_timeout(axes.get_group(name), config.launch.timeout)
+    pp_rank, replica, shard = (axes.get_local_rank(name) for name in names)
     return Mesh(
         axes,
         device,
-        "nccl" if kind == "cuda" else "gloo",
+        "nccl" if cuda else "gloo",
         reason,
         pp=config.pp,
         dp=config.dp,

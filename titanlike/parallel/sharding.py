@@ -17,7 +17,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 from titanlike.config.schema import Config
 from titanlike.parallel.mesh import Mesh
-from titanlike.pipeline.partition import Unit
 
 
 def compute_dtype(config: Config) -> torch.dtype:
@@ -25,8 +24,10 @@ def compute_dtype(config: Config) -> torch.dtype:
     return torch.bfloat16 if config.precision.name == "bf16" else torch.float32
 
 
-def shard_stage(stage: nn.Module, units: list[Unit], config: Config, mesh: Mesh, zero: int) -> None:
-    """Apply `fully_shard` to a stage in place: each block, what surrounds them, then the root.
+def shard_stage(
+    stage: nn.Module, groups: list[list[str]], config: Config, mesh: Mesh, zero: int
+) -> None:
+    """Apply `fully_shard` to a stage in place: each group of its modules, then the root.
 
     Without anything to shard, cast or offload the stage stays a plain module.
     """
@@ -45,17 +46,6 @@ def shard_stage(stage: nn.Module, units: list[Unit], config: Config, mesh: Mesh,
         MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=c)
         for c in (False, True)
     )
-    for group in _groups(units):
+    for group in groups:
         fully_shard([stage.get_submodule(name) for name in group], mp_policy=inner, **options)
     fully_shard(stage, mp_policy=root, **options)
-
-
-def _groups(units: list[Unit]) -> list[list[str]]:
-    """Each block by itself; neighbours that are no blocks (norm and head) together."""
-    groups: list[list[str]] = []
-    for before, unit in zip([None, *units], units, strict=False):
-        if before is not None and not unit.block and not before.block:
-            groups[-1].append(unit.name)
-        else:
-            groups.append([unit.name])
-    return groups

@@ -105,8 +105,7 @@ def _even_starts(units: list[Unit], split: EvenSplit, stages: int) -> list[int]:
             "split",
             "even",
             f"{stages} stages need at least {stages} blocks, and the model has {len(blocks)}",
-            f"at most {max(1, len(blocks))} stages work: pp={max(1, len(blocks))} with one stage a "
-            f"rank, pp={max(1, len(blocks) // 2)} with two",
+            f"at most {len(blocks)} stages, such as pp={len(blocks)} with one stage a rank",
         )
     if stages == 1:
         return [0]

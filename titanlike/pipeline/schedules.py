@@ -16,7 +16,6 @@ Letters: F forward, B whole backward, I and W its two halves (see `Act`).
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,6 +23,7 @@ from types import MappingProxyType
 from typing import Any
 
 from titanlike.config.schema import CsvSchedule, Custom, LoopedSchedule, Schedule
+from titanlike.imports import load
 from titanlike.pipeline.order import Act, Order
 
 AnySchedule = Schedule | LoopedSchedule | CsvSchedule | Custom
@@ -242,9 +242,10 @@ def derive_microbatches(schedule: AnySchedule, pp: int, batch_per_dp_rank: int) 
         count = _csv_order(schedule).microbatches
         if batch < 1 or batch % count:
             near = max(1, round(batch / count)) * count
-            raise ValueError(
-                f"batch_size / dp = {batch}: {schedule.path} (schedule.path) cuts it into {count} "
-                f"microbatches; {near} works"
+            raise NoDivision(
+                f"{schedule.path} cuts a dp rank's batch into {count} microbatches, and it has "
+                f"{batch} sequences",
+                near,
             )
         return count, f"counted in {schedule.path}"
     if isinstance(schedule, Custom):
@@ -263,7 +264,7 @@ def derive_microbatches(schedule: AnySchedule, pp: int, batch_per_dp_rank: int) 
         above = next((d for d in divisors if d > target and runs(d)), None)
     count = above or below
     if count is None:
-        raise ValueError(_no_division(schedule, pp, batch))
+        raise NoDivision(*_no_division(schedule, pp, batch))
     if pp == 1:
         return (
             count,
@@ -280,18 +281,21 @@ def derive_microbatches(schedule: AnySchedule, pp: int, batch_per_dp_rank: int) 
     return count, reason
 
 
-def _no_division(schedule: AnySchedule, pp: int, batch: int) -> str:
+class NoDivision(ValueError):
+    """No number of microbatches suits a dp rank's batch; `works` is a batch that has one, if any."""
+
+    def __init__(self, text: str, works: int | None) -> None:
+        super().__init__(text)
+        self.works = works
+
+
+def _no_division(schedule: AnySchedule, pp: int, batch: int) -> tuple[str, int | None]:
     if isinstance(schedule, Custom):
-        return (
-            f"batch_size / dp = {batch}: no division of it suits schedule.name={schedule.name}, "
-            f"whose answer to {max(1, batch)} is: {microbatch_problem(schedule, pp, max(1, batch))}"
-        )
+        answer = microbatch_problem(schedule, pp, max(1, batch))
+        return f"no division of {batch} suits schedule.name={schedule.name}: {answer}", None
     problem = microbatch_problem(schedule, pp, batch)
     near = next(m for m in _outwards(batch, pp) if microbatch_problem(schedule, pp, m) is None)
-    return (
-        f"batch_size / dp = {batch} has no division that works ({problem}); "
-        f"batch_size / dp = {near} has one"
-    )
+    return f"a dp rank's batch of {batch} has no division that works ({problem})", near
 
 
 def _stages_problem(schedule: Schedule | LoopedSchedule) -> str | None:
@@ -366,24 +370,14 @@ def _training(order: Order) -> Order:
 
 
 def _imported(name: str) -> Callable[..., Any]:
-    module_name, _, attribute = name.rpartition(".")
-    if not module_name:
+    if "." not in name:
         raise ValueError(_unknown_schedule(name))
     try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the user's module raises while it is imported
-        raise ValueError(
-            f"schedule.name={name}: importing {module_name} failed with {type(error).__name__}: "
-            f"{error}; expected package.module.function, found from PYTHONPATH"
-        ) from error
-    function = getattr(module, attribute, None)
+        function = load(name)
+    except ValueError as error:
+        raise ValueError(f"schedule.name={name}: {error}") from error
     if not callable(function):
-        public = [n for n in vars(module) if callable(getattr(module, n)) and n[0] != "_"]
-        near = difflib.get_close_matches(attribute, public, n=1)
-        raise ValueError(
-            f"schedule.name={name}: {module_name} has no function {attribute}"
-            + (f"; did you mean {module_name}.{near[0]}?" if near else "")
-        )
+        raise ValueError(f"schedule.name={name}: it is no function, but {function!r}")
     return function
 
 

@@ -74,3 +74,15 @@ def boundaries(model: nn.Module, starts: Sequence[str], example: Tensor) -> list
     assert len(seen) == len(starts), "every stage begins with a unit that runs once, in order"
     between = [tensor.requires_grad_() for tensor in seen[1:]]
     return [example, *between, torch.empty_like(output).requires_grad_()]
+
+
+def gather_groups(units: Sequence[Unit]) -> list[list[str]]:
+    """Names of what is gathered together: each block by itself, neighbours that are none (norm and
+    head) as one."""
+    groups: list[list[str]] = []
+    for before, unit in zip([None, *units], units, strict=False):
+        if before is not None and not unit.block and not before.block:
+            groups[-1].append(unit.name)
+        else:
+            groups.append([unit.name])
+    return groups
