@@ -23,7 +23,7 @@ from titanlike.config.schema import (
     WsdLr,
 )
 from titanlike.data.loader import batches, open_data
-from titanlike.draft import build_model, draft, preflight
+from titanlike.draft import build_model, draft, preflight, resolve_model
 from titanlike.launch.worker import Worker
 from titanlike.optimization import lr_factor
 from titanlike.parallel.device import peak_memory, resident_memory
@@ -105,7 +105,7 @@ def test_stages_run_one_after_another_are_the_model(family: str) -> None:
     assert [name for names in plan.stages for name in names] == list(plan.units)
 
     def filled() -> torch.nn.Module:
-        model = build_model(config).to_empty(device="cpu")
+        model = build_model(resolve_model(config)).to_empty(device="cpu")
         for name, parameter in model.named_parameters():
             mean, std = model.initial(name)
             rows = slice(0, parameter.shape[0])
@@ -114,7 +114,9 @@ def test_stages_run_one_after_another_are_the_model(family: str) -> None:
 
     ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
     example = torch.empty(2, 16, dtype=torch.int64, device="meta")
-    flow = boundaries(build_model(config), [names[0] for names in plan.stages], example)
+    flow = boundaries(
+        build_model(resolve_model(config)), [names[0] for names in plan.stages], example
+    )
     value = ids
     for index, names in enumerate(plan.stages):
         assert (value.shape, value.dtype) == (flow[index].shape, flow[index].dtype)
@@ -124,8 +126,8 @@ def test_stages_run_one_after_another_are_the_model(family: str) -> None:
 
 def test_names_in_a_stage_are_names_in_the_whole_model() -> None:
     config = tiny(2, 1)
-    whole = {name for name, _ in build_model(config).named_parameters()}
-    stages = [carve(build_model(config), names) for names in draft(config).stages]
+    whole = {name for name, _ in build_model(resolve_model(config)).named_parameters()}
+    stages = [carve(build_model(resolve_model(config)), names) for names in draft(config).stages]
     parts = [name for stage in stages for name, _ in stage.named_parameters()]
     assert sorted(parts) == sorted(whole)
 

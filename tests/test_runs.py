@@ -54,7 +54,16 @@ def test_the_main_job_learns_in_two_minutes_and_says_how_to_go_on(tmp_path: Path
     assert records[0]["loss"] == pytest.approx(5.6, abs=0.2)  # nats a byte, knowing nothing
     assert records[-1]["val_loss"] < 2.0
     assert seconds < 120
-    keys = ["step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "memory_bytes"]
+    keys = [
+        "step",
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "tokens_per_second",
+        "step_seconds",
+        "memory_bytes",
+    ]
     assert list(records[0])[: len(keys)] == keys
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert (result["status"], result["value"]) == ("completed", records[-1]["val_loss"])

@@ -103,8 +103,8 @@ def test_the_config_chooses_the_sinks_and_metrics_jsonl_is_always_there(tmp_path
 def test_tensorboard_is_written_or_named_as_missing(tmp_path):
     """With the package the events can be read back; without it, the extra to install is named."""
     if importlib.util.find_spec("tensorboard") is None:
-        assert "pip install titanlike[tensorboard]" in tensorboard_problem()
-        with pytest.raises(ValueError, match=r"pip install titanlike\[tensorboard\]"):
+        assert "pip install 'titanlike[tensorboard]'" in tensorboard_problem()
+        with pytest.raises(ValueError, match=r"pip install 'titanlike\[tensorboard\]'"):
             TensorBoardSink(tmp_path, 0)
         return
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -108,7 +108,7 @@ def test_points_may_cut_around_the_blocks_too():
 @pytest.mark.parametrize(
     ("split", "stages", "key", "reason", "fix"),
     [
-        (EvenSplit(), 9, "split", "need at least 9 blocks", "pp=8 with one stage a rank, pp=4"),
+        (EvenSplit(), 9, "split", "need at least 9 blocks", "pp=8 with one stage a rank"),
         (EvenSplit(head_weight=-1.0), 2, "split.head_weight", "0 or more", "head_weight=1.0"),
         (
             EvenSplit(embedding_weight=float("nan")),

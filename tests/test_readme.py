@@ -1,0 +1,72 @@
+"""The README is true: its commands run, its table is the schema's, the files it names are there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import readme_table
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```sh\n(.*?)```", TEXT, flags=re.DOTALL)
+COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
+INSTALLING = [line for line in COMMANDS if line.startswith("pip install")]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that looks like the checkout and takes what the commands write."""
+    folder = tmp_path_factory.mktemp("readme")
+    for name in ("train.py", "tools", "conf", "titanlike", "constraints.txt"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+def test_the_first_two_commands_install_and_run_and_install_and_test() -> None:
+    """`.ci/run` runs the second in a fresh environment; the first is test_runs' main job."""
+    assert COMMANDS[:2] == INSTALLING
+    assert COMMANDS[0].endswith("&& python train.py")
+    assert COMMANDS[1].endswith("&& pytest")
+    assert all("-c constraints.txt" in line for line in INSTALLING)
+
+
+def test_every_other_command_runs(checkout: Path) -> None:
+    """In the order in which they stand: some go on from the ones before."""
+    folder = Path(sys.executable).parent
+    environment = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+    others = [line for line in COMMANDS if line not in INSTALLING]
+    assert len(others) >= 7
+    for line in others:
+        done = subprocess.run(
+            line,
+            shell=True,
+            cwd=checkout,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=150,
+        )
+        assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+
+
+def test_the_table_of_keys_is_the_schemas() -> None:
+    """If not: python tests/readme_table.py"""
+    between = TEXT.split(readme_table.BEGIN)[1].split(readme_table.END)[0]
+    assert between.strip() == readme_table.table()
+
+
+def test_every_file_it_names_is_there() -> None:
+    rows = re.findall(r"^\| (`.*?) \|", TEXT.split("| look here | for |")[1], flags=re.MULTILINE)
+    named = [name for row in rows for name in re.findall(r"`(.*?)`", row)]
+    assert len(named) > 8
+    for name in named:
+        assert (ROOT / name).exists() or (ROOT / "titanlike" / name).exists(), name
+
+
+def test_nothing_is_left_to_be_filled_in() -> None:
+    assert "@@" not in TEXT
