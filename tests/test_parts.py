@@ -196,4 +196,4 @@ def test_a_ranks_memory_falls_with_pp_and_with_dp_as_the_parameters_do(tmp_path:
     assert fullest("pp", pp=2) < 0.6 * one
     assert fullest("dp", dp=2) < 0.75 * one  # besides its shards, the block that runs
     assert fullest("pp dp", pp=2, dp=2) < 0.6 * one  # a stage's parameters stay gathered
-    assert fullest("pp dp, ZeRO 3", pp=2, dp=2, fsdp=Fsdp(3)) < 0.5 * one
+    assert fullest("pp dp, ZeRO 3", pp=2, dp=2, fsdp=Fsdp(3)) < 0.55 * one
