@@ -223,14 +223,17 @@ class _Ending:
     def write(self, status: Any, value: float | None = None, error: str | None = None) -> None:
         from titanlike.metrics.result import write_result
 
-        write_result(
-            self._run_dir,
-            status=status,
-            value=value,
-            error=error,
-            seconds=time.monotonic() - self._start,
-            overrides=self._overrides,
-        )
+        try:
+            write_result(
+                self._run_dir,
+                status=status,
+                value=value,
+                error=error,
+                seconds=time.monotonic() - self._start,
+                overrides=self._overrides,
+            )
+        except OSError as problem:  # a full disk must not hide what happened
+            print(f"result.json could not be written: {problem}", file=sys.stderr)
 
     def interrupted(self, interrupted: Interrupted) -> None:
         """A signal; torchrun sends one, too, when another rank has failed."""

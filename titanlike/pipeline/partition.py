@@ -105,7 +105,7 @@ def _even_starts(units: list[Unit], split: EvenSplit, stages: int) -> list[int]:
             "split",
             "even",
             f"{stages} stages need at least {stages} blocks, and the model has {len(blocks)}",
-            f"at most {len(blocks)} stages, such as pp={len(blocks)} with one stage a rank",
+            f"pp={len(blocks)} with one stage a rank, for there can be at most {len(blocks)} stages",
         )
     if stages == 1:
         return [0]
