@@ -131,6 +131,13 @@ def test_a_wrong_gradient_or_loss_is_caught_and_named(fault: str, tmp_path: Path
     assert verdict.startswith("FAIL") and wrong in verdict
 
 
+def test_a_missing_gradient_is_named_in_bf16_too(tmp_path: Path) -> None:
+    config = tiny(2, 2, optimizer=Sgd(), precision=BF16)
+    results = run_world(verify_with_a_fault, config, tmp_path, "missing")
+    assert {result["exit_code"] for result in results} == {1}
+    assert "gradient of layers.5.ffn.up.weight" in (tmp_path / "rank0.out").read_text()
+
+
 # --- whole runs --------------------------------------------------------------------------------
 
 

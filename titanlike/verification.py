@@ -247,7 +247,8 @@ def _compare(
     among: a mask of the elements that are compared.
     """
     if mine is None:
-        return Piece(what, name, truth.numel(), math.nan, math.inf, math.inf, 1.0, None)
+        rounding = None if rough is None else 0.0
+        return Piece(what, name, truth.numel(), math.nan, math.inf, math.inf, 1.0, rounding)
     part = local_slices(mine)
     local = (mine.to_local() if isinstance(mine, DTensor) else mine).detach().cpu().double()
     right = truth[part].double()

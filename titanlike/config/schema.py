@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
-def key(default: Any, doc: str, **factory: Any) -> Any:
+def key(default: Any, doc: str) -> Any:
     """A config field: its default and the line that `--help` prints for it."""
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata={"doc": doc})

@@ -15,10 +15,8 @@ Shapes: B sequences of this dp rank = batch_size // dp, T = seq_len.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,12 +40,11 @@ from titanlike.data.prepare import prepare
 from titanlike.data.sources import Data, PackedSource, Source, SyntheticSource
 from titanlike.data.tokenizer import open_tokenizer
 from titanlike.data.tokens import token_spans
+from titanlike.launch.signals import die_with_parent
 
 __all__ = ["batches", "loader", "open_data", "problems", "validation_batches", "vocab_size"]
 
 BLOCK = 1024  # samples
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-
 Batch = dict[str, torch.Tensor]
 
 
@@ -204,5 +201,4 @@ def _enter_worker(worker_id: int) -> None:
     which the training process ends its loader.)
     """
     os.setsid()
-    if sys.platform == "linux":  # elsewhere torch's watchdog notices within seconds
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent(os.getppid(), signal.SIGKILL)
