@@ -225,10 +225,10 @@ def stop_after_three(config: Config, worker: Worker) -> None:
 
     step_right = training.training_step
 
-    def training_step(run, config, step, batch):
+    def training_step(run, config, step, batch, guard):
         if step == 4:
             raise Stop
-        return step_right(run, config, step, batch)
+        return step_right(run, config, step, batch, guard)
 
     training.training_step = training_step
     try:

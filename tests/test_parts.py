@@ -24,6 +24,7 @@ from titanlike.config.schema import (
 )
 from titanlike.data.loader import batches, open_data
 from titanlike.draft import build_model, draft, preflight, resolve_model
+from titanlike.guard import Guard
 from titanlike.launch.worker import Worker
 from titanlike.optimization import lr_factor
 from titanlike.parallel.device import peak_memory, resident_memory
@@ -178,7 +179,7 @@ def train_two_steps(config: Config, worker: Worker) -> int:
     run = build(config, mesh)
     stream = batches(data.train, config, dp_rank=mesh.dp_rank)
     for step in (1, 2):
-        timed_step(run, config, step, stream)
+        timed_step(run, config, step, stream, Guard(config, {}), worker)
     return peak_memory(mesh.device) - before
 
 

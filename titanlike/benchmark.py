@@ -23,6 +23,7 @@ from titanlike.config.schema import Config
 from titanlike.data.loader import batches
 from titanlike.data.sources import IGNORE, Data
 from titanlike.draft import build_model, resolve_model
+from titanlike.guard import Guard
 from titanlike.launch.worker import Worker, meet
 from titanlike.metrics import units
 from titanlike.metrics.console import Console
@@ -95,9 +96,10 @@ def _seconds(*records: dict[str, Any]) -> float:
 def _framework(run: Run, config: Config, data: Data, worker: Worker) -> Iterator[dict[str, Any]]:
     """Records of training steps, as `train` takes them."""
     stream = batches(data.train, config, dp_rank=run.mesh.dp_rank)
+    guard = Guard(config, {})
     sink = JsonlSink(worker.run_dir / "metrics.jsonl") if worker.rank == 0 else None
     for step in range(1, config.steps + 1):
-        record = timed_step(run, config, step, stream)
+        record = timed_step(run, config, step, stream, guard, worker).record
         if sink:
             sink.log(record)
         yield record

@@ -1,36 +1,58 @@
-"""Stops a run whose numbers are no numbers any more, and says where they came from."""
+"""Judges a step's numbers before they change the parameters: not finite, or a spike."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from titanlike.build import Run
+from titanlike.config.schema import Config
 
 
-class NonFinite(ValueError):
-    """The loss or the gradient norm is NaN or infinite."""
+class BadNumbers(ValueError):
+    """The run was stopped for a loss or a gradient norm that is not finite, or a spike."""
 
 
-def check_finite(record: dict[str, Any], run: Run) -> None:
-    """Raise NonFinite, before the update, if a step's loss or gradient norm is not finite.
+@dataclass(frozen=True)
+class Verdict:
+    """What is wrong with a step, and what the config says to do."""
 
-    Both numbers are the same on every rank, so all ranks stop at the same step, with parameters
-    that are still good.
-    """
-    if math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"]):
-        return
-    found: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(found, _first_bad_gradient(run))
-    where = [f"rank {rank}: gradient of {name}" for rank, name in enumerate(found) if name]
-    raise NonFinite(
-        f"step {record['step']}: loss {record['loss']}, grad_norm {record['grad_norm']}; "
-        f"not finite on {'; '.join(where) or 'no gradient, the loss alone'}"
-    )
+    kind: Literal["nonfinite", "spike"]
+    action: Literal["stop", "skip", "rollback"]
+    text: str  # step, numbers, ranks and parameters
+
+
+class Guard:
+    """Looks at every step of a run; knows the numbers of the last good ones."""
+
+    def __init__(self, config: Config, state: dict[str, Any]) -> None:
+        self._config = config
+        self.load(state)
+
+    def judge(self, record: dict[str, Any], run: Run) -> Verdict | None:
+        """None for a good step. All ranks come to the same verdict. Collective where it is bad."""
+        if math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"]):
+            return None
+        found: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(found, _first_bad_gradient(run))
+        where = [f"rank {rank}: gradient of {name}" for rank, name in enumerate(found) if name]
+        text = (
+            f"step {record['step']}: loss {record['loss']}, grad_norm {record['grad_norm']}; "
+            f"not finite on {'; '.join(where) or 'no gradient, the loss alone'}"
+        )
+        return Verdict("nonfinite", self._config.on_nonfinite, text)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON."""
+        return {}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take back what `state` returned, {} for a fresh start."""
 
 
 def _first_bad_gradient(run: Run) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 
 from titanlike.build import Run
+from titanlike.checkpoint.saver import Progress
 from titanlike.config.schema import Config
 from titanlike.data.sources import Data
 from titanlike.launch.worker import Worker
@@ -67,19 +68,29 @@ def opening(
 
 
 def closing(
-    console: Console, config: Config, worker: Worker, start: int, saved: int, value: float | None
+    console: Console,
+    config: Config,
+    worker: Worker,
+    start: int,
+    progress: Progress,
+    saved: int,
+    stopped: str,
 ) -> None:
     """Where the run is and what to do next."""
-    if start >= config.steps:
+    if start >= progress.step and not stopped:
         console.line(f"nothing to do: the run is at step {start}, and steps={config.steps}")
     more = ["python", "train.py", "--config-path", str(worker.run_dir)]
-    more.append(f"steps={2 * max(start, config.steps)}")
+    if not stopped:
+        more.append(f"steps={2 * max(start, config.steps)}")
     if config.checkpoint.resume != "auto":
         more.append("checkpoint.resume=auto")
-    result = "" if value is None else f"loss {units.decimal(value)}, "
+    if stopped == "max_time":
+        stopped = "max_time is up"
+    end = f"stopped after step {progress.step} ({stopped})" if stopped else "done"
+    result = "" if progress.value is None else f"loss {units.decimal(progress.value)}, "
     at = f"checkpoint at step {saved}, " if saved else ""
-    console.line(f"done: {result}{at}everything in {worker.run_dir}")
-    console.line(f"train on: {shlex.join(more)}")
+    console.line(f"{end}: {result}{at}everything in {worker.run_dir}")
+    console.line(f"{'go' if stopped else 'train'} on: {shlex.join(more)}")
 
 
 def _ranks(pp_rank: int, dp: int) -> str:

@@ -1,104 +1,223 @@
 """The training job: what every rank does from the first step to the last.
 
-One step reads like the textbook: loss and gradients, their norm, clip, learning rate, update.
+One step reads like the textbook: loss and gradients, their norm, clip, learning rate, update. Around
+it, a run goes on from a checkpoint, saves others, and ends early where it is asked to.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from titanlike import report
 from titanlike.build import Run, build
-from titanlike.checkpoint.run import last_good, resume_run, save_run
+from titanlike.checkpoint.saver import Progress, Saver
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config
 from titanlike.data.loader import batches, open_data, validation_batches
 from titanlike.data.sources import Data
-from titanlike.guard import NonFinite, check_finite
+from titanlike.guard import BadNumbers, Guard, Verdict
 from titanlike.launch.signals import Interrupted
+from titanlike.launch.stop import name_of_wish
+from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker, meet
 from titanlike.metrics.console import Console
+from titanlike.metrics.events import Events
 from titanlike.metrics.open import open_sinks, where
+from titanlike.metrics.sinks import Sink
 from titanlike.optimization import clip_gradients, gradient_norm, set_lr
-from titanlike.parallel.device import peak_flops, peak_memory
+from titanlike.parallel.device import make_deterministic, peak_flops, peak_memory
 from titanlike.parallel.mesh import Mesh, close_mesh, open_mesh
 
 PREPARATION = 24 * 3600.0  # seconds that one rank may work on its own before all begin
+STOPPED_EARLY = 75  # exit code of a run that was asked to end and can go on (EX_TEMPFAIL)
+MOST_ROLLBACKS = 3  # to one checkpoint: then leaving batches out does not help
+
+
+@dataclass(frozen=True)
+class Session:
+    """What the loop works with. Console, events and sinks speak on rank 0 alone."""
+
+    config: Config
+    worker: Worker
+    data: Data
+    run: Run
+    guard: Guard
+    saver: Saver
+    watchdog: Watchdog
+    console: Console
+    events: Events
+    sinks: list[Sink]
+
+    def log(self, record: dict[str, Any]) -> None:
+        if self.worker.rank == 0:
+            self.console.step(record)
+            for sink in self.sinks:
+                sink.log(record)
 
 
 def train(config: Config, worker: Worker) -> dict[str, Any]:
-    """Train to `config.steps`; returns {"value": last validation loss (or loss)}."""
+    """Train to the last step, or until the run is asked to end.
+
+    Returns {"value": last validation loss (or loss)}, and of a run that was asked to end early
+    also "stopped" (by what) and "exit_code".
+    """
+    if config.deterministic:
+        make_deterministic()
     data = open_on_every_rank(config, worker)
     mesh = open_mesh(config, worker)
-    run = build(config, mesh)
-    state = resume_run(run.parts, config, data, worker.run_dir)
-    start = state.get("step", 0)
-
-    console = Console(steps=config.steps, start_step=start, log_every=config.log_every)
-    speaks = worker.rank == 0
-    sinks = []
-    if speaks:
-        sinks = open_sinks(config, to_plain(config), worker.run_dir, start, console.line)
-        report.opening(console, config, run, data, worker, start, where(sinks[1:]))
-
-    status, value, last_saved = "failed", state.get("value"), start
-    try:
-        train_batches = batches(data.train, config, dp_rank=mesh.dp_rank, start_step=start)
-        for step in range(start + 1, config.steps + 1):
-            record = timed_step(run, config, step, train_batches)
-            value = record["loss"]
-            final = step == config.steps
-            if is_due(step, config.validation.every, final and config.validation.every > 0):
-                value = record["val_loss"] = validate(run, config, data)
-            if speaks:
-                console.step(record)
-                for sink in sinks:
-                    sink.log(record)
-            if is_due(step, config.checkpoint.every, final and config.checkpoint.last):
-                save_run(run.parts, config, data, worker.run_dir, step, value)
-                last_saved = step
-        status = "completed"
-    except (KeyboardInterrupt, Interrupted):
-        status = "interrupted"
-        raise
-    except NonFinite as error:
-        raise NonFinite(f"{error}; {last_good(worker.run_dir)}") from None
-    finally:
-        console.close()
-        for sink in sinks:
-            sink.close(status)
-    if speaks:
-        report.closing(console, config, worker, start, last_saved, value)
+    console = Console(steps=last_step(config), log_every=config.log_every)
+    events = Events(worker.run_dir, console.line if worker.rank == 0 else None)
+    sinks: list[Sink] = []
+    status = "failed"
+    with Watchdog(worker, config.launch) as watchdog:
+        watchdog.at(0, "build", config.launch.timeout)
+        run = build(config, mesh)
+        run.pipeline.watch(watchdog.act)
+        saver = Saver(run.parts, config, data, worker.run_dir, events)
+        try:
+            watchdog.at(0, "load", config.checkpoint.timeout)
+            progress = saver.resume()
+            start = progress.step
+            if worker.rank == 0:
+                sinks += open_sinks(config, to_plain(config), worker.run_dir, start, console.line)
+                report.opening(console, config, run, data, worker, start, where(sinks[1:]))
+            guard = Guard(config, progress.guard)
+            parts = (config, worker, data, run, guard, saver, watchdog, console, events, sinks)
+            console.start_at(start)
+            with worker.stop.armed():
+                progress, wish = train_steps(Session(*parts), progress)
+                watchdog.at(progress.step, "save", config.checkpoint.timeout)
+                saver.finish(progress, done=not wish)
+            status = "interrupted" if wish else "completed"
+        except (KeyboardInterrupt, Interrupted):
+            status = "interrupted"
+            raise
+        finally:
+            console.close()
+            for sink in sinks:
+                sink.close(status)
+    if worker.rank == 0:
+        report.closing(console, config, worker, start, progress, saver.newest, name_of_wish(wish))
     close_mesh()
-    return {"value": value}
+    ending = {"stopped": name_of_wish(wish), "exit_code": STOPPED_EARLY} if wish else {}
+    return {"value": progress.value, **ending}
+
+
+def train_steps(s: Session, progress: Progress) -> tuple[Progress, int]:
+    """Train from `progress` on; where it ended, and what asked for it (0 = the last step came)."""
+    config, last, wish = s.config, last_step(s.config), 0
+    stream, rollbacks = batches_from(s, progress), 0
+    # the first step compiles, allocates, and meets every peer for the first time
+    patience: float | None = config.launch.timeout
+    while progress.step < last and not wish:
+        step = progress.step + 1
+        s.watchdog.at(step, "data", patience)
+        record, verdict, wish = timed_step(s.run, config, step, stream, s.guard, s.worker)
+        patience = None
+        if verdict is not None:
+            s.events.log(verdict.kind, step, verdict.text, action=verdict.action)
+            if verdict.action == "stop":
+                raise BadNumbers(f"{verdict.text}; {s.saver.way_back()}")
+            if verdict.action == "rollback":
+                rollbacks += 1
+                if rollbacks > MOST_ROLLBACKS:
+                    raise BadNumbers(f"{verdict.text}, after {MOST_ROLLBACKS} rollbacks")
+                progress = go_back(s, progress, verdict)
+                stream = batches_from(s, progress)
+                continue
+            record["skipped"] = verdict.kind
+        final = step == last
+        if not wish and is_due(
+            step, config.validation.every, final and config.validation.every > 0
+        ):
+            s.watchdog.at(step, "validation")
+            value = validate(
+                s.run, config, s.data, lambda: agreed_wish(s.run.mesh, config, s.worker)
+            )
+            if value is None:
+                wish = agreed_wish(s.run.mesh, config, s.worker)
+            else:
+                record["val_loss"] = value
+        value = record.get("val_loss", record["loss"])
+        progress = replace(progress, step=step, value=value, guard=s.guard.state())
+        s.log(record)
+        s.saver.poll()
+        if wish or is_due(step, config.checkpoint.every, final and config.checkpoint.last):
+            s.watchdog.at(step, "save", config.checkpoint.timeout)
+            if s.saver.save(progress, record.get("val_loss")):
+                rollbacks = 0
+    return progress, wish
+
+
+def go_back(s: Session, progress: Progress, verdict: Verdict) -> Progress:
+    """Load the newest checkpoint; the batches from there to this step are left out from now on."""
+    bad = progress.step + 1
+    s.watchdog.at(bad, "load", s.config.checkpoint.timeout)
+    back = s.saver.go_back()
+    if back is None:
+        raise BadNumbers(f"{verdict.text}; there is no checkpoint to go back to")
+    out = bad - back.step
+    text = f"back to step {back.step}; the batches of {out} step{'s' * (out > 1)} are left out"
+    s.events.log("rollback", bad, text, to=back.step, left_out=out)
+    s.guard.load(back.guard)
+    s.console.start_at(back.step)
+    for sink in s.sinks:
+        sink.rewind(back.step)
+    return replace(back, left_out=progress.left_out + out)
+
+
+def batches_from(s: Session, progress: Progress) -> Iterator[dict[str, Tensor]]:
+    """This dp rank's batches after `progress`: a place in the data is a function of the step."""
+    start = progress.step + progress.left_out
+    return batches(s.data.train, s.config, dp_rank=s.run.mesh.dp_rank, start_step=start)
+
+
+class Step(NamedTuple):
+    """What came of a step."""
+
+    record: dict[str, Any]  # for metrics.jsonl
+    verdict: Verdict | None  # of its numbers; None = good
+    wish: int  # what asked the run to end after it, the same on every rank; 0 = nothing
 
 
 def timed_step(
-    run: Run, config: Config, step: int, stream: Iterator[dict[str, Tensor]]
-) -> dict[str, Any]:
-    """Take a batch, train on it, and measure: a whole record for metrics.jsonl."""
+    run: Run,
+    config: Config,
+    step: int,
+    stream: Iterator[dict[str, Tensor]],
+    guard: Guard,
+    worker: Worker,
+) -> Step:
+    """Take a batch, train on it, and measure."""
     begin = time.perf_counter()
-    record = training_step(run, config, step, next(stream))
+    record, verdict = training_step(run, config, step, next(stream), guard)
     if run.mesh.device.type == "cuda":
         torch.cuda.synchronize()  # the update's kernels belong to this step
-    return record | measure(run, config, time.perf_counter() - begin)
+    measured, wish = measure(run, config, time.perf_counter() - begin, worker)
+    return Step(record | measured, verdict, wish)
 
 
-def training_step(run: Run, config: Config, step: int, batch: dict[str, Tensor]) -> dict[str, Any]:
-    """One optimizer step on this dp rank's part of a batch; the step's numbers."""
+def training_step(
+    run: Run, config: Config, step: int, batch: dict[str, Tensor], guard: Guard
+) -> tuple[dict[str, Any], Verdict | None]:
+    """One optimizer step on this dp rank's part of a batch; the step's numbers.
+
+    A step whose numbers the guard finds bad changes no parameter.
+    """
     loss, _ = run.pipeline.train(*on_device(batch, run.mesh))
     norm = gradient_norm(run.parameters, run.mesh)
     record = {"step": step, "loss": loss.item(), "grad_norm": norm.item()}
-    check_finite(record, run)
-    lr = update(run, config, step, norm)
+    verdict = guard.judge(record, run)
+    lr = update(run, config, step, norm) if verdict is None else 0.0
     for part in run.parts:
         part.optimizer.zero_grad()
-    return record | {"lr": lr, "tokens": step * config.batch_size * config.seq_len}
+    return record | {"lr": lr, "tokens": step * config.batch_size * config.seq_len}, verdict
 
 
 def update(run: Run, config: Config, step: int, norm: Tensor) -> float:
@@ -111,15 +230,24 @@ def update(run: Run, config: Config, step: int, norm: Tensor) -> float:
     return lr
 
 
-def validate(run: Run, config: Config, data: Data) -> float:
-    """Loss in nats a token over the validation batches, the same ones each time."""
+def validate(
+    run: Run, config: Config, data: Data, asked: Callable[[], int] = lambda: 0
+) -> float | None:
+    """Loss in nats a token over the validation batches, the same ones each time.
+
+    `asked` is called before each batch, on all ranks: where it says that the run is to end, the
+    validation is given up, and None returned.
+    """
     run.train_mode(False)
     total = torch.zeros(2, dtype=torch.float64)
+    given_up = False
     for batch in validation_batches(data.validation, config, dp_rank=run.mesh.dp_rank):
+        if given_up := bool(asked()):
+            break
         loss, tokens = run.pipeline.evaluate(*on_device(batch, run.mesh))
         total += torch.tensor([loss.item() * tokens.item(), tokens.item()])
     run.train_mode(True)
-    return (total[0] / total[1]).item()
+    return None if given_up else (total[0] / total[1]).item()
 
 
 def on_device(batch: dict[str, Tensor], mesh: Mesh) -> tuple[Tensor, Tensor]:
@@ -131,18 +259,33 @@ def on_device(batch: dict[str, Tensor], mesh: Mesh) -> tuple[Tensor, Tensor]:
     return tuple(batch[key].to(mesh.device, non_blocking=True) for key in ("inputs", "targets"))
 
 
-def measure(run: Run, config: Config, seconds: float) -> dict[str, Any]:
-    """What a step cost: the slowest rank's time, the largest rank's peak memory."""
-    memory = peak_memory(run.mesh.device)
+def measure(run: Run, config: Config, seconds: float, worker: Worker) -> tuple[dict[str, Any], int]:
+    """What a step cost (the slowest rank's time, the largest rank's peak memory), and `Step.wish`."""
+    memory, wish = peak_memory(run.mesh.device), worker.stop.wish(config.max_time)
     if run.mesh.world_size > 1:
-        mine = torch.tensor([seconds, memory], dtype=torch.float64, device=run.mesh.device)
-        seconds, memory = run.mesh.max(mine).tolist()
+        mine = torch.tensor([seconds, memory, wish], dtype=torch.float64, device=run.mesh.device)
+        seconds, memory, wish = run.mesh.max(mine).tolist()
     speed = config.batch_size * config.seq_len / seconds
     record = {"tokens_per_second": speed, "step_seconds": seconds, "memory_bytes": int(memory)}
     peak = peak_flops(run.mesh.device, config.precision.name)
     if peak is not None and run.draft.flops_per_token is not None:
         record["mfu"] = speed * run.draft.flops_per_token / (peak * run.mesh.world_size)
-    return record
+    return record, int(wish)
+
+
+def agreed_wish(mesh: Mesh, config: Config, worker: Worker) -> int:
+    """`Step.wish` between steps. Collective."""
+    wish = worker.stop.wish(config.max_time)
+    if mesh.world_size > 1:
+        wish = int(mesh.max(torch.tensor([wish], device=mesh.device)).item())
+    return wish
+
+
+def last_step(config: Config) -> int:
+    """The step that completes the run: `steps`, or the first that has trained on `max_tokens`."""
+    if config.max_tokens is None:
+        return config.steps
+    return min(config.steps, -(-config.max_tokens // (config.batch_size * config.seq_len)))
 
 
 def is_due(step: int, every: int, anyway: bool) -> bool:

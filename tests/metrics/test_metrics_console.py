@@ -23,7 +23,8 @@ from titanlike.metrics.console import shorten, step_line, table_lines
 ROOT = Path(titanlike.__file__).parents[1]
 RUN = """
 from titanlike.metrics.console import Console
-console = Console(steps=44, start_step=4, log_every=10)
+console = Console(steps=44, log_every=10)
+console.start_at(4)
 path = "/home/somebody/" + "very/" * 30 + "deep/run"
 console.table("Run", (), [("mesh", "pp=2 dp=2"), ("written to", path)])
 console.table(

@@ -23,11 +23,16 @@ from titanlike.optimization import Part
 
 
 def save_run(
-    parts: list[Part], config: Config, data: Data, run_dir: Path, step: int, value: float | None
+    parts: list[Part],
+    config: Config,
+    data: Data,
+    run_dir: Path,
+    step: int,
+    progress: dict[str, Any],
 ) -> None:
     """Write the checkpoint of a step. Collective."""
     about = {
-        "value": value,
+        "progress": progress,
         "world_size": config.world_size,
         "layout": {key: getattr(config, key) for key in ("pp", "dp", "replicate")},
         "same": must_be_the_same(config),

@@ -10,12 +10,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
 import typing
 from typing import Any, Literal, Union
 
 from titanlike.config.errors import Problem, nearest, override_text
-from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config, Custom
+from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config, Custom, Seconds
 
 MISSING = "???"  # how YAML files mark a value that the user must give
 
@@ -131,6 +132,10 @@ def convert(annotation: Any, value: Any, key: str, problems: list[Problem]) -> A
         if isinstance(value, int) and not isinstance(value, bool):
             return value
         expected, example = "must be an integer", _as_number(value, "1")
+    elif annotation is Seconds:
+        if (seconds := _seconds(value)) is not None:
+            return seconds
+        expected, example = "must be a time: seconds, 90m, 11h30m or 11:30:00", "90m"
     elif annotation is float:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return float(value)
@@ -143,6 +148,22 @@ def convert(annotation: Any, value: Any, key: str, problems: list[Problem]) -> A
         example = f"\"'{override_text(value)}'\"" if not isinstance(value, (dict, list)) else ""
     problems.append(Problem(key, value, expected, f"{key}={example}" if example else ""))
     return None
+
+
+def _seconds(value: Any) -> float | None:
+    """A number, 45s, 90m, 11h30m, 1d or 11:30:00 in seconds; None if it is none of them."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    text = str(value).strip().lower()
+    if clock := re.fullmatch(r"(\d+):(\d\d)(?::(\d\d))?", text):
+        hours, minutes, seconds = (int(part or 0) for part in clock.groups())
+        return float(hours * 3600 + minutes * 60 + seconds)
+    parts = re.findall(r"(\d+(?:\.\d+)?)([dhms])", text)
+    if not parts or "".join(map("".join, parts)) != text:
+        return None
+    return sum(
+        float(number) * {"d": 86400, "h": 3600, "m": 60, "s": 1}[unit] for number, unit in parts
+    )
 
 
 def _as_number(value: Any, otherwise: str) -> str:

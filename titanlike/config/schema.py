@@ -10,7 +10,9 @@ These are plain data: no torch, no Hydra, so `--help` and error messages are qui
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NewType
+
+Seconds = NewType("Seconds", float)  # written as a number, or as 45s, 90m, 11h30m, 11:30:00
 
 
 def key(default: Any, doc: str) -> Any:
@@ -229,11 +231,33 @@ class Validation:
 
 @dataclass
 class Checkpoint:
-    """Distributed checkpoints in run_dir/checkpoints."""
+    """Distributed checkpoints, whole or not there."""
 
+    folder: str | None = key(
+        None, "a path, or a URL that fsspec knows (s3://...); null = run_dir/checkpoints"
+    )
     every: int = key(100, "save every so many steps; 0 = not between")
     last: bool = key(True, "save after the last step")
-    resume: str = key("auto", "auto = newest in run_dir, never, or the path of a checkpoint")
+    mode: Literal["sync", "async", "async_pinned"] = key(
+        "sync",
+        "async = training goes on while a copy in memory is written; async_pinned = into buffers "
+        "that are kept (pinned with a GPU)",
+    )
+    keep: int = key(10, "newest checkpoints that are kept; 0 = all")
+    keep_every: int = key(0, "those of every so many steps are kept for good; 0 = none")
+    keep_best: int = key(0, "so many with the lowest validation loss are kept, too")
+    model_only: Literal["none", "fp32", "bf16", "fp16"] = key(
+        "none", "after the last step also save the model alone, in this dtype (model-XXXXXXXX)"
+    )
+    resume: str = key("auto", "auto = newest whole one, never, or the path of a checkpoint")
+    start_from: str | None = key(
+        None, "checkpoint or run whose weights alone a new run starts from (warm start)"
+    )
+    strict: bool = key(
+        True, "start_from must have every parameter and no other; false = list what differs"
+    )
+    rename: list[str] = key([], "start_from's names that differ: [old=new], beginnings of names")
+    timeout: float = key(1800.0, "seconds after which a save or a load is an error")
 
 
 @dataclass
@@ -266,7 +290,14 @@ class NoLogger:
 class Launch:
     """Starting and watching the workers."""
 
-    timeout: float = key(600.0, "seconds after which a wait for another rank is an error")
+    timeout: float = key(
+        600.0, "seconds after which a wait for another rank, or the first step, is an error"
+    )
+    step_timeout: float = key(
+        300.0, "seconds without progress in a later step that count as a hang; 0 = never"
+    )
+    heartbeat: float = key(10.0, "seconds between a rank's signs of life, logs/rankN.heartbeat")
+    max_restarts: int = key(0, "times that failed workers are started again, from the checkpoint")
 
 
 @dataclass
@@ -282,7 +313,22 @@ class Config:
     batch_size: int = key(16, "GLOBAL batch in sequences an optimizer step, over all of dp")
     seq_len: int = key(128, "tokens in a sequence")
     steps: int = key(300, "optimizer steps in all")
+    max_tokens: int | None = key(None, "the run is done after so many tokens; null = no limit")
+    max_time: Seconds | None = key(
+        None, "save and stop after this time (90m, 11h30m, 11:30:00, or seconds); null = no limit"
+    )
     seed: int = key(0, "initial weights and order of the data")
+    deterministic: bool = key(False, "torch's deterministic kernels only, or an error")
+    on_nonfinite: Literal["stop", "skip", "rollback"] = key(
+        "stop",
+        "loss or gradient not finite: stop; skip the update; rollback = go back to the checkpoint "
+        "and leave the batches since then out",
+    )
+    on_spike: Literal["ignore", "stop", "skip", "rollback"] = key(
+        "ignore", "the same for a loss or gradient norm far above the last steps'"
+    )
+    spike_zscore: float = key(6.0, "standard deviations above the mean that make a spike")
+    spike_window: int = key(100, "steps of that mean; half of them must be there to judge")
     run_dir: str = key(
         "outputs/run",
         "where everything is written; started again, it goes on; left out = outputs/DATE/TIME",

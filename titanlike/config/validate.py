@@ -64,18 +64,29 @@ def _positive(config: Config) -> Iterator[Problem]:
         ("validation.every", validation.every, 0),
         ("validation.batches", validation.batches, 1),
         ("checkpoint.every", checkpoint.every, 0),
+        ("checkpoint.keep", checkpoint.keep, 0),
+        ("checkpoint.keep_every", checkpoint.keep_every, 0),
+        ("checkpoint.keep_best", checkpoint.keep_best, 0),
+        ("launch.max_restarts", config.launch.max_restarts, 0),
+        ("launch.step_timeout", config.launch.step_timeout, 0),
+        ("spike_window", config.spike_window, 2),
         ("lr.warmup", config.lr.warmup, 0),
     ):
         if value < least:
             yield Problem(key, value, f"must be at least {least}", f"{key}={least}")
-    if config.launch.timeout <= 0:
-        yield Problem(
-            "launch.timeout", config.launch.timeout, "must be above 0", "launch.timeout=600"
-        )
-    if isinstance(config.logger, Wandb) and config.logger.timeout <= 0:
-        yield Problem(
-            "logger.timeout", config.logger.timeout, "must be above 0", "logger.timeout=30"
-        )
+    above_zero = [
+        ("launch.timeout", config.launch.timeout, "600"),
+        ("launch.heartbeat", config.launch.heartbeat, "10"),
+        ("checkpoint.timeout", checkpoint.timeout, "1800"),
+        ("spike_zscore", config.spike_zscore, "6"),
+        ("max_time", config.max_time, "11h30m"),
+        ("max_tokens", config.max_tokens, "1000000"),
+    ]
+    if isinstance(config.logger, Wandb):
+        above_zero.append(("logger.timeout", config.logger.timeout, "30"))
+    for key, value, example in above_zero:
+        if value is not None and not 0 < value < inf:
+            yield Problem(key, value, "must be above 0, finite", f"{key}={example}")
 
 
 def _ranges(config: Config) -> Iterator[Problem]:

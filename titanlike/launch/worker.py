@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from titanlike.launch.failures import describe, write_failure
 from titanlike.launch.job import Job
 from titanlike.launch.signals import Interrupted, die_with_parent, exit_now
+from titanlike.launch.stop import Stop
 from titanlike.launch.streams import logged
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Worker:
     run_dir: Path  # absolute
     store: Store | None  # of this job alone; None where one process is the whole job
     overrides: list[str]
+    stop: Stop = field(default_factory=Stop)
 
 
 class Absent(RuntimeError):

@@ -26,8 +26,7 @@ LOG_WIDTH = 120  # columns of a table where there is no terminal
 class Console:
     """A run's stream of lines on `stream` (standard output).
 
-    `steps` and `start_step` are the run's last step and the step it goes on from; a line is
-    printed every `log_every` steps, and at the first, the last, and those that validate.
+    `steps` is the run's last step; `start_at` says which one it goes on from. A line is printed every `log_every` steps, and at the first, the last, and those that validate.
     """
 
     def __init__(
@@ -35,15 +34,19 @@ class Console:
         stream: TextIO | None = None,
         *,
         steps: int,
-        start_step: int = 0,
         log_every: int = 10,
     ) -> None:
         stream = stream or sys.stdout
         self._stream = _Robust(stream)
         self._terminal = stream.isatty()
-        self._steps, self._start_step, self._log_every = steps, start_step, log_every
+        self._steps, self._start_step, self._log_every = steps, 0, log_every
         self._bar: tqdm | None = None
         self._first: tuple[int, float] | None = None  # first step seen and its clock: for the ETA
+
+    def start_at(self, step: int) -> None:
+        """The next step that comes is the one after `step`: a run goes on, or goes back."""
+        self.close()
+        self._start_step, self._first = step, None
 
     def line(self, text: str = "") -> None:
         """Print a line, above the progress bar if there is one."""

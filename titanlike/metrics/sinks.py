@@ -20,6 +20,9 @@ class Sink(Protocol):
     def log(self, record: dict[str, Any]) -> None:
         """Take the record of one step; steps rise."""
 
+    def rewind(self, step: int) -> None:
+        """The run goes back: the records after `step` will come again, changed."""
+
     def close(self, status: str) -> None:
         """End with the run's status: completed, failed or interrupted."""
 
@@ -34,19 +37,28 @@ class JsonlSink:
 
     def __init__(self, path: Path, start_step: int = 0) -> None:
         self.where = str(path)
+        self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            kept = [record for record in read_jsonl(path) if record["step"] <= start_step]
-            files.replace_file(path, "".join(files.dumps(record) + "\n" for record in kept))
-        self._file = path.open("a", buffering=1, encoding="utf-8")
+        self._open_after(start_step)
 
     def log(self, record: dict[str, Any]) -> None:
         """Append the record."""
         self._file.write(files.dumps(record) + "\n")
 
+    def rewind(self, step: int) -> None:
+        """Drop the records after `step`."""
+        self._file.close()
+        self._open_after(step)
+
     def close(self, status: str) -> None:
         """Close the file."""
         self._file.close()
+
+    def _open_after(self, step: int) -> None:
+        if self._path.exists():
+            kept = [record for record in read_jsonl(self._path) if record["step"] <= step]
+            files.replace_file(self._path, "".join(files.dumps(record) + "\n" for record in kept))
+        self._file = self._path.open("a", buffering=1, encoding="utf-8")
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

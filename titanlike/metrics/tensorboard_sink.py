@@ -36,8 +36,11 @@ class TensorBoardSink:
     def log(self, record: dict[str, Any]) -> None:
         """Write the record's numbers."""
         for name, value in record.items():
-            if name != "step":
+            if name != "step" and isinstance(value, (int, float)):
                 self._writer.add_scalar(name, value, global_step=record["step"])
+
+    def rewind(self, step: int) -> None:
+        """Nothing: steps that come again are drawn again."""
 
     def close(self, status: str) -> None:
         """Flush and close the event file."""

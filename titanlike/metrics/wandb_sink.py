@@ -68,6 +68,9 @@ class WandbSink:
             self._stop(f"it took none of the last {BACKLOG} steps")
         self._tell()
 
+    def rewind(self, step: int) -> None:
+        """Nothing: W&B drops the steps that it has had, until the run is past them."""
+
     def close(self, status: str) -> None:
         """Finish the W&B run, or after a limit leave it to `wandb sync`."""
         limit = self._settings.timeout + FINISH_GRACE

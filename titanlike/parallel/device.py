@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import resource
 import sys
 from pathlib import Path
@@ -78,3 +79,10 @@ def return_freed_memory() -> None:
 
 
 _M_MMAP_THRESHOLD = -3  # <malloc.h>; setting it also ends its own growth
+
+
+def make_deterministic() -> None:
+    """Have torch use deterministic kernels, and raise where an operation has none."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+    torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(True)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ class Pipeline:
 
     def __init__(self, runtime: OrderRuntime, loss: CrossEntropy, mesh: Mesh):
         self._runtime, self._loss, self._mesh = runtime, loss, mesh
+
+    def watch(self, act: Callable[[Any], None]) -> None:
+        """Call `act` with each action of the schedule when it begins."""
 
     def train(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Forward and backward of this dp rank's part of a batch, int64 [batch / dp, T] each.
