@@ -6,7 +6,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from titanlike.checkpoint.find import difference, find
+from titanlike.checkpoint.find import difference, find, named, quick_look
+from titanlike.checkpoint.storage import Storage
+from titanlike.checkpoint.whole import Damaged
 from titanlike.config import validate
 from titanlike.config.errors import Problem
 from titanlike.config.schema import Config, TensorBoard
@@ -29,24 +31,46 @@ def problems(config: Config, world_size: int | None = None) -> list[Problem]:
         from titanlike.draft import preflight  # torch: after what is quick
 
         found += preflight(config)
-    return found or [*_checkpoint(config), *_run_dir(config)]
+    return found or [*_checkpoint(config), *_writable(config)]
 
 
 def _checkpoint(config: Config) -> Iterator[Problem]:
     """What would be found when the run goes on, as far as it can be told without the data."""
+    settings = config.checkpoint
+    for key, location in (("folder", settings.folder), ("start_from", settings.start_from)):
+        try:
+            if location is not None:
+                Storage(location)
+        except (ValueError, ImportError) as error:
+            fix = f"checkpoint.{key}=/a/path or a URL whose file system is installed"
+            yield Problem(f"checkpoint.{key}", location, str(error), fix)
+            return
     try:
-        path = find(config.checkpoint.resume, Path(config.run_dir))
-        if path is not None and (text := difference(path, config)):
+        found = find(config)
+        if found.path is not None and (text := difference(found.path, config)):
             raise ValueError(text)
+        if found.path is None and settings.start_from is not None:
+            quick_look(named("checkpoint.start_from", settings.start_from))
+    except Damaged as error:
+        yield Problem("checkpoint", str(error.folder), str(error), "another checkpoint's path")
     except ValueError as error:
         yield Problem.parse("checkpoint.resume", str(error))
 
 
-def _run_dir(config: Config) -> Iterator[Problem]:
-    """Whether it can be written, found out by writing."""
+def _writable(config: Config) -> Iterator[Problem]:
+    """Whether everything can be written, found out by writing."""
     try:
         Path(config.run_dir).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=config.run_dir).close()
     except OSError as error:
         reason = f"cannot be written: {error.strerror}"
         yield Problem("run_dir", config.run_dir, reason, "run_dir=outputs/NAME")
+        return
+    if config.checkpoint.folder is not None:
+        try:
+            Storage(config.checkpoint.folder).prove_writable()
+        except Exception as error:  # each file system has errors of its own
+            reason = f"cannot be written: {type(error).__name__}: {error}"
+            yield Problem(
+                "checkpoint.folder", config.checkpoint.folder, reason, "another one, or null"
+            )

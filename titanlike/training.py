@@ -115,11 +115,14 @@ def train_steps(s: Session, progress: Progress) -> tuple[Progress, int]:
     stream, rollbacks = batches_from(s, progress), 0
     # the first step compiles, allocates, and meets every peer for the first time
     patience: float | None = config.launch.timeout
+    stall: float | None = None
     while progress.step < last and not wish:
         step = progress.step + 1
         s.watchdog.at(step, "data", patience)
         record, verdict, wish = timed_step(s.run, config, step, stream, s.guard, s.worker)
         patience = None
+        if stall is not None:
+            record["save_stall_seconds"], stall = stall, None  # between the step before and this
         if verdict is not None:
             s.events.log(verdict.kind, step, verdict.text, action=verdict.action)
             if verdict.action == "stop":
@@ -150,8 +153,8 @@ def train_steps(s: Session, progress: Progress) -> tuple[Progress, int]:
         s.saver.poll()
         if wish or is_due(step, config.checkpoint.every, final and config.checkpoint.last):
             s.watchdog.at(step, "save", config.checkpoint.timeout)
-            if s.saver.save(progress, record.get("val_loss")):
-                rollbacks = 0
+            stall = s.saver.save(progress, record.get("val_loss"))
+            rollbacks = 0
     return progress, wish
 
 

@@ -2,86 +2,133 @@
 
 from __future__ import annotations
 
-import json
+import re
+from collections.abc import Container
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from titanlike.checkpoint.storage import Storage
+from titanlike.checkpoint.whole import (
+    MARKER,
+    REJECTED,
+    Damaged,
+    check_sizes,
+    check_sums,
+    read_manifest,
+    read_state,
+)
+from titanlike.checkpoint.whole import STATE as STATE_FILE
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config
 
-MARKER = "COMMITTED"  # the file without which a checkpoint does not count
+_STEP = re.compile(r"step-(\d{8,})")
 
 
-def folder_of(run_dir: Path) -> Path:
-    return run_dir / "checkpoints"
+@dataclass
+class Found:
+    """The checkpoint to go on from, None for a fresh start, and the damaged ones before it."""
+
+    path: Storage | None
+    damaged: list[Damaged] = field(default_factory=list)
 
 
-def newest(folder: Path) -> Path | None:
-    """The committed checkpoint with the largest step."""
-    whole = [path for path in folder.glob("step-*") if (path / MARKER).exists()]
-    return max(whole, key=lambda path: path.name, default=None)
+def storage_of(config: Config) -> Storage:
+    """The folder of a run's checkpoints."""
+    return Storage(config.checkpoint.folder or Path(config.run_dir) / "checkpoints")
 
 
-def step_of(path: Path) -> int:
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def step_of(path: Storage) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def find(resume: str, run_dir: Path) -> Path | None:
-    """The checkpoint that `checkpoint.resume` means, None for a fresh start.
+def committed(folder: Storage) -> list[Storage]:
+    """The checkpoints in a folder that count, newest first."""
+    return [path for path in all_steps(folder) if path.exists(MARKER)]
 
-    Raises ValueError when the named one is not there or not whole, and when run_dir holds newer
-    ones: the next start would go on from those, and its metrics would be of two runs.
+
+def unfinished(folder: Storage) -> list[Storage]:
+    """What killed saves and removals have left there."""
+    found = [path for path in all_steps(folder) if not path.exists(MARKER)]
+    return [path for path in found if not path.exists(REJECTED)]
+
+
+def find(config: Config, rejected: Container[str] = ()) -> Found:
+    """The checkpoint that `checkpoint.resume` means, as far as sizes tell whether it is whole.
+
+    rejected: locations that were found damaged by closer looks. Raises ValueError when there is
+    nothing whole to go on from though there should be, and when run_dir holds newer ones than the
+    named one: the next start would go on from those, and its metrics would be of two runs.
     """
-    own = newest(folder_of(run_dir))
+    resume, folder = config.checkpoint.resume, storage_of(config)
     if resume == "auto":
-        return own
-    chosen = None if resume == "never" else _named(resume)
+        found = newest_whole(folder, rejected)
+        lost = [path for path in all_steps(folder) if path.exists(REJECTED)]
+        if found.path is None and (found.damaged or lost):
+            why = [*map(str, found.damaged), *(f"{path} was found damaged" for path in lost)]
+            raise ValueError(
+                f"checkpoint.resume=auto: no whole checkpoint is left in {folder}: {'; '.join(why)}; "
+                "write another run_dir to start again, or the path of another run's checkpoint"
+            )
+        return found
+    chosen = None if resume == "never" else named("checkpoint.resume", resume)
     start = 0 if chosen is None else step_of(chosen)
-    if own is not None and step_of(own) > start:
+    own = committed(folder)
+    if own and step_of(own[0]) > start:
         raise ValueError(
             f"checkpoint.resume={resume}: run_dir already holds the checkpoint of step "
-            f"{step_of(own)} ({own}), and this run would start after step {start}; "
+            f"{step_of(own[0])} ({own[0]}), and this run would start after step {start}; "
             "write another run_dir"
         )
-    return chosen
+    return Found(chosen)
 
 
-def _named(resume: str) -> Path:
-    path = Path(resume).expanduser()
-    if (path / MARKER).exists():
-        return path
-    inside = newest(folder_of(path)) or newest(path)
-    if inside is None:
-        raise ValueError(
-            f"checkpoint.resume={resume}: no whole checkpoint there; "
-            "write the path of a step-XXXXXXXX folder or of a run directory"
-        )
-    return inside
+def newest_whole(folder: Storage, rejected: Container[str] = ()) -> Found:
+    """The newest checkpoint whose files are there with their sizes, and the damaged newer ones."""
+    found = Found(None)
+    for path in committed(folder):
+        if str(path) in rejected:
+            continue
+        try:
+            quick_look(path)
+        except Damaged as damage:
+            found.damaged.append(damage)
+            continue
+        found.path = path
+        break
+    return found
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """What was saved beside the tensors: step, layout, and what must be the same.
+def quick_look(path: Storage) -> None:
+    """What costs no reading of tensors. Raises Damaged."""
+    files = read_manifest(path)
+    check_sizes(path, files)
+    check_sums(path, files, [STATE_FILE])
 
-    Raises ValueError that names a damaged checkpoint.
+
+def named(key: str, location: str) -> Storage:
+    """The checkpoint at `location`, or the newest in it where that is a run or its checkpoints.
+
+    Raises ValueError where there is none that counts.
     """
-    try:
-        return json.loads((path / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise damaged(path, error) from None
-
-
-def damaged(path: Path, error: BaseException) -> ValueError:
-    """The error that says which checkpoint cannot be read, why, and what else there is."""
-    older = [p for p in path.parent.glob("step-*") if (p / MARKER).exists() and p.name < path.name]
-    last = max(older, key=lambda p: p.name, default=None)
-    way_out = (
-        f"remove that folder, and the run goes on from {last.name}"
-        if last
-        else "there is no older one; write another run_dir to start again"
-    )
-    lines = str(error).strip().splitlines() or [""]
-    return ValueError(
-        f"checkpoint {path.absolute()} is damaged ({type(error).__name__}: {lines[0][:200]}); {way_out}"
+    path = Storage(location)
+    if path.exists(MARKER):
+        return path
+    for folder in (path.at("checkpoints"), path):
+        if inside := committed(folder):
+            return inside[0]
+    reason = "no whole checkpoint there"
+    if path.exists(REJECTED):
+        reason = f"was found damaged (see {path}/{REJECTED})"
+    elif path.exists(STATE_FILE) or path.exists(".metadata"):
+        reason = f"not whole: it has no file {MARKER}, so its save was not completed"
+    raise ValueError(
+        f"{key}={location}: {reason}; "
+        "write the path of a step-XXXXXXXX folder or of a run directory"
     )
 
 
@@ -93,7 +140,7 @@ def must_be_the_same(config: Config) -> dict[str, Any]:
     return {**{key: getattr(config, key) for key in ("seed", "batch_size", "seq_len")}, **sizes}
 
 
-def difference(path: Path, config: Config) -> str | None:
+def difference(path: Storage, config: Config) -> str | None:
     """Why a checkpoint was made by another run than `config` describes; None if it was not."""
     here = must_be_the_same(config)
     for key, value in read_state(path)["same"].items():
@@ -103,3 +150,9 @@ def difference(path: Path, config: Config) -> str | None:
                 f"run; write {key}={value}, or another run_dir"
             )
     return None
+
+
+def all_steps(folder: Storage) -> list[Storage]:
+    """Whatever has the name of a checkpoint there, newest first."""
+    paths = [folder.at(name) for name in folder.names() if _STEP.fullmatch(name)]
+    return sorted(paths, key=step_of, reverse=True)

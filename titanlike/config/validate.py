@@ -17,6 +17,7 @@ MOST_STAGES = 256
 MOST_RANKS = 1_000_000
 MOST_BATCH = 2**20  # sequences of one dp rank a step
 MOST_NUMBER = 2**40  # of anything that is counted
+_RESUME_WORDS = {("resume", "auto"), ("resume", "never")}
 
 
 def problems(config: Config, world_size: int | None = None) -> list[Problem]:
@@ -153,7 +154,19 @@ def _batch(config: Config) -> Iterator[Problem]:
 
 
 def _resume(config: Config) -> Iterator[Problem]:
-    resume = config.checkpoint.resume
-    if resume not in ("auto", "never") and not Path(resume).expanduser().is_dir():
-        fix = "the path of a checkpoint or run directory, auto, or never"
-        yield Problem("checkpoint.resume", resume, "no such folder", fix)
+    settings = config.checkpoint
+    for key, location in (("resume", settings.resume), ("start_from", settings.start_from)):
+        if location is None or "://" in location or (key, location) in _RESUME_WORDS:
+            continue
+        if not Path(location).expanduser().is_dir():
+            fix = "the path of a checkpoint or run directory"
+            fix += ", auto, or never" if key == "resume" else ", or null"
+            yield Problem(f"checkpoint.{key}", location, "no such folder", fix)
+    if settings.start_from is not None and settings.resume not in ("auto", "never"):
+        reason = f"the run goes on from checkpoint.resume={settings.resume} already"
+        fix = "checkpoint.start_from=null or checkpoint.resume=auto"
+        yield Problem("checkpoint.start_from", settings.start_from, reason, fix)
+    for rule in settings.rename:
+        if "=" not in rule:
+            fix = "checkpoint.rename=['old.=new.']"
+            yield Problem("checkpoint.rename", rule, "is no old=new", fix)
