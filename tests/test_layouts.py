@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -193,7 +195,8 @@ def test_what_a_model_draws_goes_on_where_it_stopped(tmp_path: Path) -> None:
 def test_a_save_that_was_killed_does_not_count(tmp_path: Path) -> None:
     config = tiny(2, 1, checkpoint=Checkpoint(every=2, last=True), steps=4)
     run_world(train, config, tmp_path / "whole")
-    run_world(killed_while_saving_step_4, config, tmp_path / "cut")
+    with pytest.raises(AssertionError, match="died without a word"):
+        run_world(killed_while_saving_step_4, config, tmp_path / "cut")
     assert (tmp_path / "cut" / "checkpoints" / "step-00000004" / ".metadata").exists()
     run_world(train, config, tmp_path / "cut")
     assert "going on from step 2" in (tmp_path / "cut" / "rank0.out").read_text()
@@ -201,22 +204,18 @@ def test_a_save_that_was_killed_does_not_count(tmp_path: Path) -> None:
 
 
 def killed_while_saving_step_4(config: Config, worker: Worker) -> None:
-    """Train, and end after the tensors of step 4 are written and before they are committed."""
-    import titanlike.checkpoint.store as store
+    """Train, and die after the tensors of step 4 are written and before they are committed."""
+    import titanlike.checkpoint.dcp_files as dcp_files
 
-    replace_right = store.replace_file
+    commit_right = dcp_files.commit
 
-    def replace_file(path: Path, text: str) -> None:
-        if "step-00000004" in str(path):
-            raise Stop
-        replace_right(path, text)
+    def commit(folder, files, state):
+        if state["step"] == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        commit_right(folder, files, state)
 
-    store.replace_file = replace_file
-    store.dist.barrier = lambda: None  # rank 0 never comes to the second one
-    try:
-        train(config, worker)
-    except Stop:
-        return
+    dcp_files.commit = commit
+    train(config, worker)
 
 
 def stop_after_three(config: Config, worker: Worker) -> None:

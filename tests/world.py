@@ -12,6 +12,7 @@ import pickle
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ def run_world(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     run_dir.mkdir(parents=True, exist_ok=True)
+    config = replace(config, run_dir=str(run_dir))
     size = config.world_size
     store = run_dir / f"store-{time.monotonic_ns()}"
     ends, processes = [], []

@@ -79,7 +79,7 @@ def train(config: Config, worker: Worker) -> dict[str, Any]:
         watchdog.at(0, "build", config.launch.timeout)
         run = build(config, mesh)
         run.pipeline.watch(watchdog.act)
-        saver = Saver(run.parts, config, data, worker.run_dir, events)
+        saver = Saver(run.parts, config, data, events)
         try:
             watchdog.at(0, "load", config.checkpoint.timeout)
             progress = saver.resume()
@@ -153,6 +153,8 @@ def train_steps(s: Session, progress: Progress) -> tuple[Progress, int]:
         s.saver.poll()
         if wish or is_due(step, config.checkpoint.every, final and config.checkpoint.last):
             s.watchdog.at(step, "save", config.checkpoint.timeout)
+            for sink in s.sinks:
+                sink.flush()  # a checkpoint must not outlive the records of its steps
             stall = s.saver.save(progress, record.get("val_loss"))
             rollbacks = 0
     return progress, wish

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from titanlike.checkpoint.storage import Storage
-from titanlike.checkpoint.whole import METADATA, Damaged, Manifest, commit, revoke
+from titanlike.checkpoint.whole import METADATA, Damaged, Manifest, check_sizes, commit, revoke
 
 # What a `.metadata` file may name. torch.float32 and the like are read as attributes of torch.
 _DCP = "torch.distributed.checkpoint."
@@ -136,6 +136,13 @@ class Writer(FileSystemWriter):
                     files |= result.files
         super().finish(metadata, plain)
         files |= self._files.written
+        try:
+            check_sizes(self._folder, files)
+        except Damaged as damage:  # what a rank has written is not to be seen from here
+            raise OSError(
+                f"{damage.file} {damage.reason}; is {self._folder.parent} on a file system that "
+                "all machines share?"
+            ) from None
         commit(self._folder, files, self._state)
         self._committed(files)
 

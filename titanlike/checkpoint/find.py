@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def unfinished(folder: Storage) -> list[Storage]:
     return [path for path in found if not path.exists(REJECTED)]
 
 
-def find(config: Config, rejected: Container[str] = ()) -> Found:
+def find(config: Config, rejected: Collection[str] = ()) -> Found:
     """The checkpoint that `checkpoint.resume` means, as far as sizes tell whether it is whole.
 
     rejected: locations that were found damaged by closer looks. Raises ValueError when there is
@@ -68,7 +68,7 @@ def find(config: Config, rejected: Container[str] = ()) -> Found:
     if resume == "auto":
         found = newest_whole(folder, rejected)
         lost = [path for path in all_steps(folder) if path.exists(REJECTED)]
-        if found.path is None and (found.damaged or lost):
+        if found.path is None and (found.damaged or lost or rejected):
             why = [*map(str, found.damaged), *(f"{path} was found damaged" for path in lost)]
             raise ValueError(
                 f"checkpoint.resume=auto: no whole checkpoint is left in {folder}: {'; '.join(why)}; "
@@ -87,7 +87,7 @@ def find(config: Config, rejected: Container[str] = ()) -> Found:
     return Found(chosen)
 
 
-def newest_whole(folder: Storage, rejected: Container[str] = ()) -> Found:
+def newest_whole(folder: Storage, rejected: Collection[str] = ()) -> Found:
     """The newest checkpoint whose files are there with their sizes, and the damaged newer ones."""
     found = Found(None)
     for path in committed(folder):

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from titanlike.checkpoint import store
 from titanlike.checkpoint.dcp_files import Writer
 from titanlike.checkpoint.find import (
-    all_steps,
     committed,
     difference,
     find,
@@ -100,11 +98,9 @@ class _Save:
 class Saver:
     """Saves and loads the checkpoints of one run. All methods but `poll` are collective."""
 
-    def __init__(
-        self, parts: list[Part], config: Config, data: Data, run_dir: Path, events: Events
-    ) -> None:
+    def __init__(self, parts: list[Part], config: Config, data: Data, events: Events) -> None:
         self._parts, self._config, self._data = parts, config, data
-        self._settings, self._run_dir, self._events = config.checkpoint, run_dir, events
+        self._settings, self._events = config.checkpoint, events
         self._folder = storage_of(config)
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         # DCP's plans are objects, which nccl would carry through GPU memory; and a background
@@ -189,8 +185,9 @@ class Saver:
                 )
                 revoke(path)
             for path in committed(self._folder):
-                about = read_state(path)
-                self._saved[step_of(path)] = Saved(step_of(path), about.get("val_loss"))
+                with contextlib.suppress(Damaged):
+                    val_loss = read_state(path)["val_loss"]
+                    self._saved[step_of(path)] = Saved(step_of(path), val_loss)
             chosen = [str(found.path or "")]
         dist.broadcast_object_list(chosen, src=0, group=self._group)
         if not chosen[0]:
@@ -236,11 +233,6 @@ class Saver:
             )
         store.load_run(path, self._parts, self._group)
         self.newest = state["step"]
-        if self._rank == 0:
-            for later in all_steps(self._folder):
-                # of a future that this run will not have: it will save those steps anew
-                if step_of(later) > self.newest:
-                    self._saved.pop(step_of(later), None)
         self._events.log("resume", self.newest, path=str(path), world_size=self._world_size)
         return Progress(**state["progress"])
 
@@ -338,7 +330,7 @@ class Saver:
                 revoke(save.folder)
             return
         self._events.log(
-            "saved",
+            "saved" if save.kept else "saved_model",
             step,
             path=str(save.folder),
             bytes=save.bytes,

@@ -12,6 +12,7 @@ from typing import IO
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 
 
 class Storage:
@@ -30,6 +31,7 @@ class Storage:
         self._location = text.rstrip("/")
         self._fs, self._root = url_to_fs(self._location)
         self.local = isinstance(self._fs, LocalFileSystem)
+        self.of_one_process = isinstance(self._fs, MemoryFileSystem)  # no other rank sees it
 
     def __str__(self) -> str:
         return self._location

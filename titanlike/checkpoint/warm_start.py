@@ -60,7 +60,7 @@ def warm_start(settings: Checkpoint, parts: list[Part], group: dist.ProcessGroup
     if lists and settings.strict:
         raise ValueError(
             f"checkpoint.start_from={folder}: parameters {'; '.join(lists)}; write "
-            "checkpoint.rename=[old.=new.] for names that differ, or checkpoint.strict=false"
+            "checkpoint.rename=[old.:new.] for names that differ, or checkpoint.strict=false"
         )
     wanted = {there[name]: value for name, value in here.items() if name in there}
     store.read(folder, metadata, wanted, group)
@@ -76,9 +76,9 @@ def warm_start(settings: Checkpoint, parts: list[Part], group: dist.ProcessGroup
 
 
 def renamed(name: str, rules: list[str]) -> str:
-    """`name` with the first rule (old=new, beginnings of names) that fits it applied."""
+    """`name` with the first rule (old:new, beginnings of names) that fits it applied."""
     for rule in rules:
-        old, _, new = rule.partition("=")
+        old, _, new = rule.partition(":")
         if name.startswith(old):
             return new + name.removeprefix(old)
     return name

@@ -25,6 +25,7 @@ REJECTED = "DAMAGED"
 MANIFEST = "files.json"
 STATE = "state.json"
 METADATA = ".metadata"
+FORMAT = 1  # of these files; a later program that changes them counts on
 _PIECE = 2**22  # bytes read at a time
 
 Manifest = dict[str, tuple[int, str]]  # file -> bytes, checksum
@@ -44,7 +45,7 @@ def checksum(data: bytes) -> str:
 
 def commit(folder: Storage, files: Manifest, state: dict[str, Any]) -> None:
     """Make a checkpoint count, whose other files are written and durable."""
-    text = json.dumps(state, indent=1).encode() + b"\n"
+    text = json.dumps({"format": FORMAT, **state}, indent=1).encode() + b"\n"
     folder.write(STATE, text)
     files = dict(sorted({**files, STATE: (len(text), checksum(text))}.items()))
     lines = [f" {json.dumps(name)}: {json.dumps(entry)}" for name, entry in files.items()]
@@ -115,11 +116,21 @@ def check_all(folder: Storage) -> Manifest:
 
 
 def read_state(folder: Storage) -> dict[str, Any]:
-    """What was saved beside the tensors: step, layout, and what must be the same. Raises Damaged."""
+    """What was saved beside the tensors: step, layout, and what must be the same.
+
+    Raises Damaged, and ValueError for a format that is not known yet.
+    """
+    text = _read(folder, STATE)
     try:
-        return json.loads(_read(folder, STATE))
+        state = json.loads(text)
     except ValueError as error:
         raise Damaged(folder, STATE, f"is no JSON: {error}") from None
+    if state.get("format", FORMAT) > FORMAT:
+        raise ValueError(
+            f"checkpoint {folder} has format {state['format']}, and this program knows {FORMAT}: "
+            "it was written by a later titanlike"
+        )
+    return state
 
 
 def _read(folder: Storage, name: str) -> bytes:

@@ -256,7 +256,7 @@ class Checkpoint:
     strict: bool = key(
         True, "start_from must have every parameter and no other; false = list what differs"
     )
-    rename: list[str] = key([], "start_from's names that differ: [old=new], beginnings of names")
+    rename: list[str] = key([], "start_from's names that differ: [old:new], beginnings of names")
     timeout: float = key(1800.0, "seconds after which a save or a load is an error")
 
 

@@ -6,6 +6,7 @@ val_loss. `tokens` counts from the start of the run; seconds and bytes are plain
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +20,9 @@ class Sink(Protocol):
 
     def log(self, record: dict[str, Any]) -> None:
         """Take the record of one step; steps rise."""
+
+    def flush(self) -> None:
+        """Make durable what was logged, where the sink is a file that a run goes on from."""
 
     def rewind(self, step: int) -> None:
         """The run goes back: the records after `step` will come again, changed."""
@@ -44,6 +48,10 @@ class JsonlSink:
     def log(self, record: dict[str, Any]) -> None:
         """Append the record."""
         self._file.write(files.dumps(record) + "\n")
+
+    def flush(self) -> None:
+        """Have the records on the disk."""
+        os.fsync(self._file.fileno())
 
     def rewind(self, step: int) -> None:
         """Drop the records after `step`."""

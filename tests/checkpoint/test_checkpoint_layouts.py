@@ -1,0 +1,154 @@
+"""What one layout saves, any other loads: parameters and optimizer state, to the last bit."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from models_for_tests import tiny
+from world import run_world
+
+from titanlike.build import Run, build
+from titanlike.checkpoint.saver import Progress, Saver
+from titanlike.config.schema import BalanceSplit, Checkpoint, Config, Fsdp
+from titanlike.data.loader import open_data
+from titanlike.launch.worker import Worker
+from titanlike.metrics.events import Events
+from titanlike.parallel.mesh import close_mesh, open_mesh
+from titanlike.torch_private import local_slices
+
+# 24 sequences: they divide among 1, 2, 3 and 4; 32 channels among 3 do not
+LAYOUTS = {
+    "one": tiny(batch_size=24),
+    "dp3": tiny(dp=3, batch_size=24),
+    "dp4 in two replicas": tiny(dp=4, replicate=2, batch_size=24),
+    "pp2 x dp2": tiny(2, 2, batch_size=24, fsdp=Fsdp(zero=3)),
+    "pp4 interleaved": tiny(4, 1, "interleaved1f1b", batch_size=32),
+    "pp2 x dp2 zbv": tiny(2, 2, "zbvzerobubble", replicate=2, batch_size=24),
+    "pp3 uneven": tiny(3, 1, "gpipe", batch_size=24, split=BalanceSplit(balance=[1, 6, 1])),
+}
+LAYOUTS = {name: replace(config, batch_size=24) for name, config in LAYOUTS.items()}
+
+
+def test_any_layout_loads_what_any_other_saved(tmp_path: Path) -> None:
+    for name, config in LAYOUTS.items():
+        run_world(save, replace(config, checkpoint=Checkpoint()), tmp_path / name, name)
+    for name, config in LAYOUTS.items():
+        results = run_world(load_all, config, tmp_path / f"to {name}", str(tmp_path))
+        loaded = {(source, key) for found in results for source, key in found}
+        # model, exp_avg, exp_avg_sq and step of every parameter, in every one of the layouts
+        assert len(loaded) == len(LAYOUTS) * 4 * PARAMETERS, name
+
+
+PARAMETERS = 8 * 9 + 3
+
+
+def save(config: Config, worker: Worker, name: str) -> None:
+    """Fill this rank's share with what `truth` says, and save it as step 7."""
+    run, saver = opened(config, worker)
+    for key, tensor in tensors(run):
+        whole = truth(key, tensor.shape)
+        local(tensor).copy_(whole[local_slices(tensor)])
+    saver.save(Progress(step=7, left_out=3, value=0.1 + 0.2))
+    close_mesh()
+
+
+def load_all(config: Config, worker: Worker, root: str) -> list[tuple[str, str]]:
+    """Load each layout's checkpoint; what of it this rank has, all of it compared with `truth`."""
+    run, _ = opened(config, worker)
+    found = []
+    for source in LAYOUTS:
+        for _, tensor in tensors(run):
+            local(tensor).fill_(-1)
+        here = replace(config, run_dir=str(Path(root) / source), checkpoint=Checkpoint())
+        saver = Saver(run.parts, here, open_data(here), Events(Path(), None))
+        assert saver.resume() == Progress(step=7, left_out=3, value=0.1 + 0.2)
+        for key, tensor in tensors(run):
+            whole = truth(key, tensor.shape)
+            assert torch.equal(local(tensor), whole[local_slices(tensor)]), (source, key)
+            found.append((source, key))
+    close_mesh()
+    return found
+
+
+def opened(config: Config, worker: Worker) -> tuple[Run, Saver]:
+    mesh = open_mesh(config, worker)
+    run = build(config, mesh)
+    for parameter in run.parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    for part in run.parts:
+        part.optimizer.step()  # so that there is a state
+        part.optimizer.zero_grad()
+    events = Events(worker.run_dir, None)
+    return run, Saver(run.parts, config, open_data(config), events)
+
+
+def tensors(run: Run) -> list[tuple[str, torch.Tensor]]:
+    found = []
+    for part in run.parts:
+        for name, parameter in part.stage.named_parameters():
+            found.append((name, parameter.data))
+            for key, value in part.optimizer.state[parameter].items():
+                found.append((f"{name}.{key}", value))
+    return found
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def truth(key: str, shape: torch.Size) -> torch.Tensor:
+    """The whole tensor of a name."""
+    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:6], "big")
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "async_pinned"])
+def test_a_background_save_holds_the_state_of_its_step(mode: str, tmp_path: Path) -> None:
+    """Parameters change while it is written, and again before the next one."""
+    config = tiny(2, 2, batch_size=24, steps=6, checkpoint=Checkpoint(every=1, mode=mode))
+    found = run_world(save_and_change, config, tmp_path)
+    assert all(found)
+    folders = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert folders == ["step-00000001", "step-00000002", "step-00000003"]
+
+
+def save_and_change(config: Config, worker: Worker) -> bool:
+    run, saver = opened(config, worker)
+    slow_down_writing()
+    for step in (1, 2, 3):
+        for _, tensor in tensors(run):
+            local(tensor).fill_(step)
+        begin = time.monotonic()
+        saver.save(Progress(step=step))
+        waited = time.monotonic() - begin
+        if config.checkpoint.mode != "sync" and step == 1:
+            assert waited < 0.25, "training waited for a write in the background"
+        for _, tensor in tensors(run):
+            local(tensor).fill_(-1)
+    saver.finish(Progress(step=3), done=True)
+    for step in (1, 2, 3):
+        path = Path(config.run_dir) / "checkpoints" / f"step-{step:08d}"
+        here = replace(config, checkpoint=Checkpoint(resume=str(path)), run_dir="nowhere")
+        other = Saver(run.parts, here, open_data(here), Events(Path(), None))
+        assert other.resume().step == step
+        for key, tensor in tensors(run):
+            assert (local(tensor) == step).all(), (step, key)
+    close_mesh()
+    return True
+
+
+def slow_down_writing() -> None:
+    import titanlike.checkpoint.dcp_files as dcp_files
+
+    fsync = dcp_files.os.fsync
+
+    def slow(handle: int) -> None:
+        time.sleep(0.05)  # some eight times a save
+        fsync(handle)
+
+    dcp_files.os.fsync = slow
