@@ -156,6 +156,7 @@ def train_steps(s: Session, progress: Progress) -> tuple[Progress, int]:
             for sink in s.sinks:
                 sink.flush()  # a checkpoint must not outlive the records of its steps
             stall = s.saver.save(progress, record.get("val_loss"))
+            wish = wish or agreed_wish(s.run.mesh, config, s.worker)
             rollbacks = 0
     return progress, wish
 
