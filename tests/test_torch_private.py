@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,34 @@ def test_a_newer_checkpoint_still_needs_help_to_be_read() -> None:
     torch_private.read_newer_checkpoints()  # may be called again
     blank.__setstate__(newer)
     assert blank.dtype == torch.float32
+
+
+def watched(config: Config, worker: Worker) -> list[tuple[list, list]]:
+    """Of a step, an evaluation and a step: what `watch` told, and what was to be done."""
+    from titanlike.build import build
+    from titanlike.data.loader import batches, open_data
+    from titanlike.parallel.mesh import open_mesh
+    from titanlike.training import on_device
+
+    mesh = open_mesh(config, worker)
+    run = build(config, mesh)
+    told: list = []
+    run.pipeline.watch(lambda action: pytest.fail("the first watcher was replaced"))
+    run.pipeline.watch(told.append)
+    batch = on_device(next(batches(open_data(config).train, config, dp_rank=0)), mesh)
+    runtime = run.pipeline._runtime
+    seen = []
+    for call in ("train", "evaluate", "train"):
+        told.clear()
+        getattr(run.pipeline, call)(*batch)
+        order = runtime._train if call == "train" else runtime._forward
+        copy.deepcopy(order)  # as torch does to print it beside an error: no action is taken
+        seen.append(([str(action) for action in told], [*map(str, order[mesh.pp_rank][:]), "None"]))
+    return seen
+
+
+def test_the_runtime_takes_its_actions_one_by_one_from_a_list(tmp_path: Path) -> None:
+    """The watchdog sees by it where a rank is: each action in its turn, then the end."""
+    for calls in run_world(watched, tiny(2, 1, "zbvzerobubble"), tmp_path, timeout=40):
+        for told, order in calls:
+            assert told == order and len(order) > 16

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -137,6 +137,28 @@ def _check_transport_order(ranks: dict[int, list[Any]], place: tuple[int, ...]) 
     assert sent == received, "a rank would receive messages of a peer in another order than sent"
 
 
+class _Watched(list):
+    """A rank's actions; tells of each when torch's runtime takes it.
+
+    The runtime has no hook for it: it goes through its list once a step, by a for loop.
+    """
+
+    def __init__(self, actions: list[Any], act: Callable[[Any], None]) -> None:
+        super().__init__(actions)
+        self._act = act
+
+    def __iter__(self) -> Iterator[Any]:
+        act = self._act
+        for action in super().__iter__():
+            act(action)
+            yield action
+        act(None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> list[Any]:
+        """torch copies the order to print it beside an error: that takes no action."""
+        return self[:]
+
+
 class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
     """torch's pipeline runtime on an Order, for every schedule: training and evaluation.
 
@@ -169,6 +191,11 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
             self.register_custom_function(
                 _Kind.RESHARD, lambda action, _: self.unsharded_stages.discard(action.stage_index)
             )
+
+    def watch(self, act: Callable[[Any], None]) -> None:
+        """Call `act` with each action of this rank when it begins, and with None after the last."""
+        for order in (self._train, self._forward):
+            order[self.rank] = _Watched(order[self.rank][:], act)
 
     def train(self, inputs: Tensor, targets: Tensor) -> list[Tensor]:
         """Forward and backward of one batch: the losses of its microbatches, on the last stage."""

@@ -135,18 +135,17 @@ def train_steps(s: Session, progress: Progress) -> tuple[Progress, int]:
                 stream = batches_from(s, progress)
                 continue
             record["skipped"] = verdict.kind
-        final = step == last
-        if not wish and is_due(
-            step, config.validation.every, final and config.validation.every > 0
+        final = step == last  # is completed whatever asks the run to end
+        if is_due(step, config.validation.every, final and config.validation.every > 0) and (
+            final or not wish
         ):
             s.watchdog.at(step, "validation")
-            value = validate(
-                s.run, config, s.data, lambda: agreed_wish(s.run.mesh, config, s.worker)
-            )
-            if value is None:
+            asked = None if final else lambda: agreed_wish(s.run.mesh, config, s.worker)
+            val_loss = validate(s.run, config, s.data, asked)
+            if val_loss is None:
                 wish = agreed_wish(s.run.mesh, config, s.worker)
             else:
-                record["val_loss"] = value
+                record["val_loss"] = val_loss
         value = record.get("val_loss", record["loss"])
         progress = replace(progress, step=step, value=value, guard=s.guard.state())
         s.log(record)
@@ -158,7 +157,7 @@ def train_steps(s: Session, progress: Progress) -> tuple[Progress, int]:
             stall = s.saver.save(progress, record.get("val_loss"))
             wish = wish or agreed_wish(s.run.mesh, config, s.worker)
             rollbacks = 0
-    return progress, wish
+    return progress, wish if progress.step < last else 0
 
 
 def go_back(s: Session, progress: Progress, verdict: Verdict) -> Progress:
@@ -237,7 +236,7 @@ def update(run: Run, config: Config, step: int, norm: Tensor) -> float:
 
 
 def validate(
-    run: Run, config: Config, data: Data, asked: Callable[[], int] = lambda: 0
+    run: Run, config: Config, data: Data, asked: Callable[[], int] | None = None
 ) -> float | None:
     """Loss in nats a token over the validation batches, the same ones each time.
 
@@ -248,7 +247,7 @@ def validate(
     total = torch.zeros(2, dtype=torch.float64)
     given_up = False
     for batch in validation_batches(data.validation, config, dp_rank=run.mesh.dp_rank):
-        if given_up := bool(asked()):
+        if given_up := asked is not None and bool(asked()):
             break
         loss, tokens = run.pipeline.evaluate(*on_device(batch, run.mesh))
         total += torch.tensor([loss.item() * tokens.item(), tokens.item()])

@@ -14,7 +14,7 @@ from world import run_world
 
 from titanlike.build import Run, build
 from titanlike.checkpoint.saver import Progress, Saver
-from titanlike.config.schema import BalanceSplit, Checkpoint, Config, Fsdp
+from titanlike.config.schema import BalanceSplit, Checkpoint, Config
 from titanlike.data.loader import open_data
 from titanlike.launch.worker import Worker
 from titanlike.metrics.events import Events
@@ -26,9 +26,8 @@ LAYOUTS = {
     "one": tiny(batch_size=24),
     "dp3": tiny(dp=3, batch_size=24),
     "dp4 in two replicas": tiny(dp=4, replicate=2, batch_size=24),
-    "pp2 x dp2": tiny(2, 2, batch_size=24, fsdp=Fsdp(zero=3)),
     "pp4 interleaved": tiny(4, 1, "interleaved1f1b", batch_size=32),
-    "pp2 x dp2 zbv": tiny(2, 2, "zbvzerobubble", replicate=2, batch_size=24),
+    "pp2 x dp2 zbv": tiny(2, 2, "zbvzerobubble", batch_size=24),
     "pp3 uneven": tiny(3, 1, "gpipe", batch_size=24, split=BalanceSplit(balance=[1, 6, 1])),
 }
 LAYOUTS = {name: replace(config, batch_size=24) for name, config in LAYOUTS.items()}

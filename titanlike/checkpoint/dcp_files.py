@@ -27,7 +27,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from titanlike.checkpoint.storage import Storage
-from titanlike.checkpoint.whole import METADATA, Damaged, Manifest, check_sizes, commit, revoke
+from titanlike.checkpoint.whole import (
+    METADATA,
+    Damaged,
+    Manifest,
+    Refused,
+    check_sizes,
+    commit,
+    revoke,
+)
 
 # What a `.metadata` file may name. torch.float32 and the like are read as attributes of torch.
 _DCP = "torch.distributed.checkpoint."
@@ -51,10 +59,6 @@ _ALLOWED = {
     },
     f"{_DCP}filesystem": {"_StorageInfo", "_StoragePrefix"},
 }
-
-
-class Refused(ValueError):
-    """A file of a checkpoint asks for something that reading a checkpoint does not need."""
 
 
 class _Unpickler(pickle.Unpickler):

@@ -76,6 +76,11 @@ def find(config: Config, rejected: Collection[str] = ()) -> Found:
             )
         return found
     chosen = None if resume == "never" else named("checkpoint.resume", resume)
+    if chosen is not None and not _STEP.fullmatch(chosen.name):
+        raise ValueError(
+            f"checkpoint.resume={resume}: a run goes on from a step-XXXXXXXX folder alone; write "
+            f"checkpoint.start_from={resume} to start a new run from the weights in it"
+        )
     start = 0 if chosen is None else step_of(chosen)
     own = committed(folder)
     if own and step_of(own[0]) > start:

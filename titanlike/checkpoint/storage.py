@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from datetime import datetime
 from pathlib import Path
 from typing import IO
 
@@ -65,6 +66,13 @@ class Storage:
     def size(self, name: str) -> int:
         """In bytes. Raises FileNotFoundError."""
         return self._fs.size(self._path(name))
+
+    def modified(self, name: str) -> datetime | None:
+        """When it was written last, in UTC; None where the file system does not tell."""
+        try:
+            return self._fs.modified(self._path(name))
+        except (NotImplementedError, FileNotFoundError):
+            return None
 
     def open(self, name: str, mode: str) -> IO[bytes]:
         return self._fs.open(self._path(name), mode)

@@ -26,6 +26,7 @@ MANIFEST = "files.json"
 STATE = "state.json"
 METADATA = ".metadata"
 FORMAT = 1  # of these files; a later program that changes them counts on
+_NEEDED = ("step", "progress", "val_loss", "same", "sequences")  # in state.json
 _PIECE = 2**22  # bytes read at a time
 
 Manifest = dict[str, tuple[int, str]]  # file -> bytes, checksum
@@ -37,6 +38,10 @@ class Damaged(ValueError):
     def __init__(self, folder: Storage, file: str, reason: str) -> None:
         self.folder, self.file, self.reason = folder, file, reason
         super().__init__(f"checkpoint {folder} is damaged: {file} {reason}")
+
+
+class Refused(ValueError):
+    """A file of a checkpoint asks for something that reading a checkpoint does not need."""
 
 
 def checksum(data: bytes) -> str:
@@ -125,11 +130,15 @@ def read_state(folder: Storage) -> dict[str, Any]:
         state = json.loads(text)
     except ValueError as error:
         raise Damaged(folder, STATE, f"is no JSON: {error}") from None
+    if not isinstance(state, dict):
+        raise Damaged(folder, STATE, "holds no JSON object")
     if state.get("format", FORMAT) > FORMAT:
         raise ValueError(
             f"checkpoint {folder} has format {state['format']}, and this program knows {FORMAT}: "
             "it was written by a later titanlike"
         )
+    if absent := [key for key in _NEEDED if key not in state]:
+        raise Damaged(folder, STATE, f"does not say {', '.join(absent)}")
     return state
 
 

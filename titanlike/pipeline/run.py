@@ -23,7 +23,8 @@ class Pipeline:
         self._runtime, self._loss, self._mesh = runtime, loss, mesh
 
     def watch(self, act: Callable[[Any], None]) -> None:
-        """Call `act` with each action of the schedule when it begins."""
+        """Call `act` with each action of the schedule when it begins, with None after the last."""
+        self._runtime.watch(act)
 
     def train(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Forward and backward of this dp rank's part of a batch, int64 [batch / dp, T] each.
