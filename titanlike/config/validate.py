@@ -167,6 +167,6 @@ def _resume(config: Config) -> Iterator[Problem]:
         fix = "checkpoint.start_from=null or checkpoint.resume=auto"
         yield Problem("checkpoint.start_from", settings.start_from, reason, fix)
     for rule in settings.rename:
-        if "=" not in rule:
-            fix = "checkpoint.rename=['old.=new.']"
-            yield Problem("checkpoint.rename", rule, "is no old=new", fix)
+        if ":" not in rule:
+            fix = "checkpoint.rename=[old.:new.]"
+            yield Problem("checkpoint.rename", rule, "is no old:new", fix)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlike import files
+from titanlike.config.credentials import redact
 
 
 class Events:
@@ -21,10 +22,12 @@ class Events:
         self._path, self._say = run_dir / "events.jsonl", say
 
     def log(self, event: str, step: int, text: str = "", **fields: Any) -> None:
-        """Note an event; `text`, if there is one, is shown."""
+        """Note an event; `text`, if there is one, is shown. Neither with credentials in it."""
         if self._say is None:
             return
-        record = {"time": time.time(), "event": event, "step": step, **fields}
+        text = redact(text)  # of a file system's error, for one
+        shown = {key: redact(v) if isinstance(v, str) else v for key, v in fields.items()}
+        record = {"time": time.time(), "event": event, "step": step, **shown}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(files.dumps(record | ({"text": text} if text else {})) + "\n")
         if text:

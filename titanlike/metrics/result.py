@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from titanlike import files
 
-Status = Literal["completed", "failed", "interrupted"]
+# stopped: ended early by a wish, with a checkpoint; interrupted: ended at once by a signal
+Status = Literal["completed", "stopped", "failed", "interrupted"]
 
 
 def write_result(

@@ -63,6 +63,8 @@ class JsonlSink:
         self._file.close()
 
     def _open_after(self, step: int) -> None:
+        for unfinished in self._path.parent.glob(f".{self._path.name}.*"):
+            unfinished.unlink()  # of a process that was killed right here
         if self._path.exists():
             kept = [record for record in read_jsonl(self._path) if record["step"] <= step]
             files.replace_file(self._path, "".join(files.dumps(record) + "\n" for record in kept))

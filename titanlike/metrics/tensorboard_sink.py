@@ -39,6 +39,9 @@ class TensorBoardSink:
             if name != "step" and isinstance(value, (int, float)):
                 self._writer.add_scalar(name, value, global_step=record["step"])
 
+    def flush(self) -> None:
+        """Nothing: a run does not go on from it."""
+
     def rewind(self, step: int) -> None:
         """Nothing: steps that come again are drawn again."""
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from titanlike import files
 from titanlike.config import schema
+from titanlike.config.credentials import redact
 
 BACKLOG = 10_000  # records that wait while wandb does not take them; a few MB
 GRACE = 30.0  # seconds beyond the user's timeout for importing wandb and starting its service
@@ -67,6 +68,9 @@ class WandbSink:
         except queue.Full:
             self._stop(f"it took none of the last {BACKLOG} steps")
         self._tell()
+
+    def flush(self) -> None:
+        """Nothing: a run does not go on from it."""
 
     def rewind(self, step: int) -> None:
         """Nothing: W&B drops the steps that it has had, until the run is past them."""
@@ -219,5 +223,5 @@ def _end_service() -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
+    text = redact(" ".join(str(error).split()))  # of a server's answer, or of a proxy's URL
     return f"{type(error).__name__}: {text}"[:160] if text else type(error).__name__

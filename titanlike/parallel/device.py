@@ -7,6 +7,7 @@ import ctypes
 import os
 import resource
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -81,8 +82,44 @@ def return_freed_memory() -> None:
 _M_MMAP_THRESHOLD = -3  # <malloc.h>; setting it also ends its own growth
 
 
+@contextlib.contextmanager
+def deterministic(on: bool) -> Iterator[None]:
+    """Within it, torch uses deterministic kernels alone, and raises where an operation has none.
+
+    Afterwards all is as before, but for cuBLAS, which keeps the workspace that it began with: a
+    sweep's jobs share a process.
+    """
+    if not on:
+        yield
+        return
+    cudnn, filling = torch.backends.cudnn, torch.utils.deterministic
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        cudnn.benchmark,
+        cudnn.deterministic,
+        filling.fill_uninitialized_memory,
+        os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+    )
+    enabled, warn_only, cudnn_benchmark, cudnn_deterministic, fill, workspace = before
+    make_deterministic()
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        cudnn.benchmark, cudnn.deterministic = cudnn_benchmark, cudnn_deterministic
+        filling.fill_uninitialized_memory = fill
+        if workspace is None:
+            os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+
+
 def make_deterministic() -> None:
-    """Have torch use deterministic kernels, and raise where an operation has none."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
-    torch.backends.cudnn.benchmark = False
+    """For good what `deterministic` does for a while."""
+    # cuBLAS asks for a workspace of a fixed size; another one of the user's is torch's to refuse
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cudnn.benchmark = False  # it would choose kernels by their speed of the day
+    torch.backends.cudnn.deterministic = True
     torch.use_deterministic_algorithms(True)
+    # writing NaN into each new tensor would find kernels that read what nobody wrote, at the price
+    # of a write to all memory that is allocated
+    torch.utils.deterministic.fill_uninitialized_memory = False
