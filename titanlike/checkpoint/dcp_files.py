@@ -196,7 +196,12 @@ class _Files(FileSystemBase):
                 yield raw
                 return
             stream = _Summing(raw)
-            yield stream
+            try:
+                yield stream
+            except RuntimeError:
+                if stream.error is not None:  # torch.save hides it behind one of its own
+                    raise stream.error from None
+                raise
             raw.flush()
             if self._folder.local:
                 os.fsync(raw.fileno())
@@ -238,11 +243,16 @@ class _Summing:
     def __init__(self, raw: IO[bytes]) -> None:
         self._raw = raw
         self.size, self.hasher = 0, xxhash.xxh3_128()
+        self.error: OSError | None = None  # the first
 
     def write(self, data: Any) -> int:
+        try:
+            self._raw.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
         self.hasher.update(data)
         self.size += len(data)
-        self._raw.write(data)
         return len(data)
 
     def tell(self) -> int:

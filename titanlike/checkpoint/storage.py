@@ -54,7 +54,7 @@ class Storage:
         self._fs.invalidate_cache()  # other processes write here
         try:
             found = self._fs.ls(self._root, detail=False)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
         names = {path.rstrip("/").rpartition("/")[2] for path in found}
         return sorted(names - {"", self.name})

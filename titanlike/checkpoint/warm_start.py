@@ -19,7 +19,8 @@ def warm_start(settings: Checkpoint, parts: list[Part], group: dist.ProcessGroup
     """Load parameters by name from `checkpoint.start_from`; says what was taken. Collective.
 
     With `strict` the names must be the same on both sides, after `rename`; otherwise parameters
-    that are not there keep their initial values. A parameter of another shape is always an error.
+    that are not there keep their initial values. A parameter of another shape is always an error,
+    and so is a checkpoint of which nothing fits.
     Raises ValueError naming the parameters.
     """
     assert settings.start_from is not None
@@ -29,22 +30,26 @@ def warm_start(settings: Checkpoint, parts: list[Part], group: dist.ProcessGroup
     if dist.get_rank(group) == 0:
         check_all(folder)
     metadata = store.metadata_of(folder)
-    there = {
-        _PREFIX + renamed(name.removeprefix(_PREFIX), settings.rename): name
-        for name, entry in metadata.state_dict_metadata.items()
-        if name.startswith(_PREFIX) and isinstance(entry, TensorStorageMetadata)
-    }
+    there: dict[str, str] = {}  # name here -> name there
+    for name, entry in sorted(metadata.state_dict_metadata.items()):
+        if name.startswith(_PREFIX) and isinstance(entry, TensorStorageMetadata):
+            new = _PREFIX + renamed(_short(name), settings.rename)
+            if new in there:
+                raise ValueError(
+                    f"checkpoint.rename: {_short(there[new])} and {_short(name)} would both be "
+                    f"{_short(new)}; write longer beginnings of names"
+                )
+            there[new] = name
     here = store.model_tensors(parts)
-    everywhere: list[list[str]] = [[]] * dist.get_world_size(group)
-    dist.all_gather_object(everywhere, sorted(here), group=group)
-    all_names = {name for names in everywhere for name in names}
-    shapes = {
-        name: tuple(metadata.state_dict_metadata[there[name]].size) for name in here.keys() & there
-    }
+    everywhere: list[dict[str, tuple[int, ...]]] = [{}] * dist.get_world_size(group)
+    shapes = {name: tuple(tensor.shape) for name, tensor in here.items()}
+    dist.all_gather_object(everywhere, shapes, group=group)
+    of_model = {name: shape for of_rank in everywhere for name, shape in of_rank.items()}
+    all_names = of_model.keys()
     wrong = [
-        f"{_short(name)} is {shape} there and {tuple(here[name].shape)} here"
-        for name, shape in sorted(shapes.items())
-        if shape != tuple(here[name].shape)
+        f"{_short(name)} is {shape} there and {of_model[name]} here"
+        for name in sorted(all_names & there.keys())
+        if (shape := tuple(metadata.state_dict_metadata[there[name]].size)) != of_model[name]
     ]
     if wrong:
         raise ValueError(
@@ -57,10 +62,11 @@ def warm_start(settings: Checkpoint, parts: list[Part], group: dist.ProcessGroup
         for names, what in ((missing, "not there"), (unused, "there and not in this model"))
         if (count := len(names))
     ]
-    if lists and settings.strict:
+    if lists and (settings.strict or not all_names & there.keys()):
         raise ValueError(
             f"checkpoint.start_from={folder}: parameters {'; '.join(lists)}; write "
-            "checkpoint.rename=[old.:new.] for names that differ, or checkpoint.strict=false"
+            "checkpoint.rename=[old.:new.] for names that differ"
+            + (", or checkpoint.strict=false" if settings.strict else "; no name is the same")
         )
     wanted = {there[name]: value for name, value in here.items() if name in there}
     store.read(folder, metadata, wanted, group)

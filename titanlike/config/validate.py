@@ -7,7 +7,8 @@ What needs the model to be built (layers against stages, heads against dims) is
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import inf
+from dataclasses import replace
+from math import gcd, inf, log
 from pathlib import Path
 
 from titanlike.config.errors import Problem
@@ -17,7 +18,7 @@ MOST_STAGES = 256
 MOST_RANKS = 1_000_000
 MOST_BATCH = 2**20  # sequences of one dp rank a step
 MOST_NUMBER = 2**40  # of anything that is counted
-_RESUME_WORDS = {("resume", "auto"), ("resume", "never")}
+_MOST_MESHES = 3  # that an error names
 
 
 def problems(config: Config, world_size: int | None = None) -> list[Problem]:
@@ -42,10 +43,26 @@ def _mesh(config: Config, world_size: int | None) -> Iterator[Problem]:
         yield Problem("replicate", replicate, reason, f"replicate={fits}")
     if world_size not in (None, 1) and pp >= 1 and dp >= 1 and pp * dp != world_size:
         reason = f"pp x dp = {pp} x {dp} = {pp * dp} processes, but {world_size} were started"
-        fix = f"--nproc-per-node {pp * dp} (times nodes)"
-        if world_size % pp == 0:
-            fix = f"dp={world_size // pp}, or start with {fix}"
-        yield Problem("dp", dp, reason, fix)
+        meshes = ", or ".join(_meshes(config, world_size))
+        count = f"start with --nproc-per-node {pp * dp} (times nodes)"
+        yield Problem("dp", dp, reason, f"{meshes}; or {count}" if meshes else count)
+
+
+def _meshes(config: Config, world_size: int) -> list[str]:
+    """The overrides of a few meshes that have so many processes, those most like `config`'s first."""
+    found = []
+    for pp in range(1, min(world_size, MOST_STAGES) + 1):
+        dp = world_size // pp
+        if pp * dp != world_size:
+            continue
+        replicate = gcd(config.replicate, dp) if config.replicate >= 1 else 1
+        mesh = replace(config, pp=pp, dp=dp, replicate=replicate)
+        if not [*_mesh(mesh, world_size), *_batch(mesh)]:
+            words = f"pp={pp} dp={dp}"
+            if replicate != config.replicate:
+                words += f" replicate={replicate}"
+            found.append((abs(log(pp / config.pp)), words))
+    return [words for _, words in sorted(found)[:_MOST_MESHES]]
 
 
 def _positive(config: Config) -> Iterator[Problem]:
@@ -155,13 +172,11 @@ def _batch(config: Config) -> Iterator[Problem]:
 
 def _resume(config: Config) -> Iterator[Problem]:
     settings = config.checkpoint
-    for key, location in (("resume", settings.resume), ("start_from", settings.start_from)):
-        if location is None or "://" in location or (key, location) in _RESUME_WORDS:
-            continue
-        if not Path(location).expanduser().is_dir():
-            fix = "the path of a checkpoint or run directory"
-            fix += ", auto, or never" if key == "resume" else ", or null"
-            yield Problem(f"checkpoint.{key}", location, "no such folder", fix)
+    resume = settings.resume
+    known = resume in ("auto", "never") or "://" in resume
+    if not known and not Path(resume).expanduser().is_dir():
+        fix = "the path of a checkpoint or run directory, auto, or never"
+        yield Problem("checkpoint.resume", resume, "no such folder", fix)
     if settings.start_from is not None and settings.resume not in ("auto", "never"):
         reason = f"the run goes on from checkpoint.resume={settings.resume} already"
         fix = "checkpoint.start_from=null or checkpoint.resume=auto"
