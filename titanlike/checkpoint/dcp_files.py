@@ -84,6 +84,8 @@ def read_metadata(folder: Storage) -> Metadata:
     if not isinstance(metadata, Metadata):
         raise Damaged(folder, METADATA, "holds no description of tensors")
     for info in (metadata.storage_data or {}).values():
+        if not isinstance(getattr(info, "relative_path", None), str):
+            raise Damaged(folder, METADATA, "does not say where its tensors are")
         if os.path.basename(info.relative_path) != info.relative_path:
             raise Refused(
                 f"checkpoint {folder} is refused: {METADATA} names a file outside of it, "

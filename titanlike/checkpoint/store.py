@@ -37,7 +37,9 @@ def model_tensors(parts: list[Part], dtype: torch.dtype | None = None) -> Tensor
     tensors = {}
     for part in parts:
         for name, value in get_model_state_dict(part.stage).items():
-            tensors[f"model.{name}"] = value.to(dtype) if dtype is not None and value.is_floating_point() else value
+            tensors[f"model.{name}"] = (
+                value.to(dtype) if dtype is not None and value.is_floating_point() else value
+            )
     return tensors
 
 

@@ -1,0 +1,141 @@
+"""A disk that is full while a run saves: told at once, nothing lost that was there, no leftovers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from checkpoint.saved_runs import a_run, checkpoint, events, numbers, train_all, train_each
+from world import run_world
+
+from titanlike import training
+from titanlike.checkpoint.find import committed
+from titanlike.checkpoint.saver import Progress, Saver
+from titanlike.checkpoint.storage import Storage
+from titanlike.checkpoint.whole import check_all
+from titanlike.config.schema import Config
+from titanlike.launch.worker import Worker
+
+SIZE = 3 * 2**20  # bytes of the disk: room for the three checkpoints of a run
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A small file system of its own."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(folder)]
+    if subprocess.run(words, capture_output=True).returncode != 0:
+        pytest.skip("a file system cannot be mounted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=30)
+
+
+def train_on_a_disk_that_fills(
+    config: Config, worker: Worker, disk: str, full_at: list[int]
+) -> list[str]:
+    """Train, with the disk full while the checkpoints of these steps are written."""
+    filler = Path(disk) / "filler"
+
+    class Fills(Saver):
+        begun = 0
+
+        def save(self, progress: Progress, val_loss: float | None = None) -> float:
+            if worker.rank == 0:
+                self.wait_for_those_in_the_background()
+                filler.unlink(missing_ok=True)
+                if progress.step in full_at:
+                    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+                        while True:
+                            file.write(bytes(2**14))
+            self.begun += 1
+            return super().save(progress, val_loss)
+
+        def wait_for_those_in_the_background(self) -> None:
+            deadline = time.monotonic() + 20
+            while self.begun > sum(
+                len(events(worker.run_dir, kind)) for kind in ("saved", "save_failed")
+            ):
+                assert time.monotonic() < deadline, "a save is not told of before the next one"
+                time.sleep(0.01)
+                self.poll()
+
+    training.Saver = Fills
+    return train_each(config, worker, [config])
+
+
+@pytest.mark.parametrize("mode, pp", [("sync", 1), ("async", 1), ("sync", 2), ("async_pinned", 2)])
+def test_a_save_that_fails_once_is_told_and_the_run_goes_on(
+    disk: Path, tmp_path: Path, mode: str, pp: int
+) -> None:
+    run_dir = tmp_path / "run"
+    config = a_run(run_dir, pp, steps=10, mode=mode, folder=str(disk / "saved"))
+    raised = run_world(train_on_a_disk_that_fills, config, run_dir, str(disk), [6])
+    assert raised[0] == [""]
+    [failed] = events(run_dir, "save_failed")
+    assert failed["step"] == 6
+    assert str(disk / "saved" / "step-00000006") in failed["text"]
+    assert "No space left on device" in failed["text"]
+    assert "are free there" in failed["text"]
+    assert failed["text"] in (run_dir / "rank0.out").read_text()
+    assert [event["step"] for event in events(run_dir, "saved")] == [3, 9]
+    assert sorted(os.listdir(disk / "saved")) == ["step-00000003", "step-00000009"]
+    for path in committed(Storage(disk / "saved")):
+        check_all(path)
+    assert sorted(numbers(run_dir)) == list(range(1, 11))
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_second_failure_in_a_row_ends_the_run_and_a_later_start_goes_on(
+    disk: Path, tmp_path: Path, mode: str
+) -> None:
+    truth = a_run(tmp_path / "truth", steps=10)
+    assert train_all(truth) == [""]
+    run_dir = tmp_path / "run"
+    config = replace(truth, run_dir=str(run_dir))
+    settings = replace(config.checkpoint, mode=mode, folder=str(disk / "saved"))
+    config = replace(config, checkpoint=settings)
+    [[error]] = run_world(train_on_a_disk_that_fills, config, run_dir, str(disk), [6, 9])
+    assert error.startswith("OSError") and "failure 2 in a row" in error and "\n" not in error
+    assert "step-00000009" in error and "No space left on device" in error
+    assert [event["step"] for event in events(run_dir, "save_failed")] == [6, 9]
+    assert os.listdir(disk / "saved") == ["step-00000003"]
+    check_all(Storage(disk / "saved" / "step-00000003"))
+
+    (disk / "filler").unlink()
+    assert train_all(config) == [""]
+    assert [event["step"] for event in events(run_dir, "resume")] == [3]
+    assert numbers(run_dir) == numbers(Path(truth.run_dir))
+
+
+def test_a_last_save_that_fails_is_an_error(disk: Path, tmp_path: Path) -> None:
+    """Or the user would believe that the run is kept."""
+    run_dir = tmp_path / "run"
+    config = a_run(run_dir, steps=6, last=True, folder=str(disk / "saved"), mode="async")
+    [[error]] = run_world(train_on_a_disk_that_fills, config, run_dir, str(disk), [6])
+    assert "step-00000006" in error and "No space left on device" in error
+    assert os.listdir(disk / "saved") == ["step-00000003"]
+
+
+def test_a_file_that_may_grow_no_more_is_a_failed_save_too(tmp_path: Path) -> None:
+    """A quota, for one; without a file system of its own."""
+    config = a_run(tmp_path / "run", steps=4)
+    [[error]] = run_world(train_with_a_limit, replace(config, steps=7), tmp_path / "run")
+    assert "could not be written" in error and "File too large" in error
+    assert [e["step"] for e in events(tmp_path / "run", "save_failed")] == [3, 6]
+    assert os.listdir(checkpoint(tmp_path / "run", 3).parent) == []
+
+
+def train_with_a_limit(config: Config, worker: Worker) -> list[str]:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**15, 2**15))
+    return train_each(config, worker, [config])
