@@ -6,7 +6,14 @@
 4. Hydra composes: once, or once a job of a sweep (`-m`).
 5. Each job is launched, and its end is written to run_dir/result.json.
 
-Exit codes: 0 done, 1 a job failed, 2 a mistake in the config, 130 Ctrl-C, 143 SIGTERM.
+Exit codes:
+    0    done
+    1    a job failed
+    2    a mistake in the config; nothing was started
+    75   stopped early, by a signal or by max_time, and saved: the same command goes on.
+         Where torchrun would take that for a failure and start the ranks again (--max-restarts), 0
+    130  Ctrl-C ended it at once; 143 SIGTERM, 138 SIGUSR1, 129 SIGHUP did
+A sweep goes on after max_time, for its job has had its time, and ends after a signal.
 """
 
 from __future__ import annotations
@@ -15,6 +22,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,11 +30,14 @@ from typing import TYPE_CHECKING, Any
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.parse import parse, to_plain
 from titanlike.config.schema import Config
+from titanlike.launch.environment import is_restart, will_restart
 from titanlike.launch.failures import JobFailed, root_cause
 from titanlike.launch.follow import StartedRanks, adopt_slurm, record_for_torchrun
 from titanlike.launch.job import Job
+from titanlike.launch.kept import Kept
 from titanlike.launch.local import run_local
 from titanlike.launch.signals import Interrupted, die_with_parent, exit_now, interruptible
+from titanlike.launch.stop import TIME_IS_UP, Stop, name_of_wish
 
 if TYPE_CHECKING:
     import argparse
@@ -77,18 +88,19 @@ def _run(function: str, folder: str) -> int | str | None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid(), signal.SIGTERM)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return _drive(function, folder, None)
+        return _drive(function, folder, None, Kept.of_one_process())
     ranks = StartedRanks()
     if ranks.rank > 0:
-        ranks.follow()
-        return 0
+        return ranks.follow()
+    code: int | str | None = 1
     try:
-        return _drive(function, folder, ranks)
+        code = _drive(function, folder, ranks, ranks.kept)
+        return code
     finally:
-        ranks.dismiss()
+        ranks.dismiss(code if isinstance(code, int) else int(code is not None))
 
 
-def _drive(function: str, folder: str, ranks: StartedRanks | None) -> int | str | None:
+def _drive(function: str, folder: str, ranks: StartedRanks | None, kept: Kept) -> int | str | None:
     from hydra._internal.utils import _run_hydra, get_args_parser
 
     from titanlike import hydra_overrides
@@ -99,12 +111,13 @@ def _drive(function: str, folder: str, ranks: StartedRanks | None) -> int | str 
     asks_hydra = args.cfg or args.info or args.hydra_help or args.shell_completion
     world_size = ranks.world_size if ranks else None
     if not asks_hydra:
+        args.overrides += _kept_folder(kept)
         problems = _problems(args, world_size)
         if problems:
             return _refuse(problems)
 
     def task(composed: DictConfig) -> float | None:
-        return _run_job(composed, function, folder, ranks)
+        return _run_job(composed, function, folder, ranks, kept)
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra passes errors on; showing them is done here
     try:
@@ -124,6 +137,16 @@ def _drive(function: str, folder: str, ranks: StartedRanks | None) -> int | str 
     return 0
 
 
+def _kept_folder(kept: Kept) -> list[str]:
+    """The overrides by which a restart writes where the first start did."""
+    paths = {key: kept.get(key) for key in ("hydra.run.dir", "hydra.sweep.dir")}
+    return [f"{key}='{_escaped(path)}'" for key, path in paths.items() if path is not None]
+
+
+def _escaped(path: str) -> str:
+    return path.replace("\\", "\\\\").replace("'", "\\'")
+
+
 def _problems(args: argparse.Namespace, world_size: int | None) -> list[Problem]:
     """Every mistake in the command line; a sweep's jobs are checked for sense one by one, later."""
     from titanlike import hydra_overrides
@@ -131,7 +154,12 @@ def _problems(args: argparse.Namespace, world_size: int | None) -> list[Problem]
     findings = hydra_overrides.examine(args)
     if findings.multirun or findings.config is None:
         return findings.problems
-    return findings.problems + _senseless(findings.config, world_size, findings.problems)
+    config = findings.config
+    if is_restart():
+        from titanlike.restart import going_on
+
+        config, _ = going_on(config)
+    return findings.problems + _senseless(config, world_size, findings.problems)
 
 
 def _senseless(config: Config, world_size: int | None, known: list[Problem]) -> list[Problem]:
@@ -159,7 +187,7 @@ def _refuse(problems: list[Problem]) -> int:
 
 
 def _run_job(
-    composed: DictConfig, function: str, folder: str, ranks: StartedRanks | None
+    composed: DictConfig, function: str, folder: str, ranks: StartedRanks | None, kept: Kept
 ) -> float | None:
     """One job, from Hydra's composed config to result.json; the value that a sweeper compares.
 
@@ -168,6 +196,8 @@ def _run_job(
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
     from omegaconf import OmegaConf
+
+    from titanlike.restart import going_on, going_on_after
 
     hydra = HydraConfig.get()
     run_dir = Path(hydra.runtime.output_dir) / folder
@@ -179,15 +209,25 @@ def _run_job(
     config, problems = parse({**plain, "run_dir": str(run_dir)})
     world_size = ranks.world_size if ranks else None
     end = _Ending(run_dir, overrides)
-    with interruptible(end.interrupted):
+    stop = Stop()
+    if sweep:
+        kept.keep("hydra.sweep.dir", str(Path(hydra.sweep.dir).absolute()))
+    else:
+        kept.keep("hydra.run.dir", str(hydra.runtime.output_dir))
+    with interruptible(end.interrupted, stop):
         try:
             if sweep:
                 problems += _senseless(config, world_size, problems)
             if problems:
                 raise ConfigError(problems)
             _write_config(config, run_dir)
+            if is_restart():
+                config, _ = going_on(config)
             job = Job(function, config, run_dir, overrides)
-            result = ranks.lead(job) if ranks else run_local(job)
+            if ranks:
+                result = ranks.lead(job, stop)
+            else:  # a tool's job is not for being started again
+                result = run_local(job, stop, None if folder else partial(going_on_after, config))
         except Interrupted as interrupted:
             end.interrupted(interrupted)
             raise
@@ -204,8 +244,14 @@ def _run_job(
             if sweep and not failed.ends_sweep:
                 raise
             raise SystemExit(1) from None
+    stopped, code = result.get("stopped"), result.get("exit_code", 0)
+    if stopped:
+        why = f"stopped early by {stopped}, with a checkpoint; the same command goes on"
+        end.write("stopped", value=result.get("value"), error=why)
+        if stopped != name_of_wish(TIME_IS_UP) or not sweep:  # the user wants out of a sweep, too
+            raise SystemExit(0 if will_restart() else code)
+        return result.get("value")
     end.write("completed", value=result.get("value"))
-    code = result.get("exit_code", 0)
     if code and not sweep:
         raise SystemExit(code)
     if code:

@@ -21,16 +21,20 @@ from titanlike.metrics.events import Events
 from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.torch_private import local_slices
 
-# 24 sequences: they divide among 1, 2, 3 and 4; 32 channels among 3 do not
+LAYERS = 4
+# 24 sequences divide among 1, 2, 3 and 4 ranks; 32 channels among 3 do not
 LAYOUTS = {
-    "one": tiny(batch_size=24),
-    "dp3": tiny(dp=3, batch_size=24),
-    "dp4 in two replicas": tiny(dp=4, replicate=2, batch_size=24),
-    "pp4 interleaved": tiny(4, 1, "interleaved1f1b", batch_size=32),
-    "pp2 x dp2 zbv": tiny(2, 2, "zbvzerobubble", batch_size=24),
-    "pp3 uneven": tiny(3, 1, "gpipe", batch_size=24, split=BalanceSplit(balance=[1, 6, 1])),
+    name: replace(tiny(*mesh, layers=LAYERS, **changes), batch_size=24)
+    for name, mesh, changes in (
+        ("one", (1, 1), {}),
+        ("dp3", (1, 3), {}),
+        ("dp4 in two replicas", (1, 4), {"replicate": 2}),
+        ("pp2 interleaved", (2, 1, "interleaved1f1b"), {}),
+        ("pp2 x dp2 in a V", (2, 2, "zbvzerobubble"), {}),
+        ("pp3 uneven", (3, 1, "gpipe"), {"split": BalanceSplit(balance=[1, 2, 1])}),
+    )
 }
-LAYOUTS = {name: replace(config, batch_size=24) for name, config in LAYOUTS.items()}
+PARAMETERS = LAYERS * 9 + 3
 
 
 def test_any_layout_loads_what_any_other_saved(tmp_path: Path) -> None:
@@ -41,9 +45,6 @@ def test_any_layout_loads_what_any_other_saved(tmp_path: Path) -> None:
         loaded = {(source, key) for found in results for source, key in found}
         # model, exp_avg, exp_avg_sq and step of every parameter, in every one of the layouts
         assert len(loaded) == len(LAYOUTS) * 4 * PARAMETERS, name
-
-
-PARAMETERS = 8 * 9 + 3
 
 
 def save(config: Config, worker: Worker, name: str) -> None:
@@ -109,7 +110,7 @@ def truth(key: str, shape: torch.Size) -> torch.Tensor:
 @pytest.mark.parametrize("mode", ["sync", "async", "async_pinned"])
 def test_a_background_save_holds_the_state_of_its_step(mode: str, tmp_path: Path) -> None:
     """Parameters change while it is written, and again before the next one."""
-    config = tiny(2, 2, batch_size=24, steps=6, checkpoint=Checkpoint(every=1, mode=mode))
+    config = tiny(2, 1, layers=2, steps=6, checkpoint=Checkpoint(every=1, mode=mode))
     found = run_world(save_and_change, config, tmp_path)
     assert all(found)
     folders = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())

@@ -79,6 +79,47 @@ def nine(config, worker):
     return {"value": None, "exit_code": 9}
 
 
+def never_at_a_step(config, worker):
+    """Would stop at the next step, which does not come."""
+    with worker.stop.armed():
+        (worker.run_dir / f"ready{worker.rank}").touch()
+        time.sleep(300)
+
+
+def one_dies_once(config, worker):
+    """The last rank is killed at the first start; the others, which would stop at the next step,
+    never look. Then: how often rank 0 was started."""
+    first = not (worker.run_dir / "starts").exists()
+    worker.store.set(f"looked{worker.rank}", "")
+    worker.store.wait([f"looked{rank}" for rank in range(worker.world_size)])
+    if worker.rank == 0:
+        with (worker.run_dir / "starts").open("a") as file:
+            file.write(f"{time.time()} ")
+    if first:
+        with worker.stop.armed():
+            if worker.rank == worker.world_size - 1:
+                time.sleep(1)
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(300)
+    return {"value": float(len((worker.run_dir / "starts").read_text().split()))}
+
+
+def mistaken(config, worker):
+    """Fails by a mistake of the user's, which another start would meet again."""
+    from titanlike.imports import load
+
+    with (worker.run_dir / "starts0").open("a") as file:
+        file.write("x")
+    load("no.such.module")
+
+
+def stops(config, worker):
+    """Stops early, by the clock where the seed is 0, else by a signal."""
+    print("stops", flush=True)
+    stopped = "SIGTERM" if config.seed else "max_time"
+    return {"value": float(config.seed), "stopped": stopped, "exit_code": 75}
+
+
 def _join(worker):
     import torch.distributed as dist
 

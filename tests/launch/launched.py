@@ -1,4 +1,5 @@
-"""Starts command lines of `launch_jobs.py` and looks for processes that they left behind."""
+"""Starts command lines of `launch_jobs.py` (or another program) and looks for processes that they
+left behind."""
 
 from __future__ import annotations
 
@@ -19,12 +20,20 @@ TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node"]
 class Launched:
     """A command line in a session of its own, whose processes can be told from all others."""
 
-    def __init__(self, *arguments: object, torchrun: int = 0, cwd: Path | None = None) -> None:
+    def __init__(
+        self,
+        *arguments: object,
+        torchrun: int = 0,
+        options: tuple[str, ...] = (),
+        cwd: Path | None = None,
+        program: Path = JOBS,
+    ) -> None:
+        """torchrun: so many processes by it, with more `options` of its own."""
         self.mark = uuid.uuid4().hex
-        outer = [*TORCHRUN, str(torchrun)] if torchrun else []
+        outer = [*TORCHRUN, str(torchrun), *options] if torchrun else []
         env = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "SLURM"))}
         self.process = subprocess.Popen(
-            [sys.executable, *outer, str(JOBS), *map(str, arguments)],
+            [sys.executable, *outer, str(program), *map(str, arguments)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -1,4 +1,4 @@
-"""The environment of workers: threads, import path, and nothing of a launcher further out."""
+"""The environment: what it tells of a launcher further out, and what workers find in theirs."""
 
 from __future__ import annotations
 
@@ -31,6 +31,20 @@ def workers_environment(workers: int) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def is_restart() -> bool:
+    """Whether torchrun or SLURM has started this command before."""
+    counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    return any(os.environ.get(name, "0") not in ("", "0") for name in counts)
+
+
+def will_restart() -> bool:
+    """Whether torchrun will start this command again if it ends with an exit code that is not 0."""
+    count, most = (
+        os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")
+    )
+    return int(count) < int(most)
 
 
 def import_path() -> list[str]:

@@ -40,8 +40,9 @@ _TRANSPORT = (
 class JobFailed(Exception):
     """A job failed; the text is all that the user needs. A sweep goes on with its next job."""
 
-    def __init__(self, text: str, error: str) -> None:
+    def __init__(self, text: str, error: str, users: bool = False) -> None:
         self.error = error  # one line, for result.json
+        self.users = users  # a mistake of the user's, which would come again
         self.ends_sweep = False  # whether the processes are lost for further jobs
         super().__init__(text, error)
 
@@ -58,6 +59,7 @@ class Failure:
     frames: str  # the innermost frames; "" for a user's mistake, whose message says it all
     transport: bool  # probably caused by a peer that failed
     time: float  # seconds since the epoch
+    users: bool = False  # a mistake of the user's, or numbers that are bad: to run again is no help
 
     def to_job_failed(self, run_dir: Path, world_size: int) -> JobFailed:
         who = f"rank {self.rank} failed: " if world_size > 1 else ""
@@ -65,7 +67,7 @@ class Failure:
         if self.frames:
             lines.append(self.frames.rstrip())
         lines.append(f"log: {log_path(run_dir, self.rank)}")
-        return JobFailed("\n".join(lines), who + self.error)
+        return JobFailed("\n".join(lines), who + self.error, self.users)
 
 
 def describe(rank: int, error: BaseException) -> Failure:
@@ -78,7 +80,7 @@ def describe(rank: int, error: BaseException) -> Failure:
     frames = traceback.format_list(inner[-_FRAMES:])
     words = " ".join(f"{type(link).__name__} {link}" for link in _chain(error)).lower()
     transport = not users and any(word in words for word in _TRANSPORT)
-    return Failure(rank, text, "" if users else "".join(frames), transport, time.time())
+    return Failure(rank, text, "" if users else "".join(frames), transport, time.time(), users)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -105,8 +107,13 @@ def write_failure(run_dir: Path, failure: Failure) -> None:
 
 def clear_failures(run_dir: Path) -> None:
     """Forget an earlier job in the same run directory."""
-    for path in (run_dir / "logs").glob("rank*.error.json"):
+    for path in _error_paths(run_dir):
         path.unlink(missing_ok=True)
+
+
+def peer_failed(run_dir: Path, rank: int) -> bool:
+    """Whether another rank than `rank` has left an error."""
+    return any(path != _error_path(run_dir, rank) for path in _error_paths(run_dir))
 
 
 def root_cause(run_dir: Path, deaths: dict[int, int] | None = None) -> Failure | None:
@@ -114,8 +121,8 @@ def root_cause(run_dir: Path, deaths: dict[int, int] | None = None) -> Failure |
 
     `deaths` maps ranks that ended without a word to their exit code, negative for a signal.
     """
-    paths = (run_dir / "logs").glob("rank*.error.json")
-    failures = [Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    texts = [path.read_text(encoding="utf-8") for path in _error_paths(run_dir)]
+    failures = [Failure(**json.loads(text)) for text in texts]
     told = {failure.rank for failure in failures}
     for rank, code in (deaths or {}).items():
         if rank not in told:
@@ -129,6 +136,10 @@ def _death(code: int) -> str:
     name = signal.Signals(-code).name
     hint = "; often the kernel when memory runs out" if name == "SIGKILL" else ""
     return f"killed by {name}{hint}"
+
+
+def _error_paths(run_dir: Path) -> list[Path]:
+    return list((run_dir / "logs").glob("rank*.error.json"))
 
 
 def _error_path(run_dir: Path, rank: int) -> Path:

@@ -5,6 +5,7 @@
 3. The others wait for the next job, run it with a store of its own, and wait again.
 4. After a job all ranks say how it ended. Where one failed and all came out of it, a sweep goes
    on; where some are stuck in it, the process ends, and whoever started the ranks ends the others.
+5. At the end all end with the exit code of rank 0.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ from typing import Any
 from titanlike.config.schema import Launch
 from titanlike.launch.failures import JobFailed, clear_failures, describe, root_cause
 from titanlike.launch.job import Job
-from titanlike.launch.signals import GRACE, Interrupted, die_with_parent, exit_now
+from titanlike.launch.kept import Kept
+from titanlike.launch.signals import (
+    GRACE,
+    Interrupted,
+    die_with_parent,
+    exit_now,
+    handled_signals,
+    interruptible,
+)
+from titanlike.launch.stop import Stop
 from titanlike.launch.worker import Worker, meet, run_job
 
 _POLL = timedelta(seconds=10)  # of a follower's wait for the next job
@@ -55,31 +65,36 @@ class StartedRanks:
         timeout = timedelta(seconds=Launch().timeout)
         store, self.rank, self.world_size = next(dist.rendezvous("env://", timeout=timeout))
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store = dist.PrefixStore(f"titanlike/{restart}", store)
+        self.kept = Kept(store)
+        # ranks start anew without a counted restart, too, when a machine comes or goes
+        self._store = dist.PrefixStore(f"titanlike/{restart}/{self.world_size}", store)
         self._jobs = 0
 
-    def lead(self, job: Job) -> dict[str, Any]:
+    def lead(self, job: Job, stop: Stop) -> dict[str, Any]:
         """Run a job on all ranks; what this rank's function returned. Raises like `run_local`."""
         clear_failures(job.run_dir)
         self._store.set(f"job{self._jobs}", job.to_json())
-        return self._run(job)
+        return self._run(job, stop)
 
-    def dismiss(self) -> None:
-        """Tell the followers that there are no more jobs."""
+    def dismiss(self, code: int) -> None:
+        """Tell the followers that there are no more jobs, and how this process will end."""
         with contextlib.suppress(RuntimeError):  # a store that is gone has no followers
-            self._store.set(f"job{self._jobs}", "")
+            self._store.set(f"job{self._jobs}", str(code))
 
-    def follow(self) -> None:
-        """Run jobs until rank 0 has no more, or is gone."""
-        die_with_parent(os.getppid(), signal.SIGKILL)
-        for signum in (signal.SIGINT, signal.SIGTERM):
+    def follow(self) -> int:
+        """Run jobs until rank 0 has no more, or is gone; the exit code."""
+        die_with_parent(os.getppid(), signal.SIGTERM)  # in a run, a wish to stop
+        for signum in handled_signals():
             signal.signal(signum, signal.SIG_DFL)  # at once; rank 0 says what happened
-        while text := self._next_job():
+        while not (text := self._next_job()).isdigit():
+            stop = Stop()
             try:
-                self._run(Job.from_json(text))
+                with interruptible(stop=stop, grace=0):
+                    self._run(Job.from_json(text), stop)
             except JobFailed as failed:
                 if failed.ends_sweep:
                     exit_now(1)
+        return int(text)
 
     def _next_job(self) -> str:
         import torch.distributed as dist
@@ -94,7 +109,7 @@ class StartedRanks:
             except dist.DistStoreError:
                 continue  # rank 0 is composing, or its last job is still closing
 
-    def _run(self, job: Job) -> dict[str, Any]:
+    def _run(self, job: Job, stop: Stop) -> dict[str, Any]:
         import torch.distributed as dist
 
         worker = Worker(
@@ -105,6 +120,7 @@ class StartedRanks:
             run_dir=job.run_dir,
             store=dist.PrefixStore(f"job{self._jobs}", self._store),
             overrides=job.overrides,
+            stop=stop,
         )
         self._jobs += 1
         own = None
@@ -121,6 +137,8 @@ class StartedRanks:
         except (RuntimeError, Interrupted) as error:
             if own is None and isinstance(error, Interrupted):
                 raise
+            if "stopped" in result:  # by torchrun's own end, which takes the store with it
+                return result
             own = own or describe(self.rank, error)
             ends, stuck = ["failed"], True
         if "failed" not in ends:

@@ -1,7 +1,8 @@
 """The driver's side of a job: starts its workers on this machine, watches them, reports.
 
 torch's elastic agent starts and watches the processes; their errors are read from their own files
-(`failures`), since the agent would often blame a peer.
+(`failures`), since the agent would often blame a peer. It takes no signals: the driver passes a
+first one on to the workers, which end by themselves, and a second one ends the agent.
 """
 
 from __future__ import annotations
@@ -12,30 +13,53 @@ import logging
 import os
 import signal
 import sys
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from titanlike.config.schema import Config
 from titanlike.launch.environment import import_path, workers_environment
-from titanlike.launch.failures import clear_failures, describe, root_cause
+from titanlike.launch.failures import JobFailed, clear_failures, describe, root_cause
 from titanlike.launch.job import Job
-from titanlike.launch.signals import Interrupted, handled_signals
+from titanlike.launch.scratch import scratch_folder
+from titanlike.launch.signals import Interrupted
+from titanlike.launch.stop import Stop
 from titanlike.launch.worker import Worker, run_job
 
 _SHUTDOWN = 15  # seconds between asking workers to end and killing them
 
+# (what failed, which restart this is) -> the config to start again with
+Restarted = Callable[[JobFailed, int], Config]
 
-def run_local(job: Job) -> dict[str, Any]:
+
+def run_local(job: Job, stop: Stop, restarted: Restarted | None = None) -> dict[str, Any]:
     """Run a job on this machine: in this process where one is enough, else in workers.
 
-    Returns what rank 0's function returned. Raises JobFailed with the error that caused the
-    failure, or Interrupted.
+    Where workers fail, they are started again up to `launch.max_restarts` times, each time after a
+    call of `restarted`; without that, never. Not after a mistake of the user's, nor once a stop was
+    asked for. Returns what rank 0's function returned. Raises JobFailed with the error that caused
+    the (last) failure, or Interrupted.
     """
     clear_failures(job.run_dir)
-    if job.config.world_size > 1:
-        return _run_workers(job)
-    worker = Worker(0, 1, 0, 1, job.run_dir, None, job.overrides)
+    restarts = job.config.launch.max_restarts if restarted is not None else 0
+    if job.config.world_size == 1 and not restarts:
+        return _run_here(job, stop)
+    with scratch_folder() as scratch:
+        number = 0
+        while True:
+            try:
+                return _run_workers(job, stop, scratch / str(number))
+            except JobFailed as failed:
+                if failed.users or stop.asked or number == restarts or restarted is None:
+                    raise
+                number += 1
+                job = replace(job, config=restarted(failed, number))
+            clear_failures(job.run_dir)
+
+
+def _run_here(job: Job, stop: Stop) -> dict[str, Any]:
+    worker = Worker(0, 1, 0, 1, job.run_dir, None, job.overrides, stop)
     try:
         return run_job(job, worker)
     except KeyboardInterrupt:
@@ -54,43 +78,41 @@ def _leave_group() -> None:
             dist.destroy_process_group()
 
 
-def _run_workers(job: Job) -> dict[str, Any]:
+def _run_workers(job: Job, stop: Stop, folder: Path) -> dict[str, Any]:
+    """Run a job once; `folder` is for this alone, and new."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     count = job.config.world_size
-    with tempfile.TemporaryDirectory(prefix="titanlike-") as scratch:
-        (Path(scratch) / "job.json").write_text(job.to_json(), encoding="utf-8")
-        launch = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=count,
-            run_id=Path(scratch).name,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
-            max_restarts=0,
-            logs_specs=DefaultLogsSpecs(log_dir=scratch),
-            signals_to_handle=",".join(signum.name for signum in handled_signals()),
-            **_optional_settings(LaunchConfig),
-        )
-        program = (
-            f"import sys; sys.path[:] = {import_path()!r}; "
-            f"from titanlike.launch.worker import main; main({scratch!r}, {os.getpid()})"
-        )
-        try:
-            with workers_environment(count), _quiet_agent(), _handlers_kept():
-                elastic_launch(launch, sys.executable)("-u", "-c", program)
-        except SignalException as error:
-            raise Interrupted(error.sigval) from None
-        except ChildFailedError as error:
-            deaths = {rank: failure.exitcode for rank, failure in error.failures.items()}
-            cause = root_cause(job.run_dir, deaths)
-            assert cause is not None, "the agent reported a failure without a failed rank"
-            raise cause.to_job_failed(job.run_dir, count) from None
-        return json.loads((Path(scratch) / "result.json").read_text(encoding="utf-8"))
+    folder.mkdir()
+    (folder / "job.json").write_text(job.to_json(), encoding="utf-8")
+    launch = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        run_id=f"{folder.parent.name}-{folder.name}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
+        signals_to_handle="",  # none: ours stay
+        **_optional_settings(LaunchConfig),
+    )
+    program = (
+        f"import sys; sys.path[:] = {import_path()!r}; "
+        f"from titanlike.launch.worker import main; main({str(folder)!r}, {os.getpid()})"
+    )
+    try:
+        with workers_environment(count), _quiet_agent(), stop.driving(folder):
+            elastic_launch(launch, sys.executable)("-u", "-c", program)
+    except ChildFailedError as error:
+        deaths = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        cause = root_cause(job.run_dir, deaths)
+        assert cause is not None, "the agent reported a failure without a failed rank"
+        raise cause.to_job_failed(job.run_dir, count) from None
+    return json.loads((folder / "result.json").read_text(encoding="utf-8"))
 
 
 def _optional_settings(launch_config: type) -> dict[str, Any]:
@@ -113,15 +135,3 @@ def _quiet_agent() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def _handlers_kept() -> Iterator[None]:
-    """The agent installs signal handlers and leaves them behind."""
-    before = {signum: signal.getsignal(signum) for signum in handled_signals()}
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            with contextlib.suppress(ValueError):  # not the main thread: the agent set none
-                signal.signal(signum, handler)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from titanlike.launch.stop import Stop
+
 GRACE = 5.0  # seconds that the main thread gets to end by itself after a signal
+_LOOK = 0.5  # seconds between looks whether a wish is in vain
 
 
 class Interrupted(BaseException):
@@ -23,42 +28,84 @@ class Interrupted(BaseException):
 
     @property
     def exit_code(self) -> int:
-        """130 for Ctrl-C, 143 for SIGTERM: what shells expect."""
+        """130 for Ctrl-C, 143 for SIGTERM, 138 for SIGUSR1: what shells expect."""
         return 128 + self.signum
 
 
 def handled_signals() -> list[signal.Signals]:
     """The signals that end a run; one that is ignored (SIGHUP under nohup) stays ignored."""
-    wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     return [signum for signum in wanted if signal.getsignal(signum) is not signal.SIG_IGN]
 
 
 @contextlib.contextmanager
-def interruptible(last_words: Callable[[Interrupted], None] | None = None) -> Iterator[None]:
-    """Within it, a signal raises Interrupted in the main thread.
+def interruptible(
+    last_words: Callable[[Interrupted], None] | None = None,
+    stop: Stop | None = None,
+    grace: float = GRACE,
+) -> Iterator[None]:
+    """Within it, a signal that `stop` does not take as a wish raises Interrupted in the main thread.
 
     A main thread inside a C call (a collective whose peer is gone) would get to it late or never:
-    after GRACE seconds a second thread calls `last_words` and ends the process. A handler that
-    the code inside installs for itself takes its signal out of this hand.
+    after `grace` seconds a second thread calls `last_words` and ends the process. So it does where
+    a wish was taken, but another rank has ended. A handler that the code inside installs for itself
+    takes its signal out of this hand.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # a sweep's launcher may run jobs in threads; Python allows no handlers there
         return
 
-    def handler(signum: int, _: Any) -> None:
-        raise Interrupted(signum)
-
-    ended = threading.Event()
+    owner = os.getpid()
+    lock = threading.RLock()  # reentrant: a handler may interrupt a handler
+    ended, raised = threading.Event(), threading.Event()
+    ending: list[int] = []  # the signal that ends this process
     reader, writer = os.pipe()
-    os.set_blocking(writer, False)
+    for end in (reader, writer):
+        os.set_blocking(end, False)
+
+    def judge() -> int:
+        """Take note of the signals that have come; the one that ends this process, or 0."""
+        with lock, contextlib.suppress(BlockingIOError):
+            while signums := os.read(reader, 1):
+                signum = signums[0]
+                if signum == 0 or signal.getsignal(signum) is not handler or ending:
+                    continue
+                if stop is None or not stop.request(signum):
+                    ending.append(signum)
+        return ending[0] if ending else 0
+
+    def handler(signum: int, _: Any) -> None:
+        if os.getpid() != owner:  # a forked child (a data loader's): the pipe is its parent's
+            return
+        by = judge()
+        wake()  # the watcher sleeps on if the signal's byte is gone before it looks
+        if by and not raised.is_set():
+            raised.set()  # once: what ends in order must not be interrupted by impatience
+            raise Interrupted(by)
+
+    def wake() -> None:
+        with contextlib.suppress(BlockingIOError):  # full: it is awake
+            os.write(writer, b"\0")
 
     def watch() -> None:
-        while signums := os.read(reader, 1):
-            signum = signums[0]
-            if signal.getsignal(signum) is handler and not ended.wait(GRACE):
-                if last_words is not None:
-                    last_words(Interrupted(signum))
-                exit_now(128 + signum)
+        poll = select.poll()  # not select: a process may have more than 1024 files
+        poll.register(reader, select.POLLIN)
+        while not ended.is_set():
+            poll.poll(_LOOK * 1000 if stop is not None and stop.asked else None)
+            if ended.is_set():
+                return
+            if by := judge():
+                if grace and not raised.wait(0.2):  # the handler came before its signal's byte
+                    _thread.interrupt_main(by)
+                give_up(by, grace)
+            elif stop is not None and stop.in_vain():
+                give_up(stop.wish(), GRACE)
+
+    def give_up(signum: int, patience: float) -> None:
+        if not ended.wait(patience):
+            if last_words is not None:
+                last_words(Interrupted(signum))
+            exit_now(128 + signum)
 
     before = {signum: signal.getsignal(signum) for signum in handled_signals()}
     watcher = threading.Thread(target=watch, daemon=True, name="signals")
@@ -73,8 +120,9 @@ def interruptible(last_words: Callable[[Interrupted], None] | None = None) -> It
         signal.set_wakeup_fd(wakeup_before)
         for signum, old in before.items():
             signal.signal(signum, old)
-        os.close(writer)
+        wake()
         watcher.join(timeout=1)
+        os.close(writer)
         os.close(reader)
 
 

@@ -9,18 +9,21 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
+import socket
 import sys
 import traceback
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlike.launch.failures import describe, write_failure
+from titanlike.launch.failures import describe, peer_failed, write_failure
 from titanlike.launch.job import Job
-from titanlike.launch.signals import Interrupted, die_with_parent, exit_now
+from titanlike.launch.signals import Interrupted, die_with_parent, exit_now, interruptible
 from titanlike.launch.stop import Stop
 from titanlike.launch.streams import logged
 
@@ -51,7 +54,9 @@ def run_job(job: Job, worker: Worker) -> dict[str, Any]:
     environment = dict(os.environ)
     with logged(job.run_dir, worker.rank, console=worker.rank == 0) as log:
         try:
-            meet(worker, "start", job.config.launch.timeout)
+            places = meet(worker, "start", job.config.launch.timeout, _place())
+            neighbours = _neighbours(places, worker.rank)
+            worker.stop.watch(partial(_peer_gone, job.run_dir, worker.rank, neighbours))
             return job.load()(job.config, worker) or {}
         except (Interrupted, KeyboardInterrupt):
             raise
@@ -63,6 +68,34 @@ def run_job(job: Job, worker: Worker) -> dict[str, Any]:
         finally:
             os.environ.clear()
             os.environ.update(environment)
+
+
+def _place() -> str:
+    """Where this process is, and its process id there: containers on a machine count their own."""
+    with contextlib.suppress(OSError):
+        return f"{socket.gethostname()}/{os.stat('/proc/self/ns/pid').st_ino} {os.getpid()}"
+    return f"{socket.gethostname()} {os.getpid()}"
+
+
+def _neighbours(places: list[str], rank: int) -> list[int]:
+    """Process ids of the ranks that are where `rank` is."""
+    here = places[rank].split()[0]
+    return [int(pid) for where, pid in map(str.split, places) if where == here]
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # somebody else's: not to be touched, but there
+        pass
+    return True
+
+
+def _peer_gone(run_dir: Path, rank: int, neighbours: list[int]) -> bool:
+    """Whether another rank failed or was killed. None ends otherwise before all have ended."""
+    return not all(map(_lives, neighbours)) or peer_failed(run_dir, rank)
 
 
 def meet(worker: Worker, name: str, timeout: float, message: str = "") -> list[str]:
@@ -89,29 +122,37 @@ def meet(worker: Worker, name: str, timeout: float, message: str = "") -> list[s
 
 
 def main(scratch: str, driver: int) -> None:
-    """A worker process of the local launcher; `scratch` holds job.json and takes result.json."""
+    """A worker process of the local launcher; `scratch` holds job.json and takes result.json.
+
+    A signal that is no wish ends it at once: the driver is the one that reports.
+    """
     die_with_parent(driver, signal.SIGKILL)  # nothing of value is lost: checkpoints are atomic
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    import json
+    folder = Path(scratch)
+    stop = Stop(folder)
+    with interruptible(stop=stop, grace=0):
+        job = Job.from_json((folder / "job.json").read_text(encoding="utf-8"))
+        try:
+            import torch.distributed as dist
 
-    job = Job.from_json((Path(scratch) / "job.json").read_text(encoding="utf-8"))
-    rank = int(os.environ["RANK"])
-    try:
-        import torch.distributed as dist
-
-        store, rank, world_size = next(dist.rendezvous("env://"))
-        worker = Worker(
-            rank=rank,
-            world_size=world_size,
-            local_rank=int(os.environ["LOCAL_RANK"]),
-            local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
-            run_dir=job.run_dir,
-            store=dist.PrefixStore("job", store),
-            overrides=job.overrides,
-        )
-        result = run_job(job, worker)
-    except BaseException:
-        exit_now(1)  # a process group destroyed here would look like the cause to its peers
-    if rank == 0:
-        (Path(scratch) / "result.json").write_text(json.dumps(result), encoding="utf-8")
+            store, rank, world_size = next(dist.rendezvous("env://"))
+            worker = Worker(
+                rank=rank,
+                world_size=world_size,
+                local_rank=int(os.environ["LOCAL_RANK"]),
+                local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
+                run_dir=job.run_dir,
+                store=dist.PrefixStore("job", store),
+                overrides=job.overrides,
+                stop=stop,
+            )
+            result = run_job(job, worker)
+            if rank == 0:
+                (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
+        except Interrupted as interrupted:
+            exit_now(interrupted.exit_code)
+        except BaseException:
+            exit_now(1)  # a process group destroyed here would look like the cause to its peers
+        # no process is missed by its peers before all have ended: see `_peer_gone`
+        with contextlib.suppress(RuntimeError):  # the driver sees who has failed
+            meet(worker, "end", job.config.launch.timeout)
     sys.stdout.flush()

@@ -1,0 +1,35 @@
+"""A folder of a driver and its workers in the machine's temporary folder.
+
+A driver that is killed by kill -9 cannot remove its own. The next one does: each driver holds a lock
+in its folder, and a folder whose lock is free has lost its driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+_PREFIX, _LOCK = "titanlike-", "driver.lock"
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A new folder, removed at the end."""
+    _remove_abandoned()
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as name:
+        unlocked = Path(name) / "unlocked"
+        with unlocked.open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            unlocked.rename(Path(name) / _LOCK)  # never there without being held
+            yield Path(name)
+
+
+def _remove_abandoned() -> None:
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
+        with contextlib.suppress(OSError), path.open("r+") as lock:  # held, or somebody else's
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path.parent, ignore_errors=True)
