@@ -31,7 +31,7 @@ from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.parse import parse, to_plain
 from titanlike.config.schema import Config
 from titanlike.launch.environment import is_restart, will_restart
-from titanlike.launch.failures import JobFailed, root_cause
+from titanlike.launch.failures import Failure, JobFailed, describe, root_cause
 from titanlike.launch.follow import StartedRanks, adopt_slurm, record_for_torchrun
 from titanlike.launch.job import Job
 from titanlike.launch.kept import Kept
@@ -112,7 +112,12 @@ def _drive(function: str, folder: str, ranks: StartedRanks | None, kept: Kept) -
     world_size = ranks.world_size if ranks else None
     if not asks_hydra:
         args.overrides += _kept_folder(kept)
-        problems = _problems(args, world_size)
+        try:
+            problems = _problems(args, world_size)
+        except JobFailed as failed:
+            print(failed, file=sys.stderr)
+            record_for_torchrun(failed)
+            return 1
         if problems:
             return _refuse(problems)
 
@@ -150,8 +155,11 @@ def _escaped(path: str) -> str:
 def _problems(args: argparse.Namespace, world_size: int | None) -> list[Problem]:
     """Every mistake in the command line; a sweep's jobs are checked for sense one by one, later."""
     from titanlike import hydra_overrides
+    from titanlike.check import secrets_in_command
 
     findings = hydra_overrides.examine(args)
+    if secrets := secrets_in_command(args.overrides, findings.config):
+        return secrets
     if findings.multirun or findings.config is None:
         return findings.problems
     config = findings.config
@@ -168,9 +176,11 @@ def _senseless(config: Config, world_size: int | None, known: list[Problem]) -> 
 
     try:
         found = check(config, world_size)
-    except Exception:
-        if not known:
-            raise
+    except Exception as error:
+        if not known:  # by a function of the user's own, which a check calls
+            failure = describe(0, error)
+            text = f"{failure.error}\n{failure.frames}".rstrip()
+            raise JobFailed(text, failure.error) from error
         return []  # defaults stand in for what could not be read, and need not fit together
     wrong = {problem.key.lstrip("+~") for problem in known}
     told = {str(problem): problem for problem in found if problem.key not in wrong}
@@ -208,7 +218,7 @@ def _run_job(
     assert isinstance(plain, dict)
     config, problems = parse({**plain, "run_dir": str(run_dir)})
     world_size = ranks.world_size if ranks else None
-    end = _Ending(run_dir, overrides)
+    end = _Ending(run_dir, overrides, config.world_size)
     stop = Stop()
     if sweep:
         kept.keep("hydra.sweep.dir", str(Path(hydra.sweep.dir).absolute()))
@@ -225,9 +235,10 @@ def _run_job(
                 config, _ = going_on(config)
             job = Job(function, config, run_dir, overrides)
             if ranks:
-                result = ranks.lead(job, stop)
+                result = ranks.lead(job, stop, end.failed)
             else:  # a tool's job is not for being started again
-                result = run_local(job, stop, None if folder else partial(going_on_after, config))
+                again = None if folder else partial(going_on_after, config)
+                result = run_local(job, stop, end.failed, again)
         except Interrupted as interrupted:
             end.interrupted(interrupted)
             raise
@@ -262,7 +273,8 @@ def _run_job(
 class _Ending:
     """Writes result.json when a job ends, from whichever thread learns of it."""
 
-    def __init__(self, run_dir: Path, overrides: list[str]) -> None:
+    def __init__(self, run_dir: Path, overrides: list[str], world_size: int) -> None:
+        self._world_size = world_size
         self._run_dir, self._overrides, self._start = run_dir, overrides, time.monotonic()
         (run_dir / "result.json").unlink(missing_ok=True)  # of an earlier run
 
@@ -289,6 +301,13 @@ class _Ending:
         else:
             self.write("failed", error=f"rank {cause.rank} failed: {cause.error}")
             print(f"\n{cause.to_job_failed(self._run_dir, 2)}", file=sys.stderr)
+
+    def failed(self, failure: Failure) -> None:
+        """The job hangs, and this process is about to end itself."""
+        cause = root_cause(self._run_dir) or failure
+        told = cause.to_job_failed(self._run_dir, self._world_size)
+        self.write("failed", error=told.error)
+        print(f"\n{told}", file=sys.stderr, flush=True)
 
 
 def _write_config(config: Config, run_dir: Path) -> None:

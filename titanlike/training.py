@@ -31,7 +31,7 @@ from titanlike.metrics.events import Events
 from titanlike.metrics.open import open_sinks, where
 from titanlike.metrics.sinks import Sink
 from titanlike.optimization import clip_gradients, gradient_norm, set_lr
-from titanlike.parallel.device import make_deterministic, peak_flops, peak_memory
+from titanlike.parallel.device import deterministic, peak_flops, peak_memory
 from titanlike.parallel.mesh import Mesh, close_mesh, open_mesh
 
 PREPARATION = 24 * 3600.0  # seconds that one rank may work on its own before all begin
@@ -67,15 +67,16 @@ def train(config: Config, worker: Worker) -> dict[str, Any]:
     Returns {"value": last validation loss (or loss)}, and of a run that was asked to end early
     also "stopped" (by what) and "exit_code".
     """
-    if config.deterministic:
-        make_deterministic()
     data = open_on_every_rank(config, worker)
     mesh = open_mesh(config, worker)
     console = Console(steps=last_step(config), log_every=config.log_every)
     events = Events(worker.run_dir, console.line if worker.rank == 0 else None)
     sinks: list[Sink] = []
     status = "failed"
-    with Watchdog(worker, config.launch) as watchdog:
+    with (
+        deterministic(config.deterministic),
+        Watchdog(worker, config.launch, worker.last_words) as watchdog,
+    ):
         watchdog.at(0, "build", config.launch.timeout)
         run = build(config, mesh)
         run.pipeline.watch(watchdog.act)
@@ -94,6 +95,8 @@ def train(config: Config, worker: Worker) -> dict[str, Any]:
                 progress, wish = train_steps(Session(*parts), progress)
                 watchdog.at(progress.step, "save", config.checkpoint.timeout)
                 saver.finish(progress, done=not wish)
+            if wish:
+                events.log("stop", progress.step, by=name_of_wish(wish))
             status = "interrupted" if wish else "completed"
         except (KeyboardInterrupt, Interrupted):
             status = "interrupted"

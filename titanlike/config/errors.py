@@ -8,10 +8,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from titanlike.config.credentials import HIDDEN, hide, redact
+
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake in a config: `str()` gives `pp=3: <reason>; write <fix>`.
+    """One mistake in a config: `str()` gives `pp=3: <reason>; write <fix>`, secrets as ***.
 
     `value` may be "" where there is none to show; `fix` is an override that works (`pp=2`), or "".
     """
@@ -22,9 +24,12 @@ class Problem:
     fix: str = ""
 
     def __str__(self) -> str:
-        shown = self.key if self.value == "" else f"{self.key}={override_text(self.value)}"
-        write = "write " if "=" in self.fix else ""  # an override, or a sentence
-        return f"{shown}: {self.reason}" + (f"; {write}{self.fix}" if self.fix else "")
+        value, reason, fix = hide(self.key, self.value), self.reason, self.fix
+        if [value] != [self.value]:  # a secret: what is said of it may quote it
+            reason, fix = reason.replace(str(self.value), HIDDEN), ""
+        shown = self.key if self.value == "" else f"{self.key}={override_text(value)}"
+        write = "write " if "=" in fix else ""  # an override, or a sentence
+        return redact(f"{shown}: {reason}" + (f"; {write}{fix}" if fix else ""))
 
     @classmethod
     def parse(cls, key: str, text: str) -> Problem:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from titanlike.config.credentials import redact
 from titanlike.config.errors import ConfigError
 from titanlike.launch.streams import log_path
 
@@ -75,9 +76,9 @@ def describe(rank: int, error: BaseException) -> Failure:
     users = isinstance(error, ConfigError) or (
         isinstance(error, (ValueError, OSError)) and _raised_by_us(error)
     )
-    text = str(error) if users else f"{type(error).__name__}: {error}"
+    text = redact(str(error) if users else f"{type(error).__name__}: {error}")
     inner = traceback.extract_tb(error.__traceback__)[1:]  # the first is the call of the job
-    frames = traceback.format_list(inner[-_FRAMES:])
+    frames = [redact(frame) for frame in traceback.format_list(inner[-_FRAMES:])]
     words = " ".join(f"{type(link).__name__} {link}" for link in _chain(error)).lower()
     transport = not users and any(word in words for word in _TRANSPORT)
     return Failure(rank, text, "" if users else "".join(frames), transport, time.time(), users)

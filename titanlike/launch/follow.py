@@ -14,11 +14,13 @@ import contextlib
 import os
 import signal
 import subprocess
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from titanlike.config.credentials import redact
 from titanlike.config.schema import Launch
-from titanlike.launch.failures import JobFailed, clear_failures, describe, root_cause
+from titanlike.launch.failures import Failure, JobFailed, clear_failures, describe, root_cause
 from titanlike.launch.job import Job
 from titanlike.launch.kept import Kept
 from titanlike.launch.signals import (
@@ -70,11 +72,11 @@ class StartedRanks:
         self._store = dist.PrefixStore(f"titanlike/{restart}/{self.world_size}", store)
         self._jobs = 0
 
-    def lead(self, job: Job, stop: Stop) -> dict[str, Any]:
+    def lead(self, job: Job, stop: Stop, last_words: Callable[[Failure], None]) -> dict[str, Any]:
         """Run a job on all ranks; what this rank's function returned. Raises like `run_local`."""
         clear_failures(job.run_dir)
         self._store.set(f"job{self._jobs}", job.to_json())
-        return self._run(job, stop)
+        return self._run(job, stop, last_words)
 
     def dismiss(self, code: int) -> None:
         """Tell the followers that there are no more jobs, and how this process will end."""
@@ -109,7 +111,9 @@ class StartedRanks:
             except dist.DistStoreError:
                 continue  # rank 0 is composing, or its last job is still closing
 
-    def _run(self, job: Job, stop: Stop) -> dict[str, Any]:
+    def _run(
+        self, job: Job, stop: Stop, last_words: Callable[[Failure], None] | None = None
+    ) -> dict[str, Any]:
         import torch.distributed as dist
 
         worker = Worker(
@@ -121,6 +125,7 @@ class StartedRanks:
             store=dist.PrefixStore(f"job{self._jobs}", self._store),
             overrides=job.overrides,
             stop=stop,
+            last_words=last_words,
         )
         self._jobs += 1
         own = None
@@ -158,6 +163,7 @@ def record_for_torchrun(error: BaseException) -> None:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         try:
-            raise error  # the handler formats the exception being handled
+            # the handler formats the exception being handled
+            raise RuntimeError(redact(f"{type(error).__name__}: {error}")) from None
         except BaseException:
             get_error_handler().record_exception(error)

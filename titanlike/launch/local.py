@@ -20,7 +20,7 @@ from typing import Any
 
 from titanlike.config.schema import Config
 from titanlike.launch.environment import import_path, workers_environment
-from titanlike.launch.failures import JobFailed, clear_failures, describe, root_cause
+from titanlike.launch.failures import Failure, JobFailed, clear_failures, describe, root_cause
 from titanlike.launch.job import Job
 from titanlike.launch.scratch import scratch_folder
 from titanlike.launch.signals import Interrupted
@@ -31,20 +31,23 @@ _SHUTDOWN = 15  # seconds between asking workers to end and killing them
 
 # (what failed, which restart this is) -> the config to start again with
 Restarted = Callable[[JobFailed, int], Config]
+LastWords = Callable[[Failure], None]
 
 
-def run_local(job: Job, stop: Stop, restarted: Restarted | None = None) -> dict[str, Any]:
+def run_local(
+    job: Job, stop: Stop, last_words: LastWords, restarted: Restarted | None = None
+) -> dict[str, Any]:
     """Run a job on this machine: in this process where one is enough, else in workers.
 
     Where workers fail, they are started again up to `launch.max_restarts` times, each time after a
     call of `restarted`; without that, never. Not after a mistake of the user's, nor once a stop was
     asked for. Returns what rank 0's function returned. Raises JobFailed with the error that caused
-    the (last) failure, or Interrupted.
+    the (last) failure, or Interrupted. `last_words`: see Worker.
     """
     clear_failures(job.run_dir)
     restarts = job.config.launch.max_restarts if restarted is not None else 0
     if job.config.world_size == 1 and not restarts:
-        return _run_here(job, stop)
+        return _run_here(job, stop, last_words)
     with scratch_folder() as scratch:
         number = 0
         while True:
@@ -58,8 +61,8 @@ def run_local(job: Job, stop: Stop, restarted: Restarted | None = None) -> dict[
             clear_failures(job.run_dir)
 
 
-def _run_here(job: Job, stop: Stop) -> dict[str, Any]:
-    worker = Worker(0, 1, 0, 1, job.run_dir, None, job.overrides, stop)
+def _run_here(job: Job, stop: Stop, last_words: LastWords) -> dict[str, Any]:
+    worker = Worker(0, 1, 0, 1, job.run_dir, None, job.overrides, stop, last_words)
     try:
         return run_job(job, worker)
     except KeyboardInterrupt:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from titanlike.config.credentials import redact
+
 
 def log_path(run_dir: Path, rank: int) -> Path:
     return run_dir / "logs" / f"rank{rank}.log"
@@ -33,6 +35,8 @@ def logged(run_dir: Path, rank: int, *, console: bool) -> Iterator[TextIO]:
             stack.enter_context(contextlib.redirect_stderr(_Tee(sys.stderr, file)))
         else:
             stack.enter_context(_redirected(file))
+            stack.enter_context(contextlib.redirect_stdout(_Tee(sys.stdout, None)))
+            stack.enter_context(contextlib.redirect_stderr(_Tee(sys.stderr, None)))
         faulthandler.enable(file)  # a segmentation fault's frames
         try:
             yield file
@@ -42,13 +46,15 @@ def logged(run_dir: Path, rank: int, *, console: bool) -> Iterator[TextIO]:
 
 
 class _Tee:
-    """A console stream whose text is also kept in a file."""
+    """A stream whose text is also kept in a file, if there is one; without credentials."""
 
-    def __init__(self, console: TextIO, file: TextIO) -> None:
+    def __init__(self, console: TextIO, file: TextIO | None) -> None:
         self._console, self._file = console, file
 
     def write(self, text: str) -> int:
-        if "\r" not in text and not self._file.closed:  # progress bars redraw a line with it
+        text = redact(text)
+        # progress bars redraw a line with \r
+        if self._file is not None and "\r" not in text and not self._file.closed:
             self._file.write(text)
         return self._console.write(text)
 

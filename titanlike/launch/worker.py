@@ -15,13 +15,15 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlike.launch.failures import describe, peer_failed, write_failure
+from titanlike.config.credentials import redact
+from titanlike.launch.failures import Failure, describe, peer_failed, write_failure
 from titanlike.launch.job import Job
 from titanlike.launch.signals import Interrupted, die_with_parent, exit_now, interruptible
 from titanlike.launch.stop import Stop
@@ -43,6 +45,8 @@ class Worker:
     store: Store | None  # of this job alone; None where one process is the whole job
     overrides: list[str]
     stop: Stop = field(default_factory=Stop)
+    # in the process that reports the job: reports it, where no exception can leave the job any more
+    last_words: Callable[[Failure], None] | None = None
 
 
 class Absent(RuntimeError):
@@ -63,7 +67,7 @@ def run_job(job: Job, worker: Worker) -> dict[str, Any]:
         except BaseException as error:
             with contextlib.suppress(OSError):  # a full disk must not hide the error
                 write_failure(job.run_dir, describe(worker.rank, error))
-                traceback.print_exc(file=log)
+                log.write(redact(traceback.format_exc()))
             raise
         finally:
             os.environ.clear()

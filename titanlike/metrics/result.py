@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titanlike import files
+from titanlike.config.credentials import redact, redact_override
 
 # stopped: ended early by a wish, with a checkpoint; interrupted: ended at once by a signal
 Status = Literal["completed", "stopped", "failed", "interrupted"]
@@ -28,9 +29,9 @@ def write_result(
     result = {
         "status": status,
         "value": value,
-        "error": error,
+        "error": error and redact(error),
         "seconds": seconds,
-        "overrides": overrides,
+        "overrides": [redact_override(text) for text in overrides],
     }
     files.replace_file(Path(run_dir) / "result.json", files.dumps(result) + "\n")
 
