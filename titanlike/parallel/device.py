@@ -102,7 +102,14 @@ def deterministic(on: bool) -> Iterator[None]:
         os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
     )
     enabled, warn_only, cudnn_benchmark, cudnn_deterministic, fill, workspace = before
-    make_deterministic()
+    # cuBLAS asks for a workspace of a fixed size; another one of the user's is torch's to refuse
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    cudnn.benchmark = False  # it would choose kernels by their speed of the day
+    cudnn.deterministic = True
+    torch.use_deterministic_algorithms(True)
+    # writing NaN into each new tensor would find kernels that read what nobody wrote, at the price
+    # of a write to all memory that is allocated
+    filling.fill_uninitialized_memory = False
     try:
         yield
     finally:
@@ -111,15 +118,3 @@ def deterministic(on: bool) -> Iterator[None]:
         filling.fill_uninitialized_memory = fill
         if workspace is None:
             os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-
-
-def make_deterministic() -> None:
-    """For good what `deterministic` does for a while."""
-    # cuBLAS asks for a workspace of a fixed size; another one of the user's is torch's to refuse
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.backends.cudnn.benchmark = False  # it would choose kernels by their speed of the day
-    torch.backends.cudnn.deterministic = True
-    torch.use_deterministic_algorithms(True)
-    # writing NaN into each new tensor would find kernels that read what nobody wrote, at the price
-    # of a write to all memory that is allocated
-    torch.utils.deterministic.fill_uninitialized_memory = False
