@@ -33,7 +33,7 @@ def test_max_tokens_completes_the_run_at_the_first_step_that_has_them(tmp_path: 
 
 
 def test_max_time_stops_the_run_which_then_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
-    config = tiny(2, 2, checkpoint=SAVING, steps=4)
+    config = tiny(2, 1, checkpoint=SAVING, steps=4)
     run_world(train, config, tmp_path / "whole")
     results = run_world(train, replace(config, max_time=1e-3), tmp_path / "cut")
     assert {(r["stopped"], r["exit_code"]) for r in results} == {("max_time", STOPPED_EARLY)}
@@ -46,9 +46,8 @@ def test_max_time_stops_the_run_which_then_goes_on_as_if_it_had_not(tmp_path: Pa
 @pytest.mark.parametrize("where", ["validation", "save"])
 def test_a_signal_to_one_rank_stops_all_of_them(where: str, tmp_path: Path) -> None:
     """Also in the middle of a validation, which is given up, and of a save."""
-    config = tiny(
-        2, 2, checkpoint=Checkpoint(every=2), validation=Validation(every=2, batches=4), steps=6
-    )
+    validation = Validation(every=2, batches=4)
+    config = tiny(2, 1, checkpoint=Checkpoint(every=2), validation=validation, steps=4)
     run_world(train, config, tmp_path / "whole")
     results = run_world(interrupted, config, tmp_path / "cut", where)
     assert {(r["stopped"], r["exit_code"]) for r in results} == {("SIGUSR1", STOPPED_EARLY)}

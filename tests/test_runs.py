@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from titanlike.checkpoint.find import find
+from titanlike.config.schema import Checkpoint, Config
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -72,46 +74,52 @@ def test_the_main_job_learns_in_two_minutes_and_says_how_to_go_on(tmp_path: Path
     assert last == f"train on: python train.py --config-path {tmp_path / 'run'} steps=600"
 
 
-def test_the_line_that_a_run_ends_with_trains_on(tmp_path: Path) -> None:
-    first = command(*TINY, "checkpoint.last=true", "run_dir=a b", cwd=tmp_path)
-    line = first.stdout.strip().splitlines()[-1].removeprefix("train on: python train.py ")
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run of 5 steps, in a folder whose name has a space, and what it printed."""
+    folder = tmp_path_factory.mktemp("finished")
+    words = ["checkpoint.every=2", "checkpoint.last=true", "run_dir=a run"]
+    done = command(*TINY, *words, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "a run", done.stdout
+
+
+def test_the_line_that_a_run_ends_with_trains_on(finished: tuple[Path, str]) -> None:
+    run, printed = finished
+    line = printed.strip().splitlines()[-1].removeprefix("train on: python train.py ")
+    before = losses(run)
     on = subprocess.run(
-        f"{sys.executable} {ROOT / 'train.py'} {line}",
+        f"{sys.executable} {ROOT / 'train.py'} {line} run_dir=../on checkpoint.resume='{run}'",
         shell=True,
-        cwd=tmp_path,
+        cwd=run,
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert on.returncode == 0, on.stderr
     assert "going on from step 5" in on.stdout
-    assert len(losses(tmp_path / "a b")) == 10
+    assert len(losses(run.parent / "on")) == 5
+    assert losses(run) == before
 
 
-def test_torchrun_with_its_default_of_one_process_trains_on_eight(tmp_path: Path) -> None:
-    words = [*TINY, "batch_size=16"]
-    one = command(*words, "run_dir=one", cwd=tmp_path)
-    eight = command(
-        "torchrun",
-        *words,
-        "pp=4",
-        "dp=2",
-        "schedule=interleaved1f1b",
-        "run_dir=eight",
-        cwd=tmp_path,
-    )
-    assert one.returncode == eight.returncode == 0, eight.stderr
-    assert losses(tmp_path / "eight") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
+def test_torchrun_with_its_default_of_one_process_starts_the_others(
+    finished: tuple[Path, str], tmp_path: Path
+) -> None:
+    words = [*TINY, "pp=2", "dp=2", "schedule=interleaved1f1b", "run_dir=four"]
+    four = command("torchrun", *words, cwd=tmp_path)
+    assert four.returncode == 0, four.stderr
+    assert losses(tmp_path / "four") == pytest.approx(losses(finished[0]), abs=1e-5)
 
 
-def test_verify_leaves_a_runs_files_alone_and_ends_with_a_verdict(tmp_path: Path) -> None:
-    command(*TINY, "run_dir=run", cwd=tmp_path)
-    before = {path.name: path.read_bytes() for path in (tmp_path / "run").glob("*.*")}
-    words = [*TINY, "run_dir=run", "pp=2", "dp=2"]
-    done = command(*words, tool="tools/verify.py", cwd=tmp_path)
+def test_verify_leaves_a_runs_files_alone_and_ends_with_a_verdict(
+    finished: tuple[Path, str],
+) -> None:
+    run, _ = finished
+    before = {path.name: path.read_bytes() for path in run.glob("*.*")}
+    done = command(*TINY, f"run_dir='{run}'", "pp=2", tool="tools/verify.py", cwd=run.parent)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.strip().splitlines()[-1].startswith("PASS")
-    assert {path.name: path.read_bytes() for path in (tmp_path / "run").glob("*.*")} == before
+    assert {path.name: path.read_bytes() for path in run.glob("*.*")} == before
 
 
 def test_bench_measures_a_command_beside_a_plain_loop(tmp_path: Path) -> None:
@@ -129,36 +137,36 @@ def test_the_framework_costs_at_most_3_percent(tmp_path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(
-    tmp_path: Path,
+    finished: tuple[Path, str], tmp_path: Path
 ) -> None:
-    saving = ["checkpoint.every=2", "checkpoint.last=true", "run_dir=run"]
-    command(*TINY, *saving, cwd=tmp_path)
+    shutil.copytree(finished[0], tmp_path / "run")
     folder = tmp_path / "run" / "checkpoints" / "step-00000005"
     next(folder.glob("*.distcp")).write_bytes(b"short")
-    done = command(*TINY, *saving, "steps=8", cwd=tmp_path)
+    done = command(*TINY, "checkpoint.last=true", "run_dir=run", "steps=8", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"checkpoint {folder} is damaged: __0_0.distcp has 5 bytes" in done.stdout
     assert "going on from step 4" in done.stdout
 
 
-def test_a_run_does_not_start_before_checkpoints_that_are_there(tmp_path: Path) -> None:
-    saving = ["checkpoint.every=2", "run_dir=run"]
-    command(*TINY, *saving, cwd=tmp_path)
-    kept = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    for resume in ("never", "run/checkpoints/step-00000002"):
-        done = command(*TINY, *saving, f"checkpoint.resume={resume}", cwd=tmp_path)
-        assert done.returncode == 2
-        assert "another run_dir" in done.stderr
-        assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == kept
+@pytest.mark.parametrize("resume", ["never", "run/checkpoints/step-00000002"])
+def test_a_run_does_not_start_before_checkpoints_that_are_there(
+    resume: str, finished: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(finished[0], tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    config = Config(run_dir="run", checkpoint=Checkpoint(resume=resume))
+    with pytest.raises(ValueError, match="write another run_dir"):
+        find(config)
 
 
-def test_a_named_checkpoint_is_gone_on_from_in_another_folder(tmp_path: Path) -> None:
-    saving = ["checkpoint.every=2", "steps=4"]
-    command(*TINY, *saving, "run_dir=one", cwd=tmp_path)
-    words = ["checkpoint.resume=one/checkpoints/step-00000002", "run_dir=two"]
-    done = command(*TINY, *saving, *words, cwd=tmp_path)
+def test_a_named_checkpoint_is_gone_on_from_in_another_folder(
+    finished: tuple[Path, str], tmp_path: Path
+) -> None:
+    run, _ = finished
+    resume = f"checkpoint.resume='{run / 'checkpoints' / 'step-00000002'}'"
+    done = command(*TINY, resume, "run_dir=two", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert losses(tmp_path / "two") == losses(tmp_path / "one")[2:]
+    assert losses(tmp_path / "two") == losses(run)[2:]
 
 
 def test_a_folder_that_cannot_be_written_is_a_mistake_of_one_line(tmp_path: Path) -> None:
@@ -166,22 +174,3 @@ def test_a_folder_that_cannot_be_written_is_a_mistake_of_one_line(tmp_path: Path
     done = command(*TINY, "run_dir=file", cwd=tmp_path)
     assert done.returncode == 2
     assert "run_dir=" in done.stderr and "Traceback" not in done.stderr
-
-
-def test_ctrl_c_ends_a_mesh_at_once_and_is_written_down(tmp_path: Path) -> None:
-    words = [*TINY, "pp=2", "steps=100000", "run_dir=run"]
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), *words],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "run" / "metrics.jsonl").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=30)
-    assert process.returncode == 130, output
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "interrupted"

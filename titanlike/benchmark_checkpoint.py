@@ -35,7 +35,7 @@ from titanlike.training import open_on_every_rank, timed_step
 
 MODES = ("sync", "async", "async_pinned")
 ROUNDS = 5  # counted; one before them is not
-STEPS = 3  # of training after a save
+STEPS = 2  # of training after a save
 
 
 def bench(config: Config, worker: Worker) -> dict[str, Any]:
