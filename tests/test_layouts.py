@@ -253,7 +253,7 @@ def test_a_run_goes_on_in_another_layout(other: Config, tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
     saving = Checkpoint(every=0, last=True)
     run_world(train, tiny(steps=1, checkpoint=saving, optimizer=Sgd()), tmp_path)
-    with pytest.raises(AssertionError, match=r"optimizer\.\S+ is not in it"):
+    with pytest.raises(AssertionError, match=r"optimizer=adamw: .*made with sgd"):
         run_world(train, tiny(steps=2, checkpoint=saving), tmp_path)
     with pytest.raises(AssertionError, match=r"model.layers=9: .*write model.layers=8"):
         run_world(train, tiny(steps=2, layers=9, checkpoint=saving), tmp_path)

@@ -110,10 +110,12 @@ def _drive(function: str, folder: str, ranks: StartedRanks | None, kept: Kept) -
     hydra_overrides.prepare(args, conf_dir(), _plugin_confs())
     asks_hydra = args.cfg or args.info or args.hydra_help or args.shell_completion
     world_size = ranks.world_size if ranks else None
+    earlier = _kept_folder(kept)
+    restart = is_restart() or bool(earlier)
     if not asks_hydra:
-        args.overrides += _kept_folder(kept)
+        args.overrides += earlier
         try:
-            problems = _problems(args, world_size)
+            problems = _problems(args, world_size, restart)
         except JobFailed as failed:
             print(failed, file=sys.stderr)
             record_for_torchrun(failed)
@@ -122,7 +124,7 @@ def _drive(function: str, folder: str, ranks: StartedRanks | None, kept: Kept) -
             return _refuse(problems)
 
     def task(composed: DictConfig) -> float | None:
-        return _run_job(composed, function, folder, ranks, kept)
+        return _run_job(composed, function, folder, ranks, kept, restart)
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra passes errors on; showing them is done here
     try:
@@ -152,7 +154,7 @@ def _escaped(path: str) -> str:
     return path.replace("\\", "\\\\").replace("'", "\\'")
 
 
-def _problems(args: argparse.Namespace, world_size: int | None) -> list[Problem]:
+def _problems(args: argparse.Namespace, world_size: int | None, restart: bool) -> list[Problem]:
     """Every mistake in the command line; a sweep's jobs are checked for sense one by one, later."""
     from titanlike import hydra_overrides
     from titanlike.check import secrets_in_command
@@ -163,7 +165,7 @@ def _problems(args: argparse.Namespace, world_size: int | None) -> list[Problem]
     if findings.multirun or findings.config is None:
         return findings.problems
     config = findings.config
-    if is_restart():
+    if restart:
         from titanlike.restart import going_on
 
         config, _ = going_on(config)
@@ -197,7 +199,12 @@ def _refuse(problems: list[Problem]) -> int:
 
 
 def _run_job(
-    composed: DictConfig, function: str, folder: str, ranks: StartedRanks | None, kept: Kept
+    composed: DictConfig,
+    function: str,
+    folder: str,
+    ranks: StartedRanks | None,
+    kept: Kept,
+    restart: bool,
 ) -> float | None:
     """One job, from Hydra's composed config to result.json; the value that a sweeper compares.
 
@@ -224,16 +231,18 @@ def _run_job(
         kept.keep("hydra.sweep.dir", str(Path(hydra.sweep.dir).absolute()))
     else:
         kept.keep("hydra.run.dir", str(hydra.runtime.output_dir))
+        kept.keep("started", str(time.time()))
     with interruptible(end.interrupted, stop):
         try:
+            if restart:
+                config, _ = going_on(config)
             if sweep:
                 problems += _senseless(config, world_size, problems)
             if problems:
                 raise ConfigError(problems)
             _write_config(config, run_dir)
-            if is_restart():
-                config, _ = going_on(config)
-            job = Job(function, config, run_dir, overrides)
+            started = None if sweep else kept.get("started")
+            job = Job(function, config, run_dir, overrides, float(started or time.time()))
             if ranks:
                 result = ranks.lead(job, stop, end.failed)
             else:  # a tool's job is not for being started again

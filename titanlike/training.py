@@ -115,7 +115,8 @@ def train(config: Config, worker: Worker) -> dict[str, Any]:
 def train_steps(s: Session, progress: Progress) -> tuple[Progress, int]:
     """Train from `progress` on; where it ended, and what asked for it (0 = the last step came)."""
     config, last, wish = s.config, last_step(s.config), 0
-    stream, rollbacks = batches_from(s, progress), 0
+    stream = batches_from(s, progress)
+    went_back: list[int] = []  # to these steps
     # the first step compiles, allocates, and meets every peer for the first time
     patience: float | None = config.launch.timeout
     stall: float | None = None
@@ -131,10 +132,7 @@ def train_steps(s: Session, progress: Progress) -> tuple[Progress, int]:
             if verdict.action == "stop":
                 raise BadNumbers(f"{verdict.text}; {s.saver.way_back()}")
             if verdict.action == "rollback":
-                rollbacks += 1
-                if rollbacks > MOST_ROLLBACKS:
-                    raise BadNumbers(f"{verdict.text}, after {MOST_ROLLBACKS} rollbacks")
-                progress = go_back(s, progress, verdict)
+                progress = go_back(s, progress, verdict, went_back)
                 stream = batches_from(s, progress)
                 continue
             record["skipped"] = verdict.kind
@@ -159,17 +157,19 @@ def train_steps(s: Session, progress: Progress) -> tuple[Progress, int]:
                 sink.flush()  # a checkpoint must not outlive the records of its steps
             stall = s.saver.save(progress, record.get("val_loss"))
             wish = wish or agreed_wish(s.run.mesh, config, s.worker)
-            rollbacks = 0
     return progress, wish if progress.step < last else 0
 
 
-def go_back(s: Session, progress: Progress, verdict: Verdict) -> Progress:
+def go_back(s: Session, progress: Progress, verdict: Verdict, before: list[int]) -> Progress:
     """Load the newest checkpoint; the batches from there to this step are left out from now on."""
     bad = progress.step + 1
     s.watchdog.at(bad, "load", s.config.checkpoint.timeout)
     back = s.saver.go_back()
     if back is None:
         raise BadNumbers(f"{verdict.text}; there is no checkpoint to go back to")
+    if before[-MOST_ROLLBACKS:] == [back.step] * MOST_ROLLBACKS:
+        raise BadNumbers(f"{verdict.text}, after {MOST_ROLLBACKS} rollbacks to step {back.step}")
+    before.append(back.step)
     out = bad - back.step
     text = f"back to step {back.step}; the batches of {out} step{'s' * (out > 1)} are left out"
     s.events.log("rollback", bad, text, to=back.step, left_out=out)

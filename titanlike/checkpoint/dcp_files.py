@@ -42,8 +42,6 @@ _DCP = "torch.distributed.checkpoint."
 _ALLOWED = {
     "collections": {"OrderedDict", "defaultdict"},
     "builtins": {"dict", "list", "set", "tuple"},
-    "pathlib": {"PosixPath", "PurePosixPath", "Path"},
-    "pathlib._local": {"PosixPath", "PurePosixPath", "Path"},
     "torch": {"Size"}
     | {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)},
     "torch.serialization": {"_get_layout"},
@@ -62,16 +60,43 @@ _ALLOWED = {
 
 
 class _Unpickler(pickle.Unpickler):
+    """Knows the names on the list alone, and lets nothing be changed in them.
+
+    The BUILD instruction sets attributes of whatever it is given, a class, too.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self._given: list[tuple[Any, dict[str, Any]]] = []
+
     def find_class(self, module: str, name: str) -> Any:
         if name not in _ALLOWED.get(module, ()):
             raise Refused(f"asks for {module}.{name}, which no checkpoint needs")
-        return super().find_class(module, name)
+        found = super().find_class(module, name)
+        if hasattr(found, "__dict__"):
+            self._given.append((found, dict(vars(found))))
+        return found
+
+    def load(self) -> Any:
+        try:
+            return super().load()
+        finally:
+            for given, before in reversed(self._given):
+                now = dict(vars(given))
+                changed = {key for key in now | before if now.get(key) is not before.get(key)}
+                for key in changed - {"__dict__", "__weakref__"}:
+                    if key in before:
+                        setattr(given, key, before[key])
+                    else:
+                        delattr(given, key)
+                if changed:
+                    raise Refused(f"changes {given.__module__}.{given.__qualname__}")
 
 
 def read_metadata(folder: Storage) -> Metadata:
     """DCP's `.metadata`. Raises Damaged, and Refused, which name it; runs nothing from it."""
     try:
-        metadata = _Unpickler(io.BytesIO(folder.read(METADATA))).load()
+        metadata = _Unpickler(folder.read(METADATA)).load()
     except FileNotFoundError:
         raise Damaged(folder, METADATA, "is missing") from None
     except Refused as error:
@@ -115,8 +140,11 @@ class Writer(FileSystemWriter):
         self._folder, self._state, self._committed = folder, state, committed
         self._files = _Files(folder)
         self.fs, self.path = self._files, ""
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if self._device is not None:
+            torch.cuda.set_device(self._device)  # a saving thread begins with device 0
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if is_coordinator:
             # of a killed save, or of a run that started again from an earlier step

@@ -67,6 +67,8 @@ def find(config: Config, rejected: Collection[str] = ()) -> Found:
     resume, folder = config.checkpoint.resume, storage_of(config)
     if resume == "auto":
         found = newest_whole(folder, rejected)
+        if found.path is not None and config.checkpoint.folder is not None:
+            _refuse_anothers(found.path, config)
         lost = [path for path in all_steps(folder) if path.exists(REJECTED)]
         if found.path is None and (found.damaged or lost or rejected):
             why = [*map(str, found.damaged), *(f"{path} was found damaged" for path in lost)]
@@ -108,6 +110,16 @@ def newest_whole(folder: Storage, rejected: Collection[str] = ()) -> Found:
     return found
 
 
+def _refuse_anothers(path: Storage, config: Config) -> None:
+    """A folder of its own takes one run's checkpoints: a sweep's jobs would continue each other."""
+    there = read_state(path)["run_dir"]
+    if there != str(Path(config.run_dir).absolute()):
+        raise ValueError(
+            f"checkpoint.folder={config.checkpoint.folder}: it holds the checkpoints of the run in "
+            f"{there}; write run_dir={there} to go on with it, or another checkpoint.folder"
+        )
+
+
 def quick_look(path: Storage) -> None:
     """What costs no reading of tensors. Raises Damaged."""
     files = read_manifest(path)
@@ -142,7 +154,8 @@ def must_be_the_same(config: Config) -> dict[str, Any]:
     sizes = {f"model.{key}": value for key, value in to_plain(config.model).items()}
     for derived in ("model.vocab_size", "model.max_seq_len"):  # null or not: shapes tell
         sizes.pop(derived, None)
-    return {**{key: getattr(config, key) for key in ("seed", "batch_size", "seq_len")}, **sizes}
+    plain = {key: getattr(config, key) for key in ("seed", "batch_size", "seq_len")}
+    return {**plain, "optimizer": config.optimizer.name, **sizes}
 
 
 def difference(path: Storage, config: Config) -> str | None:

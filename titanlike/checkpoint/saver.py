@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -133,7 +134,7 @@ class Saver:
             damage = self._look_closely(path)
             if damage is None:
                 break
-            if not own:
+            if not own or str(path) in rejected:
                 raise ValueError(f"{damage}; write the path of another checkpoint")
             rejected.add(str(path))
             self._set_aside(path, damage)
@@ -159,7 +160,9 @@ class Saver:
             self._set_aside(path, damage)
 
     def way_back(self) -> str:
-        """From where a run that diverged can go on, in words."""
+        """From where a run that diverged can go on, in words, once what is under way is saved."""
+        with contextlib.suppress(OSError):
+            self._settle()
         if not self.newest:
             return "there is no checkpoint yet: write a smaller optimizer.lr or a longer lr.warmup"
         path = self._folder.at(step_name(self.newest))
@@ -325,9 +328,9 @@ class Saver:
         step = save.state["step"]
         if (error := save.future.exception()) is not None:
             text = _why(save, error)
-            self._events.log("save_failed", step, f"{text}; the run goes on without it")
             with contextlib.suppress(Exception):  # whoever starts next clears it away
-                revoke(save.folder)
+                revoke(save.folder)  # first: events.jsonl may be on the disk that it fills
+            self._events.log("save_failed", step, f"{text}; the run goes on without it")
             return
         self._events.log(
             "saved" if save.kept else "saved_model",
@@ -350,7 +353,7 @@ class Saver:
                 revoke(self._folder.at(step_name(step)))
             except Exception as error:  # the new one counts all the same
                 save.trouble = f"the checkpoint of step {step} could not be removed: {error}"
-                return
+                continue
             del self._saved[step]
             save.gone.append(step)
 
@@ -360,6 +363,7 @@ class Saver:
             "step": progress.step,
             "progress": asdict(progress),
             "val_loss": val_loss,
+            "run_dir": str(Path(config.run_dir).absolute()),
             "world_size": self._world_size,
             "layout": {key: getattr(config, key) for key in ("pp", "dp", "replicate")}
             | {"schedule": config.schedule.name, "split": config.split.name},

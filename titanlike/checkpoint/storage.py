@@ -129,7 +129,10 @@ class Storage:
         """Bytes that are free, where that can be told."""
         if not self.local:
             return None
-        stats = os.statvfs(self._root)
+        try:
+            stats = os.statvfs(self._root)
+        except OSError:
+            return None
         return stats.f_bavail * stats.f_frsize
 
     def prove_writable(self) -> None:

@@ -47,6 +47,8 @@ def run_tensors(parts: list[Part]) -> Tensors:
     """Everything that a checkpoint of a run holds of this rank."""
     tensors = model_tensors(parts)
     for part in parts:  # one optimizer a stage: DCP mixes up those that span several modules
+        if not part.optimizer.state:
+            continue  # no update yet; torch would make one with lr=0 now, and count it
         for name, value in _optimizer(part).items():
             # settings (lr, betas) are the config's to say, and objects would have to be unpickled
             if isinstance(value, Tensor) and name.startswith("state."):
@@ -61,7 +63,16 @@ def load_run(folder: Storage, parts: list[Part], group: dist.ProcessGroup) -> No
     """
     metadata = metadata_of(folder)
     saved = metadata.state_dict_metadata
+    for part in parts:
+        _optimizer(part)  # makes the state that is to be filled
     tensors = run_tensors(parts)
+    # a parameter that had no gradient until then has no state there, and is to have none here
+    stateful = {_parameter(name) for name in saved if name.startswith("optimizer.state.")}
+    tensors = {
+        name: value
+        for name, value in tensors.items()
+        if not name.startswith("optimizer.") or _parameter(name) in stateful
+    }
     random = {name: value for name, value in tensors.items() if name.startswith("rng.")}
     ranks = sum(name.startswith("rng.") and name.endswith(".cpu") for name in saved)
     if ranks != dist.get_world_size() or not random.keys() <= saved.keys():
@@ -86,6 +97,9 @@ def load_run(folder: Storage, parts: list[Part], group: dist.ProcessGroup) -> No
             for name, value in _optimizer(part).items()
         }
         set_optimizer_state_dict(part.stage, part.optimizer, state, options=_FLAT)
+        for name, parameter in part.stage.named_parameters():
+            if name not in stateful:
+                part.optimizer.state.pop(parameter, None)
 
 
 def metadata_of(folder: Storage) -> Metadata:
@@ -132,6 +146,11 @@ def _mismatches(tensors: Tensors, metadata: Metadata) -> list[str]:
         elif entry.size != here.shape:
             shapes.append(f"{name} is {tuple(entry.size)} there and {tuple(here.shape)} here")
     return absent + shapes
+
+
+def _parameter(name: str) -> str:
+    """optimizer.state.layers.0.wq.weight.exp_avg -> layers.0.wq.weight"""
+    return name.split(".", 2)[2].rpartition(".")[0]
 
 
 def _optimizer(part: Part) -> dict[str, Any]:

@@ -13,6 +13,7 @@ No torch.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -82,7 +83,14 @@ def read_manifest(folder: Storage) -> Manifest:
     expected = _read(folder, MARKER).decode(errors="replace").strip().rpartition("\n")[2]
     if checksum(text) != expected:
         raise Damaged(folder, MANIFEST, f"does not have the checksum that is in {MARKER}")
-    return {name: (size, sums) for name, (size, sums) in json.loads(text).items()}
+    try:
+        files = {name: (int(size), str(sums)) for name, (size, sums) in json.loads(text).items()}
+    except (AttributeError, TypeError, ValueError):
+        raise Damaged(folder, MANIFEST, "is no list of files") from None
+    for name in files:
+        if os.path.basename(name) != name or name in (".", ".."):
+            raise Damaged(folder, MANIFEST, f"names a file outside of it, {name!r}")
+    return files
 
 
 def check_sizes(folder: Storage, files: Manifest) -> None:

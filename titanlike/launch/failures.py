@@ -81,7 +81,9 @@ def describe(rank: int, error: BaseException) -> Failure:
     frames = [redact(frame) for frame in traceback.format_list(inner[-_FRAMES:])]
     words = " ".join(f"{type(link).__name__} {link}" for link in _chain(error)).lower()
     transport = not users and any(word in words for word in _TRANSPORT)
-    return Failure(rank, text, "" if users else "".join(frames), transport, time.time(), users)
+    # a disk or a network may do better the next time
+    final = users and getattr(error, "errno", None) is None
+    return Failure(rank, text, "" if users else "".join(frames), transport, time.time(), final)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -14,6 +14,8 @@ import contextlib
 import os
 import signal
 import subprocess
+import time
+import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -66,10 +68,9 @@ class StartedRanks:
 
         timeout = timedelta(seconds=Launch().timeout)
         store, self.rank, self.world_size = next(dist.rendezvous("env://", timeout=timeout))
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self.kept = Kept(store)
-        # ranks start anew without a counted restart, too, when a machine comes or goes
-        self._store = dist.PrefixStore(f"titanlike/{restart}/{self.world_size}", store)
+        start = name_of_start(store, self.rank, self.world_size, timeout.total_seconds())
+        self._store = dist.PrefixStore(f"titanlike/{start}", store)
         self._jobs = 0
 
     def lead(self, job: Job, stop: Stop, last_words: Callable[[Failure], None]) -> dict[str, Any]:
@@ -155,6 +156,40 @@ class StartedRanks:
         failed = failure.to_job_failed(job.run_dir, self.world_size)
         failed.ends_sweep = stuck
         raise failed
+
+
+def name_of_start(store: Any, rank: int, world_size: int, timeout: float) -> str:
+    """A name that all ranks of this start agree on, and no earlier start had.
+
+    The store outlives restarts, with every key of theirs, and torchrun's count of them is each
+    machine's own. So each rank shows a new name; rank 0 answers every name that it sees with its
+    own, to those of dead ranks in vain, until all ranks have taken it. Raises RuntimeError naming
+    the ranks that did not come.
+    """
+    name = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"titanlike/hello/{rank}", name)
+        answer = f"titanlike/answer/{name}"
+        store.wait([answer], timedelta(seconds=timeout))
+        start = store.get(answer).decode()
+        store.set(f"titanlike/here/{start}/{rank}", "")
+        return start
+    absent, answered = set(range(1, world_size)), set()
+    deadline = time.monotonic() + timeout
+    while absent:
+        for other in sorted(absent):
+            if store.check([f"titanlike/here/{name}/{other}"]):
+                absent.remove(other)
+            elif store.check([f"titanlike/hello/{other}"]):
+                seen = store.get(f"titanlike/hello/{other}").decode()
+                if seen not in answered:
+                    store.set(f"titanlike/answer/{seen}", name)
+                    answered.add(seen)
+        if absent and time.monotonic() > deadline:
+            ranks = ", ".join(map(str, sorted(absent)))
+            raise RuntimeError(f"rank {ranks} did not start in {timeout:g} s")
+        time.sleep(0.02 if absent else 0)
+    return name
 
 
 def record_for_torchrun(error: BaseException) -> None:

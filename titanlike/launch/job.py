@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ class Job:
     config: Config
     run_dir: Path  # absolute
     overrides: list[str]  # the command line that led here
+    started: float = field(default_factory=time.time)  # seconds since the epoch; for max_time
 
     def load(self) -> Callable[..., Any]:
         """The function itself. Raises ValueError naming what cannot be imported."""

@@ -40,7 +40,7 @@ class Stop:
         self._armed = False
         self._signum = 0  # that came to this process
         self._noted = -inf
-        self._start = time.monotonic()
+        self.started = time.time()  # of the job, which restarts do not begin anew
         self._peer_gone: Callable[[], bool] = lambda: False
 
     @contextlib.contextmanager
@@ -96,13 +96,13 @@ class Stop:
     def wish(self, max_time: float | None = None) -> int:
         """What asks this run to end: a signal's number, TIME_IS_UP, or 0 for nothing.
 
-        max_time: seconds that the process may run.
+        max_time: seconds that the job may run.
         """
         if self._signum:
             return self._signum
         if (path := self._file("wish")) is not None:
             return int(path.read_text(encoding="utf-8"))
-        late = max_time is not None and time.monotonic() - self._start >= max_time
+        late = max_time is not None and time.time() - self.started >= max_time
         return TIME_IS_UP if late else 0
 
     def watch(self, peer_gone: Callable[[], bool]) -> None:

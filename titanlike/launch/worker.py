@@ -60,6 +60,7 @@ def run_job(job: Job, worker: Worker) -> dict[str, Any]:
         try:
             places = meet(worker, "start", job.config.launch.timeout, _place())
             neighbours = _neighbours(places, worker.rank)
+            worker.stop.started = job.started
             worker.stop.watch(partial(_peer_gone, job.run_dir, worker.rank, neighbours))
             return job.load()(job.config, worker) or {}
         except (Interrupted, KeyboardInterrupt):
