@@ -46,7 +46,7 @@ def assert_proven(config: Config, folder: Path) -> None:
     assert {result["exit_code"] for result in results} == {0}, (folder / "rank0.out").read_text()
 
 
-@pytest.mark.parametrize("pp, dp", [(2, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize("pp, dp", [pytest.param(2, 1, marks=pytest.mark.slow), (2, 2), (4, 2)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_on_a_mesh(schedule: str, pp: int, dp: int, tmp_path: Path) -> None:
     assert_proven(tiny(pp, dp, schedule_of(schedule, pp, tmp_path)), tmp_path)
@@ -150,8 +150,6 @@ def losses(folder: Path) -> list[tuple[float, float]]:
 def test_five_steps_in_any_two_layouts_give_the_same_curve(tmp_path: Path) -> None:
     layouts = {
         "one": tiny(),
-        "fsdp": tiny(dp=4),
-        "pipeline": tiny(4, 1, "gpipe"),
         "mesh": tiny(2, 2, "zbvzerobubble"),
         "hsdp": tiny(2, 4, "interleaved1f1b", replicate=2),
     }
@@ -252,9 +250,11 @@ def test_a_run_goes_on_in_another_layout(other: Config, tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
     saving = Checkpoint(every=0, last=True)
-    run_world(train, tiny(steps=1, checkpoint=saving, optimizer=Sgd()), tmp_path)
-    with pytest.raises(AssertionError, match=r"optimizer=adamw: .*made with sgd"):
-        run_world(train, tiny(steps=2, checkpoint=saving), tmp_path)
+    run_world(train, tiny(steps=1, checkpoint=saving), tmp_path)
+    with pytest.raises(
+        AssertionError, match=r"optimizer=sgd: .*made with adamw.*write optimizer=adamw"
+    ):
+        run_world(train, tiny(steps=2, checkpoint=saving, optimizer=Sgd()), tmp_path)
     with pytest.raises(AssertionError, match=r"model.layers=9: .*write model.layers=8"):
         run_world(train, tiny(steps=2, layers=9, checkpoint=saving), tmp_path)
     with pytest.raises(AssertionError, match=r"seed=7: .*write seed=0"):

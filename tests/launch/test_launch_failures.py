@@ -14,7 +14,7 @@ def result(run_dir: Path) -> dict:
     return json.loads((run_dir / "result.json").read_text())
 
 
-@pytest.mark.parametrize("torchrun", [0, 4])
+@pytest.mark.parametrize("torchrun", [pytest.param(0, marks=pytest.mark.slow), 4])
 def test_of_four_ranks_the_one_that_crashed_is_named(tmp_path: Path, torchrun: int) -> None:
     launched = Launched("one_crashes", "pp=2", "dp=2", f"run_dir={tmp_path}", torchrun=torchrun)
     code, _, err = launched.wait()

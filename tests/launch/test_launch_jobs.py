@@ -19,7 +19,7 @@ def results(folder: Path) -> list[str]:
     return [json.loads(path.read_text())["status"] for path in paths]
 
 
-@pytest.mark.parametrize("torchrun", [0, 1, 2])
+@pytest.mark.parametrize("torchrun", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_two_ranks_have_one_run_directory_and_a_log_each(tmp_path: Path, torchrun: int) -> None:
     """The driver starts them, also under torchrun's default of one process; or torchrun does."""
     code, out, _ = Launched("hello", "pp=2", torchrun=torchrun, cwd=tmp_path).wait()

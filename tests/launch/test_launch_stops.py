@@ -41,6 +41,7 @@ def test_a_second_signal_ends_at_once_but_the_same_one_twice_is_one(
     assert launched.leaves_nobody()
 
 
+@pytest.mark.slow
 def test_workers_that_were_killed_are_started_again_though_others_never_come_to_a_step(
     tmp_path: Path,
 ) -> None:
