@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from models_for_tests import tiny
-from world import run_world
+from world import numbers, run_world
 
 from titanlike.config.schema import Checkpoint, Config, Validation
 from titanlike.launch.worker import Worker
@@ -17,11 +17,6 @@ from titanlike.metrics.sinks import read_jsonl
 from titanlike.training import STOPPED_EARLY, train
 
 SAVING = Checkpoint(every=0, last=True)
-
-
-def numbers(run_dir: Path) -> list[tuple[int, float, float, float]]:
-    rows = read_jsonl(run_dir / "metrics.jsonl")
-    return [(row["step"], row["loss"], row["grad_norm"], row["lr"]) for row in rows]
 
 
 def test_max_tokens_completes_the_run_at_the_first_step_that_has_them(tmp_path: Path) -> None:

@@ -15,11 +15,10 @@ import psutil
 import pytest
 import yaml
 from launch.launched import Launched, until
-from world import run_world
+from world import numbers, run_world
 
 from titanlike.config.parse import parse
 from titanlike.config.schema import Config
-from titanlike.metrics.sinks import read_jsonl
 from titanlike.training import train
 
 TRAIN = Path(__file__).parents[1] / "train.py"
@@ -51,11 +50,6 @@ def config_of(run_dir: Path) -> Config:
     config, problems = parse({key: plain[key] for key in plain if key not in ("defaults", "hydra")})
     assert problems == []
     return config
-
-
-def numbers(run_dir: Path) -> list[tuple[int, float, float, float]]:
-    rows = read_jsonl(run_dir / "metrics.jsonl")
-    return [(row["step"], row["loss"], row["grad_norm"], row["lr"]) for row in rows]
 
 
 def step(run_dir: Path) -> int:

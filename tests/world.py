@@ -17,6 +17,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from titanlike.metrics.sinks import read_jsonl
+
 PRELOADED = [
     "torch",
     "torch.distributed.tensor",
@@ -24,6 +26,12 @@ PRELOADED = [
     "titanlike.verification",
 ]
 SECONDARY = ("Connection", "closed", "gloo", "Broken pipe", "reset by peer")  # of a dead peer
+
+
+def numbers(run_dir: Path) -> list[tuple[int, float, float, float]]:
+    """step, loss, grad_norm and lr of each record, which a resumed run has to the last bit."""
+    rows = read_jsonl(run_dir / "metrics.jsonl")
+    return [(row["step"], row["loss"], row["grad_norm"], row["lr"]) for row in rows]
 
 
 class RankError(AssertionError):

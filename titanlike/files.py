@@ -36,13 +36,18 @@ def loads(text: str) -> dict[str, Any]:
 
 
 def replace_file(path: Path, text: str) -> None:
+    """`replace_bytes` with text, in UTF-8."""
+    replace_bytes(path, text.encode())
+
+
+def replace_bytes(path: Path, data: bytes) -> None:
     """Write `path` so that a reader, or a crash, sees the old file or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with os.fdopen(handle, "wb") as file:
             os.fchmod(file.fileno(), 0o644)  # mkstemp's 0600 would hide it from colleagues
-            file.write(text)
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

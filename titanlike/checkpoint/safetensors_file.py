@@ -36,7 +36,6 @@ from titanlike.checkpoint.storage import Storage
 from titanlike.checkpoint.whole import MARKER, Damaged, Manifest, read_state, revoke
 from titanlike.metrics import units
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _REST = (OPTIMIZER, RNG)
 
 
@@ -137,7 +136,7 @@ def _cast(name: str, tensor: Tensor, dtype: str | None) -> Tensor:
     """Floating point in another dtype; what else there is stays."""
     if dtype is None or not tensor.is_floating_point():
         return tensor
-    cast = tensor.to(_DTYPES[dtype])
+    cast = tensor.to(store.DTYPES[dtype])
     if not torch.equal(cast.isfinite(), tensor.isfinite()):
         raise ValueError(f"--dtype {dtype}: {name} has numbers too large for it; write bf16")
     return cast

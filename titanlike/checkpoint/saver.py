@@ -58,7 +58,6 @@ from titanlike.metrics.events import Events
 from titanlike.optimization import Part
 
 MOST_FAILURES = 2  # saves in a row
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -123,41 +122,19 @@ class Saver:
         Raises ValueError when another rank cannot see the checkpoint, when it was made with other
         data or another model, and when none is whole though there should be one.
         """
-        rejected: set[str] = set()
-        while True:
-            path, own = self._choose(rejected)
-            if path is None:
-                if self._settings.start_from:
-                    text = warm_start(self._settings, self._parts, self._group)
-                    self._events.log("warm_start", 0, text)
-                return Progress()
-            damage = self._look_closely(path)
-            if damage is None:
-                break
-            if not own or str(path) in rejected:
-                raise ValueError(f"{damage}; write the path of another checkpoint")
-            rejected.add(str(path))
-            self._set_aside(path, damage)
+        path = self._first_whole(self._choose)
+        if path is None:
+            if self._settings.start_from:
+                text = warm_start(self._settings, self._parts, self._group)
+                self._events.log("warm_start", 0, text)
+            return Progress()
         return self._load(path)
 
     def go_back(self) -> Progress | None:
         """Load the newest whole checkpoint of this run; None where there is none."""
         self._settle()
-        rejected: set[str] = set()
-        while True:
-            chosen = [""]
-            if self._rank == 0:
-                own = [path for path in committed(self._folder) if str(path) not in rejected]
-                chosen = [str(own[0])] if own else [""]
-            dist.broadcast_object_list(chosen, src=0, group=self._group)
-            if not chosen[0]:
-                return None
-            path = Storage(chosen[0])
-            damage = self._look_closely(path)
-            if damage is None:
-                return self._load(path)
-            rejected.add(str(path))
-            self._set_aside(path, damage)
+        path = self._first_whole(self._newest_own)
+        return None if path is None else self._load(path)
 
     def way_back(self) -> str:
         """From where a run that diverged can go on, in words, once what is under way is saved."""
@@ -170,33 +147,49 @@ class Saver:
             f"the last good checkpoint is {path}: start again from it with a smaller optimizer.lr"
         )
 
-    def _choose(self, rejected: set[str]) -> tuple[Storage | None, bool]:
-        """Rank 0's choice, for all ranks; and whether it is in this run's own folder.
+    def _first_whole(self, choose: Callable[[set[str]], Storage | None]) -> Storage | None:
+        """Of the checkpoints that rank 0 chooses one after another, the first that is whole.
 
-        Rank 0 also clears away what a killed save has left.
+        A damaged one of the run's own is set aside; another one was asked for by name: ValueError.
         """
-        chosen: list[str] = [""]
-        if self._rank == 0:
-            found = find(self._config, rejected)
-            for damage in found.damaged:
-                self._set_aside(damage.folder, str(damage))
-            for path in unfinished(self._folder):
-                self._events.log(
-                    "leftover",
-                    step_of(path),
-                    f"{path} has no {MARKER}: its save was not completed; removed",
-                )
-                revoke(path)
-            for path in committed(self._folder):
-                with contextlib.suppress(Damaged):
-                    val_loss = read_state(path)["val_loss"]
-                    self._saved[step_of(path)] = Saved(step_of(path), val_loss)
-            chosen = [str(found.path or "")]
-        dist.broadcast_object_list(chosen, src=0, group=self._group)
-        if not chosen[0]:
-            return None, True
-        path = Storage(chosen[0])
-        return path, str(path.parent) == str(self._folder)
+        rejected: set[str] = set()
+        while True:
+            chosen = [""]
+            if self._rank == 0:
+                chosen = [str(choose(rejected) or "")]
+            dist.broadcast_object_list(chosen, src=0, group=self._group)
+            if not chosen[0]:
+                return None
+            path = Storage(chosen[0])
+            damage = self._look_closely(path)
+            if damage is None:
+                return path
+            if str(path.parent) != str(self._folder) or str(path) in rejected:
+                raise ValueError(f"{damage}; write the path of another checkpoint")
+            rejected.add(str(path))
+            self._set_aside(path, damage)
+
+    def _newest_own(self, rejected: set[str]) -> Storage | None:
+        own = [path for path in committed(self._folder) if str(path) not in rejected]
+        return own[0] if own else None
+
+    def _choose(self, rejected: set[str]) -> Storage | None:
+        """What the config means; clears away what a killed save has left. On rank 0."""
+        found = find(self._config, rejected)
+        for damage in found.damaged:
+            self._set_aside(damage.folder, str(damage))
+        for path in unfinished(self._folder):
+            self._events.log(
+                "leftover",
+                step_of(path),
+                f"{path} has no {MARKER}: its save was not completed; removed",
+            )
+            revoke(path)
+        for path in committed(self._folder):
+            with contextlib.suppress(Damaged):
+                val_loss = read_state(path)["val_loss"]
+                self._saved[step_of(path)] = Saved(step_of(path), val_loss)
+        return found.path
 
     def _look_closely(self, path: Storage) -> str | None:
         """What is wrong with a checkpoint's files. Each rank reads some of them."""
@@ -267,7 +260,7 @@ class Saver:
         """
         self._settle()
         if done and self._settings.model_only != "none":
-            dtype = DTYPES[self._settings.model_only]
+            dtype = store.DTYPES[self._settings.model_only]
             folder = self._folder.at(f"model-{progress.step:08d}")
             save = _Save(folder, self._state(progress, None), time.perf_counter(), None)
             self._start(save, store.model_tensors(self._parts, dtype), "sync")

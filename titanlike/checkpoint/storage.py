@@ -6,7 +6,6 @@ No torch, so that a config can be checked with it.
 from __future__ import annotations
 
 import os
-import tempfile
 from datetime import datetime
 from pathlib import Path
 from typing import IO
@@ -14,6 +13,8 @@ from typing import IO
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
+
+from titanlike.files import replace_bytes
 
 
 class Storage:
@@ -85,17 +86,7 @@ class Storage:
         if not self.local:
             self._fs.pipe_file(self._path(name), data)
             return
-        handle, unfinished = tempfile.mkstemp(dir=self._root, prefix=f".{name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                os.fchmod(file.fileno(), 0o644)
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(unfinished, self._path(name))
-        except BaseException:
-            Path(unfinished).unlink(missing_ok=True)
-            raise
+        replace_bytes(Path(self._path(name)), data)
         self.sync()
 
     def make(self) -> None:

@@ -30,6 +30,7 @@ from titanlike.torch_private import read_newer_checkpoints
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 Tensors = dict[str, Tensor]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def model_tensors(parts: list[Part], dtype: torch.dtype | None = None) -> Tensors:

@@ -72,9 +72,8 @@ class Stop:
             return True
         if self._signum or not self._is_armed() or self._file("now"):
             if self._drives and self._folder is not None:
-                with contextlib.suppress(
-                    OSError
-                ):  # before the agent's SIGTERM comes to the workers
+                # before the agent's SIGTERM comes to the workers
+                with contextlib.suppress(OSError):
                     (self._folder / "now").touch()
             return False
         if self._drives and self._folder is not None:
