@@ -25,7 +25,7 @@ from titanlike.checkpoint.storage import Storage
 from titanlike.checkpoint.store import metadata_of, read
 from titanlike.config.schema import Checkpoint, Config, ConstantLr, Custom, Fsdp
 from titanlike.data.loader import batches, open_data
-from titanlike.draft import build_model, resolve_model
+from titanlike.draft import build_model, resolve_model, start_of
 from titanlike.guard import MOST_IN_A_ROW, Guard
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.optimization import build_optimizer, set_lr
@@ -116,8 +116,9 @@ def spoil(config: Config, **steps: list[int]) -> Config:
 def plain_loop(config: Config, updates: dict[int, int]) -> dict[str, Tensor]:
     """Parameters after updates (step -> whose batch), by one process in plain torch."""
     config = replace(config, pp=1, dp=1)
-    model = build_model(resolve_model(config))
-    initialize(model, config.seed, torch.device("cpu"))
+    resolved = resolve_model(config)
+    model = build_model(resolved)
+    initialize(model, start_of(resolved, config.seed), torch.device("cpu"))
     optimizer = build_optimizer(model, config.optimizer)
     source = open_data(config).train
     for step, place in updates.items():

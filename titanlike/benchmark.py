@@ -22,7 +22,7 @@ from titanlike.build import Run, build
 from titanlike.config.schema import Config
 from titanlike.data.loader import batches
 from titanlike.data.sources import IGNORE, Data
-from titanlike.draft import build_model, resolve_model
+from titanlike.draft import build_model, resolve_model, start_of
 from titanlike.guard import Guard
 from titanlike.launch.worker import Worker, meet
 from titanlike.metrics import units
@@ -46,7 +46,7 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
     data = open_on_every_rank(config, worker)
     mesh = open_mesh(config, worker)
     before = resident_memory(mesh.device)
-    run = build(config, mesh)
+    run = build(config, mesh, data)
     ours = _framework(run, config, data, worker)
     next(ours)
     ready = time.time() - _started(worker)
@@ -108,8 +108,9 @@ def _framework(run: Run, config: Config, data: Data, worker: Worker) -> Iterator
 def _plain(config: Config, data: Data, device: torch.device) -> Iterator[dict[str, Any]]:
     """The loop that one would write without a framework."""
     alone = replace(config, dp=1, replicate=1)
-    model = build_model(resolve_model(config))
-    initialize(model, config.seed, device)
+    resolved = resolve_model(config)
+    model = build_model(resolved)
+    initialize(model, start_of(resolved, config.seed), device)
     optimizer = build_optimizer(model, config.optimizer)
     stream = batches(data.train, alone, dp_rank=0)
     bf16 = config.precision.name == "bf16"

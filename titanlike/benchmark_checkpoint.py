@@ -42,7 +42,7 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
     """Measure; prints a table; {"value": stall of async / stall of sync, ...the figures}."""
     data = open_on_every_rank(config, worker)
     mesh = open_mesh(config, worker)
-    run = build(config, mesh)
+    run = build(config, mesh, data)
     guard, stream = Guard(config, {}), batches(data.train, config, dp_rank=mesh.dp_rank)
     quiet = Events(worker.run_dir, None)
     folders = {mode: worker.run_dir / mode for mode in MODES}

@@ -1,13 +1,14 @@
 """From a config to everything that a run is made of, in the order in which it happens.
 
 1. `draft` decides: the stages and the order of computing.
-2. This rank's stages are carved out of the model on the meta device, sharded, allocated and
+2. This rank's stages are taken out of the model on the meta device, sharded, allocated and
    initialized; each gets an optimizer.
-3. torch's pipeline runtime is laid over them.
+3. torch's pipeline runtime is laid over them, for each shape of batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,14 +17,18 @@ import torch.distributed as dist
 from torch import nn
 
 from titanlike.config.schema import Config
-from titanlike.draft import Draft, build_model, draft
-from titanlike.loss import CrossEntropy
+from titanlike.data.sources import Data
+from titanlike.draft import Draft, build_model, draft, start_of
+from titanlike.loss import Loss, build_loss
 from titanlike.optimization import Part, build_optimizer
 from titanlike.parallel.initialize import initialize, piece_seed
 from titanlike.parallel.mesh import Mesh
-from titanlike.parallel.sharding import compute_dtype, shard_stage
+from titanlike.parallel.sharding import shard_stage
+from titanlike.parallel.tied import tie
+from titanlike.pipeline.blueprint import Fields, shapes
+from titanlike.pipeline.cut import message
 from titanlike.pipeline.run import Pipeline
-from titanlike.pipeline.stages import boundaries, carve, gather_groups
+from titanlike.pipeline.stage import Stage, gather_groups
 from titanlike.torch_private import OrderRuntime, make_stage
 
 
@@ -33,51 +38,108 @@ class Run:
 
     mesh: Mesh
     draft: Draft
+    stages: list[Stage]
     parts: list[Part]
     pipeline: Pipeline
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
         """Of all stages of this rank."""
-        return [parameter for part in self.parts for parameter in part.stage.parameters()]
+        return [parameter for part in self.parts for _, parameter in part.parameters()]
+
+    @cached_property
+    def owned(self) -> list[nn.Parameter]:
+        """The same, but tied ones on one of the ranks that hold a copy."""
+        return [p for part in self.parts for n, p in part.parameters() if part.answers_for(n)]
 
     def train_mode(self, on: bool) -> None:
-        for part in self.parts:
-            part.stage.train(on)
+        for stage in self.stages:
+            stage.train(on)
 
 
-def build(config: Config, mesh: Mesh) -> Run:
-    """Build this rank's stages and the pipeline over them. Collective."""
-    plan = draft(config)
-    dtype = compute_dtype(config)
-    rows = config.batch_size // config.dp // plan.microbatches
-    example = torch.empty(rows, config.seq_len, dtype=torch.int64, device="meta")
-    starts = [names[0] for names in plan.stages]
-    flow = boundaries(build_model(plan.model).to(dtype), starts, example)
-    parts, stages = [], []
+def build(config: Config, mesh: Mesh, data: Data | None = None) -> Run:
+    """Build this rank's stages and the pipeline over them. Collective.
+
+    data: see `draft`.
+    """
+    plan = draft(config, data)
+    start = start_of(plan.model, config.seed)
+    graphs = plan.blueprint.graphs(plan.fields, True)
+    canonical = plan.blueprint.canonical()
+    stages: dict[int, Stage] = {}
+    parts: dict[int, Part] = {}
     for index in plan.order.local(mesh.pp_rank):
-        module = carve(build_model(plan.model), plan.stages[index])
-        groups = gather_groups([plan.units[name] for name in plan.stages[index]])
-        shard_stage(module, groups, config, mesh, plan.zero)
-        initialize(module, config.seed, _home(config, mesh))
-        parts.append(Part(module, build_optimizer(module, config.optimizer)))
-        stages.append(
+        graph = graphs[index]
+        stage = stages[index] = Stage(build_model(plan.model), graph.units, graph.weights)
+        units = [unit for unit in plan.blueprint.units if unit.name in graph.units]
+        shard_stage(stage, gather_groups(stage, units, graph.weights), config, mesh, plan.zero)
+        names = {name: canonical[name] for name, _ in stage.named_parameters()}
+        initialize(stage, start, _home(config, mesh), names)
+        owned = [name for name in names.values() if _owner(plan, name) == index]
+        if names:
+            optimizer = build_optimizer(stage, config.optimizer)
+            parts[index] = Part(stage, optimizer, names, frozenset(owned))
+    del start
+    holders = {
+        name: [stage for stage, held in enumerate(plan.held) if name in held]
+        for name in canonical.values()
+    }
+    here = {index: dict(part.parameters()) for index, part in parts.items()}
+    tied = tie(holders, plan.order.place, here, mesh, config.launch.timeout)
+    # what a model draws while it trains (dropout) differs on every rank
+    torch.manual_seed(piece_seed(config.seed, "rank", dist.get_rank()))
+    loss = build_loss(config.loss)
+
+    def runtime_for(fields: Fields) -> OrderRuntime:
+        return _runtime(plan, stages, fields, loss, mesh)
+
+    mine = list(stages.values())
+    return Run(mesh, plan, mine, list(parts.values()), Pipeline(mine, runtime_for, loss, mesh, tied))
+
+
+def _runtime(
+    plan: Draft, stages: dict[int, Stage], fields: Fields, loss: Loss, mesh: Mesh
+) -> OrderRuntime:
+    """torch's pipeline over this rank's stages, for batches of such fields."""
+    training, evaluation = (plan.blueprint.graphs(fields, on) for on in (True, False))
+    rows = plan.blueprint.rows
+    example = {
+        name: torch.empty(rows, *field.shape, dtype=field.dtype, device="meta")
+        for name, field in fields.items()
+    }
+    wrapped = []
+    for index, stage in stages.items():
+        graph, other = training[index], evaluation[index]
+        messages = [[message(node) for node in flow] for flow in (graph.arrives, graph.sends)]
+        evaluated = [[message(node) for node in flow] for flow in (other.arrives, other.sends)]
+        assert _like(messages) == _like(evaluated), "a model sends the same in both modes"
+        stage.learn(shapes(fields), {True: graph, False: other}, index, mesh.device)
+        arrives, sends = messages
+        wrapped.append(
             make_stage(
-                module,
+                stage,
                 index,
                 plan.order.stages,
                 device=mesh.device,
                 group=mesh.axes.get_group("pp"),
-                inputs=flow[index],
-                outputs=flow[index + 1],
+                inputs=[example["inputs"]] if index == 0 else arrives,
+                outputs=sends,
                 zero=plan.zero,
+                splits_weights=bool(plan.held[index]) and not plan.blueprint.repeats(graph),
             )
         )
-    # what a model draws while it trains (dropout) differs on every rank
-    torch.manual_seed(piece_seed(config.seed, "rank", dist.get_rank()))
-    loss = CrossEntropy()
-    runtime = OrderRuntime(plan.order, stages, loss, zero=plan.zero)
-    return Run(mesh, plan, parts, Pipeline(runtime, loss, mesh))
+    used = [training[index].fields | evaluation[index].fields for index in stages]
+    wanted = set().union(*used)
+    return OrderRuntime(plan.order, wrapped, loss, sorted(wanted), zero=plan.zero)
+
+
+def _like(messages: Iterable[Iterable[torch.Tensor]]) -> list[list[tuple[object, object]]]:
+    return [[(tensor.shape, tensor.dtype) for tensor in flow] for flow in messages]
+
+
+def _owner(plan: Draft, name: str) -> int:
+    """The stage that answers for a parameter: in the gradient norm, in a checkpoint."""
+    return next(stage for stage, held in enumerate(plan.held) if name in held)
 
 
 def _home(config: Config, mesh: Mesh) -> torch.device:

@@ -18,12 +18,17 @@ from torch import nn
 
 from titanlike.config.errors import ConfigError, Problem, nearest
 from titanlike.config.parse import convert
-from titanlike.config.schema import Config, Custom
+from titanlike.config.schema import Config, Custom, PointSplit
 from titanlike.data.checks import vocab_size
+from titanlike.data.example import example
+from titanlike.data.sources import Data
 from titanlike.imports import load
 from titanlike.parallel.device import choose_device
+from titanlike.parallel.initialize import Constructed, Drawn, Start, parameters_on_meta
+from titanlike.parallel.sharding import compute_dtype
+from titanlike.pipeline.blueprint import Blueprint, Fields, fields_of
 from titanlike.pipeline.order import Order
-from titanlike.pipeline.partition import SplitError, Unit, partition
+from titanlike.pipeline.partition import SplitError, partition
 from titanlike.pipeline.schedules import (
     NoDivision,
     build_order,
@@ -31,7 +36,8 @@ from titanlike.pipeline.schedules import (
     derive_microbatches,
     stage_count,
 )
-from titanlike.pipeline.stages import chain
+from titanlike.pipeline.units import units
+from titanlike.pipeline.record import RecordError
 
 MODELS = {"llama": "titanlike.models.llama.Llama", "gpt2": "titanlike.models.gpt2.Gpt2"}
 
@@ -46,17 +52,23 @@ class Draft:
     why_microbatches: str
     zero: int
     why_zero: str
-    units: dict[str, Unit]
-    stages: list[list[str]]  # unit names of each stage
-    sizes: dict[str, int]  # parameters of each unit
+    blueprint: Blueprint  # the model, its units, and the graph of each stage
+    fields: Fields  # of the batch, that the model takes
+    held: list[dict[str, int]]  # parameters (a tied one under its first name) of each stage, sizes
     flops_per_token: float | None
 
+    @property
+    def stages(self) -> list[list[str]]:
+        """Names of the units of each stage."""
+        return self.blueprint.stages
+
     def stage_parameters(self, stage: int) -> int:
-        return sum(self.sizes[name] for name in self.stages[stage])
+        return sum(self.held[stage].values())
 
     @property
     def parameters(self) -> int:
-        return sum(self.sizes.values())
+        """In the whole model, tied ones once."""
+        return sum({name: size for held in self.held for name, size in held.items()}.values())
 
 
 def resolve_model(config: Config) -> Custom:
@@ -69,8 +81,8 @@ def resolve_model(config: Config) -> Custom:
     return Custom(config.model.name, args)
 
 
-def build_model(model: Custom) -> nn.Module:
-    """The whole model on the meta device, from a name and arguments that are resolved.
+def build_model(model: Custom, device: str = "meta") -> nn.Module:
+    """The whole model on a device, from a name and arguments that are resolved.
 
     Raises ConfigError with every problem of its keys.
     """
@@ -94,7 +106,7 @@ def build_model(model: Custom) -> nn.Module:
     if wrong:
         raise ConfigError(wrong)
     try:
-        with torch.device("meta"):
+        with torch.device(device):
             return family(**model.args)
     except ValueError as error:
         found = [Problem.parse("model", str(text)) for text in error.args]
@@ -118,16 +130,19 @@ def _argument_problems(
     return problems or [Problem("model", model.name, error, f"its keys: {', '.join(known)}")]
 
 
-def draft(config: Config) -> Draft:
-    """Decide stages, order and sharding. Raises ConfigError with every problem found."""
+def draft(config: Config, data: Data | None = None) -> Draft:
+    """Decide stages, order and sharding. Raises ConfigError with every problem found.
+
+    data: where it is open already; else a user's own data is opened to see what is in a batch.
+    """
     resolved = resolve_model(config)
     model = build_model(resolved)
     problems = _model_problems(config, resolved, model)
-    units = chain(model)
-    stages: list[list[str]] = []
+    rows = 1
     try:
         microbatches, why = _microbatches(config)
         order = build_order(config.schedule, config.pp, microbatches)
+        rows = config.batch_size // config.dp // microbatches
     except NoDivision as error:
         fix = "" if error.works is None else f"batch_size={error.works * config.dp}"
         problems.append(Problem("batch_size", config.batch_size, str(error), fix))
@@ -135,15 +150,25 @@ def draft(config: Config) -> Draft:
         problems.append(Problem.parse("schedule", str(error)))
     else:
         problems += _sharding_problems(config, order)
+    if problems:  # its forward is not tried: it would only say the same in other words
+        raise ConfigError([*problems, *_split_problems(config, model)])
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(compute_dtype(config))
+    fields = fields_of(example(config, data))
+    blueprint = _blueprint(config, resolved, model, fields, rows)
     try:
-        stages = partition(units, config.split, stage_count(config.schedule, config.pp))
+        stages = stage_count(config.schedule, config.pp)
+        blueprint.stages = partition(blueprint.units, config.split, stages)
     except SplitError as error:
-        fix = error.fix.removeprefix("write ")
-        problems.append(Problem(error.key, error.value, error.reason, fix))
-    except ValueError:
-        assert problems, "a schedule without a number of stages has no order, either"
-    if problems:
-        raise ConfigError(problems)
+        raise ConfigError([_split_problem(error)]) from None
+    graphs = blueprint.graphs(fields, True)
+    held = [blueprint.parameters_of(graph) for graph in graphs]
+    left = model.named_parameters()
+    if unused := [name for name, _ in left if not any(name in stage for stage in held)]:
+        names = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" * (len(unused) > 3))
+        reason = f"its forward does not use the parameter {names}"
+        raise ConfigError([Problem("model.name", resolved.name, reason, "a model without it")])
     zero, why_zero = _zero(config, order.splits_backward)
     return Draft(
         model=resolved,
@@ -152,14 +177,64 @@ def draft(config: Config) -> Draft:
         why_microbatches=why,
         zero=zero,
         why_zero=why_zero,
-        units={unit.name: unit for unit in units},
-        stages=stages,
-        sizes={
-            unit.name: sum(p.numel() for p in model.get_submodule(unit.name).parameters())
-            for unit in units
-        },
+        blueprint=blueprint,
+        fields=fields,
+        held=[{name: p.numel() for name, p in stage.items()} for stage in held],
         flops_per_token=getattr(model, "flops_per_token", lambda _: None)(config.seq_len),
     )
+
+
+def _blueprint(
+    config: Config, model: Custom, meta: nn.Module, fields: Fields, rows: int
+) -> Blueprint:
+    """The model's forward, run once on meta. Raises ConfigError."""
+    points = config.split.points if isinstance(config.split, PointSplit) else ()
+    try:
+        return Blueprint(meta, fields, rows, points)
+    except RecordError as error:
+        problem = Problem("model.name", model.name, error.reason, error.fix)
+    except TypeError as error:  # of the call, or of something inside
+        given = ", ".join(fields)
+        reason = f"its forward cannot be called with what the data gives ({given}): {error}"
+        fix = "a forward with these arguments, or data with those that it needs"
+        problem = Problem("model.name", model.name, reason, fix)
+    except (RuntimeError, ValueError, IndexError, AssertionError) as error:
+        told = ", ".join(f"{name} {[rows, *field.shape]}" for name, field in fields.items())
+        reason = f"its forward on {told} raised {type(error).__name__}: {error}"
+        fix = "sizes of model and data that fit each other"
+        problem = Problem("model", model.name, reason, fix)
+    raise ConfigError([problem])
+
+
+def _split_problems(config: Config, model: nn.Module) -> list[Problem]:
+    """What can be said of the split before the model ran."""
+    try:
+        partition(units(model), config.split, stage_count(config.schedule, config.pp))
+    except SplitError as error:
+        return [_split_problem(error)]
+    except ValueError:
+        pass  # the schedule has no number of stages: that is a problem already
+    return []
+
+
+def _split_problem(error: SplitError) -> Problem:
+    return Problem(error.key, error.value, error.reason, error.fix.removeprefix("write "))
+
+
+def start_of(model: Custom, seed: int) -> Start:
+    """Initial values of a model by name, see `titanlike.parallel.initialize`."""
+    meta = build_model(model)
+    initial = getattr(meta, "initial", None)
+    buffers = next(meta.buffers(), None) is not None
+    if initial is not None and not buffers:
+        return Drawn(initial, seed, {})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if initial is None:
+            return Constructed(build_model(model, "cpu"))
+        with parameters_on_meta():
+            real = build_model(model, "cpu")
+    return Drawn(initial, seed, dict(real.named_buffers(remove_duplicate=False)))
 
 
 def preflight(config: Config) -> list[Problem]:
@@ -209,14 +284,7 @@ def _model_problems(config: Config, resolved: Custom, model: nn.Module) -> list[
     def wrong(key: str, value: Any, reason: str, fix: str) -> None:
         problems.append(Problem(key, value, reason, fix))
 
-    if not hasattr(model, "initial"):
-        wrong(
-            "model.name",
-            config.model.name,
-            "has no method initial(name) -> (mean, std), which says how a parameter starts",
-            "a model with that method (see titanlike/models/llama.py)",
-        )
-    else:
+    if hasattr(model, "initial"):
         problems += _initial_problems(config, model)
     longest = getattr(model, "max_seq_len", None)
     if longest is not None and longest < config.seq_len:
@@ -235,23 +303,6 @@ def _model_problems(config: Config, resolved: Custom, model: nn.Module) -> list[
                 f"is smaller than the {needed} token ids of data={config.data.name}",
                 "model.vocab_size=null (taken from the data)",
             )
-    buffers = [name for name, _ in model.named_buffers()]
-    if buffers:
-        wrong(
-            "model.name",
-            config.model.name,
-            f"has the buffer {buffers[0]}, which is not initialized in a stage",
-            "a model that computes it in its forward (see rotary_table in titanlike/models/llama.py)",
-        )
-    once = {name for name, _ in model.named_parameters()}
-    twice = [n for n, _ in model.named_parameters(remove_duplicate=False) if n not in once]
-    if twice:
-        wrong(
-            "model.name",
-            config.model.name,
-            f"uses one weight twice ({twice[0]}); two stages would train two copies of it",
-            "a model without tied weights",
-        )
     return problems
 
 

@@ -132,7 +132,7 @@ def mean_and_deviation(window: deque[float]) -> tuple[float, float]:
 
 def _first_bad_gradient(run: Run) -> str:
     for part in run.parts:
-        for name, parameter in part.stage.named_parameters():
+        for name, parameter in part.parameters():
             grad = parameter.grad
             local = grad.to_local() if isinstance(grad, DTensor) else grad
             if local is not None and not torch.isfinite(local).all():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,10 +16,23 @@ from titanlike.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class Part:
-    """One stage of this rank and its optimizer."""
+    """One stage of this rank that has parameters, and its optimizer."""
 
     stage: nn.Module
     optimizer: torch.optim.Optimizer
+    # parameter in the stage -> its name in the whole model, the same for all copies of a tied one
+    names: dict[str, str]
+    owned: frozenset[str]  # names of those that other stages do not answer for
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """All of the stage's, by the name in the whole model."""
+        for name, parameter in self.stage.named_parameters():
+            yield self.names[name], parameter
+
+    def answers_for(self, name: str) -> bool:
+        """Whether a parameter or buffer, by its name in the whole model, counts here: in the
+        gradient norm, in a checkpoint."""
+        return name in self.owned or name not in self.names.values()
 
 
 def build_optimizer(stage: nn.Module, config: AdamW | Sgd) -> torch.optim.Optimizer:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -38,19 +38,32 @@ def make_stage(
     *,
     device: torch.device,
     group: Any,
-    inputs: Tensor,
-    outputs: Tensor,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
     zero: int,
+    splits_weights: bool,
 ) -> PipelineStage:
     """One stage of torch's pipeline runtime.
 
-    inputs, outputs: meta tensors with the shape and dtype of one microbatch. Static, because else
+    inputs, outputs: meta tensors like what arrives and leaves with one microbatch. Static, because else
     torch runs an extra forward and backward first, and sets FSDP's gradients to None with it.
     zero: 1 = gather parameters and reduce gradients once a step; 2 = reduce in each backward;
     3 = also gather in each forward and backward, block by block.
+    splits_weights: whether a schedule that splits the backward may split this stage's. If not, the
+    whole backward runs in the first half: torch goes twice through the graph of a weight that is
+    used twice, and finds no weights in a stage that has none.
     """
     kind = PipelineStage if zero == 1 else _ShardingStage
-    stage = kind(module, index, stages, device, group=group, input_args=inputs, output_args=outputs)
+    stage = kind(
+        module,
+        index,
+        stages,
+        device,
+        group=group,
+        input_args=tuple(inputs),
+        output_args=tuple(outputs),
+        dw_builder=None if splits_weights else lambda: lambda: None,
+    )
     if zero > 1:
         stage.reshard_after_backward = zero == 3
     # Without it a wrong length or dtype between stages is silent garbage (2.13, 2.15).
@@ -170,13 +183,16 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         self,
         order: Order,
         stages: list[PipelineStage],
-        loss: Callable[[Tensor, Tensor], Tensor],
+        loss: Callable[[Any, Tensor], Tensor],
+        fields: Sequence[str],
         *,
         zero: int,
     ):
+        """fields: of the batch, that this rank's stages take beside what arrives."""
         options: dict[str, Any] = {"scale_grads": False, "backward_requires_autograd": False}
         super().__init__(stages, order.microbatches, loss_fn=loss, **options)
         self.stage_index_to_group_rank = dict(enumerate(order.place))
+        self._fields = list(fields)
         for stage in stages:
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
         # all stages stay resident for a step: fewer gathers, and what the memory plan counts
@@ -197,29 +213,30 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         for order in (self._train, self._forward):
             order[self.rank] = _Watched(order[self.rank][:], act)
 
-    def train(self, inputs: Tensor, targets: Tensor) -> list[Tensor]:
+    def train(self, batch: dict[str, Tensor]) -> list[Tensor]:
         """Forward and backward of one batch: the losses of its microbatches, on the last stage."""
         losses: list[Tensor] = []
-        self._call(inputs, targets, losses)
+        self._call(batch, losses)
         return losses
 
-    def evaluate(self, inputs: Tensor, targets: Tensor) -> list[Tensor]:
+    def evaluate(self, batch: dict[str, Tensor]) -> list[Tensor]:
         """Forward alone, over the same stages: gradients are left as they are."""
         losses: list[Tensor] = []
         self.pipeline_order_with_comms = self._forward
         try:
             with torch.no_grad():
-                self._call(inputs, targets, losses)
+                self._call(batch, losses)
         finally:
             self.pipeline_order_with_comms = self._train
             for stage in self._stages:
                 stage.clear_runtime_states()
         return losses
 
-    def _call(self, inputs: Tensor, targets: Tensor, losses: list[Tensor]) -> None:
-        first = (inputs,) if any(stage.is_first for stage in self._stages) else ()
+    def _call(self, batch: dict[str, Tensor], losses: list[Tensor]) -> None:
+        first = (batch["inputs"],) if any(stage.is_first for stage in self._stages) else ()
         last = any(stage.is_last for stage in self._stages)
-        told = {"target": targets, "losses": losses} if last else {}
+        told: dict[str, Any] = {"target": batch["targets"], "losses": losses} if last else {}
+        told |= {name: batch[name] for name in self._fields}
         self.step(*first, return_outputs=False, **told)
 
 

@@ -19,7 +19,7 @@ from titanlike.build import Run, build
 from titanlike.checkpoint.saver import Progress, Saver
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config
-from titanlike.data.loader import batches, open_data, validation_batches
+from titanlike.data.loader import Batch, batches, open_data, validation_batches
 from titanlike.data.sources import Data
 from titanlike.guard import BadNumbers, Guard, Verdict
 from titanlike.launch.signals import Interrupted
@@ -33,6 +33,7 @@ from titanlike.metrics.sinks import Sink
 from titanlike.optimization import clip_gradients, gradient_norm, set_lr
 from titanlike.parallel.device import deterministic, peak_flops, peak_memory
 from titanlike.parallel.mesh import Mesh, close_mesh, open_mesh
+from titanlike.parallel.sharding import compute_dtype
 
 PREPARATION = 24 * 3600.0  # seconds that one rank may work on its own before all begin
 STOPPED_EARLY = 75  # exit code of a run that was asked to end and can go on (EX_TEMPFAIL)
@@ -78,7 +79,7 @@ def train(config: Config, worker: Worker) -> dict[str, Any]:
         Watchdog(worker, config.launch, worker.last_words) as watchdog,
     ):
         watchdog.at(0, "build", config.launch.timeout)
-        run = build(config, mesh)
+        run = build(config, mesh, data)
         run.pipeline.watch(watchdog.act)
         saver = Saver(run.parts, config, data, events)
         try:
@@ -218,8 +219,8 @@ def training_step(
 
     A step whose numbers the guard finds bad changes no parameter.
     """
-    loss, _ = run.pipeline.train(*on_device(batch, run.mesh))
-    norm = gradient_norm(run.parameters, run.mesh)
+    loss, _ = run.pipeline.train(on_device(batch, run.mesh, config))
+    norm = gradient_norm(run.owned, run.mesh)
     record = {"step": step, "loss": loss.item(), "grad_norm": norm.item()}
     verdict = guard.judge(record, run)
     lr = update(run, config, step, norm) if verdict is None else 0.0
@@ -252,19 +253,20 @@ def validate(
     for batch in validation_batches(data.validation, config, dp_rank=run.mesh.dp_rank):
         if given_up := asked is not None and bool(asked()):
             break
-        loss, tokens = run.pipeline.evaluate(*on_device(batch, run.mesh))
+        loss, tokens = run.pipeline.evaluate(on_device(batch, run.mesh, config))
         total += torch.tensor([loss.item() * tokens.item(), tokens.item()])
     run.train_mode(True)
     return None if given_up else (total[0] / total[1]).item()
 
 
-def on_device(batch: dict[str, Tensor], mesh: Mesh) -> tuple[Tensor, Tensor]:
-    """(inputs, targets), int64 [batch / dp, T], on this rank's device."""
-    if batch.keys() != {"inputs", "targets"}:
-        raise ValueError(
-            f"data: a batch has {', '.join(batch)}; a model takes inputs and targets, no others"
-        )
-    return tuple(batch[key].to(mesh.device, non_blocking=True) for key in ("inputs", "targets"))
+def on_device(batch: Batch, mesh: Mesh, config: Config) -> Batch:
+    """This rank's part of a batch on its device, what the model takes in the compute dtype."""
+    moved = {name: value.to(mesh.device, non_blocking=True) for name, value in batch.items()}
+    dtype = compute_dtype(config)
+    return {
+        name: value.to(dtype) if value.is_floating_point() and name != "targets" else value
+        for name, value in moved.items()
+    }
 
 
 def measure(run: Run, config: Config, seconds: float, worker: Worker) -> tuple[dict[str, Any], int]:

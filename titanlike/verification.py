@@ -11,22 +11,23 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titanlike.build import Run, build
 from titanlike.config.schema import Config
 from titanlike.data.loader import batches, validation_batches
-from titanlike.data.sources import IGNORE, Data
-from titanlike.draft import build_model, resolve_model
+from titanlike.data.sources import Data
+from titanlike.draft import build_model, resolve_model, start_of
 from titanlike.launch.worker import Worker, meet
+from titanlike.loss import build_loss
 from titanlike.metrics.console import Console
 from titanlike.optimization import build_optimizer, gradient_norm, set_lr
 from titanlike.parallel.device import choose_device
@@ -117,12 +118,13 @@ def verify(config: Config, worker: Worker) -> dict[str, Any]:
     mesh = open_mesh(config, worker)
     exact, rounded = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
 
-    run = build(config, mesh)
+    run = build(config, mesh, data)
     pieces = list(_compare_layout(run, config, data, exact, rounded))
     every: list[list[Piece]] = [[] for _ in range(mesh.world_size)]
     dist.all_gather_object(every, pieces)
     rows = _merge(every)
-    holes = _holes(rows, exact, config.replicate)
+    copies = Counter(name for held in run.draft.held for name in held)
+    holes = _holes(rows, exact, {name: config.replicate * copies[name] for name in exact.initial})
     ok = not holes and all(row.agrees for row in rows)
     if worker.rank == 0:
         path.unlink()
@@ -145,19 +147,23 @@ def _truths(config: Config, data: Data, device: torch.device) -> tuple[Truth, Tr
 
 def single_process(config: Config, data: Data, device: torch.device, dtype: torch.dtype) -> Truth:
     """One training step of the whole model on the whole batch, computing in `dtype`."""
-    model = build_model(resolve_model(config))
-    initialize(model, config.seed, device)
+    resolved = resolve_model(config)
+    model = build_model(resolved)
+    initialize(model, start_of(resolved, config.seed), device)
+    loss = build_loss(config.loss)
 
     def loss_of(batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-        """(summed loss, valid tokens)"""
-        inputs, targets = batch["inputs"].to(device), batch["targets"].to(device)
+        """(summed loss, what it counts)"""
+        fields = {
+            name: value.to(device, dtype if value.is_floating_point() else value.dtype)
+            for name, value in batch.items()
+        }
+        targets = batch["targets"].to(device)
+        del fields["targets"]
         # cast copies of the fp32 master weights; gradients flow back to the masters
         weights = {name: p.to(dtype) for name, p in model.named_parameters()}
-        logits = torch.func.functional_call(model, weights, (inputs,)).float()
-        total = F.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum"
-        )
-        return total, int((targets != IGNORE).sum())
+        output = torch.func.functional_call(model, weights, (fields.pop("inputs"),), fields)
+        return loss.total(output, targets), int(loss.count(targets))
 
     def mean_over(many: Iterator[dict[str, Tensor]]) -> float:
         with torch.no_grad():
@@ -202,19 +208,19 @@ def _compare_layout(
 
     def parameters() -> Iterator[tuple[str, nn.Parameter]]:
         for part in run.parts:
-            yield from part.stage.named_parameters()
+            yield from part.parameters()
 
     for name, parameter in parameters():
         yield _compare("initial", name, parameter, exact.initial[name])
     validation = validate(run, config, data)
 
     stream = batches(data.train, config, dp_rank=run.mesh.dp_rank)
-    loss, _ = run.pipeline.train(*on_device(next(stream), run.mesh))
+    loss, _ = run.pipeline.train(on_device(next(stream), run.mesh, config))
     for name, parameter in parameters():
         rough = rounded and rounded.gradients[name]
         yield _compare("gradient", name, parameter.grad, exact.gradients[name], rough)
 
-    update(run, config, 1, gradient_norm(run.parameters, run.mesh))
+    update(run, config, 1, gradient_norm(run.owned, run.mesh))
     for name, parameter in parameters():
         truth, base = exact.updated[name], exact.initial[name]
         certain = _certain(exact.gradients[name], config.precision.name)
@@ -222,7 +228,7 @@ def _compare_layout(
         rough = rounded and truth
         yield _compare("update", name, parameter, truth, rough, base=base, among=certain)
 
-    after, _ = run.pipeline.evaluate(*on_device(next(stream), run.mesh))
+    after, _ = run.pipeline.evaluate(on_device(next(stream), run.mesh, config))
     losses = {"loss": loss.item(), "validation loss": validation}
     losses["loss after the update"] = after.item()
     for name, value in losses.items():
@@ -290,13 +296,14 @@ def _merge(ranks: list[list[Piece]]) -> list[Piece]:
     return list(merged.values())
 
 
-def _holes(rows: list[Piece], truth: Truth, replicas: int) -> list[str]:
-    """Parameters that were not compared in full: each element once a replica."""
+def _holes(rows: list[Piece], truth: Truth, copies: dict[str, int]) -> list[str]:
+    """Parameters that were not compared in full: each element once a replica, and once a copy of a
+    tied weight."""
     compared = {row.name: row.elements for row in rows if row.what == "initial"}
     return [
-        f"{name}: {compared.get(name, 0)} of {tensor.numel() * replicas} elements are in a stage"
+        f"{name}: {compared.get(name, 0)} of {tensor.numel() * copies[name]} elements are in a stage"
         for name, tensor in truth.initial.items()
-        if compared.get(name, 0) != tensor.numel() * replicas
+        if compared.get(name, 0) != tensor.numel() * max(1, copies[name])
     ]
 
 

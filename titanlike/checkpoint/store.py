@@ -33,28 +33,46 @@ Tensors = dict[str, Tensor]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def model_tensors(parts: list[Part], dtype: torch.dtype | None = None) -> Tensors:
-    """model.NAME of all parts, cast to `dtype` if one is given."""
-    tensors = {}
+def model_tensors(
+    parts: list[Part], dtype: torch.dtype | None = None, *, copies: bool = False
+) -> Tensors:
+    """model.NAME of all parts, cast to `dtype` if one is given: parameters and persistent buffers.
+
+    copies: also of tied weights that another stage answers for (to be read, not to be saved).
+    """
+    tensors: Tensors = {}
     for part in parts:
         for name, value in get_model_state_dict(part.stage).items():
-            tensors[f"model.{name}"] = (
-                value.to(dtype) if dtype is not None and value.is_floating_point() else value
-            )
+            name = part.names.get(name, name)
+            if copies or part.answers_for(name):
+                cast = dtype is not None and value.is_floating_point()
+                tensors.setdefault(f"model.{name}", value.to(dtype) if cast else value)
     return tensors
 
 
-def run_tensors(parts: list[Part]) -> Tensors:
-    """Everything that a checkpoint of a run holds of this rank."""
-    tensors = model_tensors(parts)
+def run_tensors(parts: list[Part], *, copies: bool = False) -> Tensors:
+    """Everything that a checkpoint of a run holds of this rank; copies: see `model_tensors`."""
+    tensors = model_tensors(parts, copies=copies)
     for part in parts:  # one optimizer a stage: DCP mixes up those that span several modules
         if not part.optimizer.state:
             continue  # no update yet; torch would make one with lr=0 now, and count it
         for name, value in _optimizer(part).items():
             # settings (lr, betas) are the config's to say, and objects would have to be unpickled
             if isinstance(value, Tensor) and name.startswith("state."):
-                tensors[f"optimizer.{name}"] = value
+                name = _in_model(name, part)
+                if copies or part.answers_for(_parameter(name)):
+                    tensors.setdefault(name, value)
     return tensors | generators()
+
+
+def fill_copies(parts: list[Part]) -> None:
+    """Give tied weights that two stages of this rank hold the value of the first."""
+    seen: dict[str, Tensor] = {}
+    for part in parts:
+        for name, parameter in part.parameters():
+            if name in seen:
+                parameter.data.copy_(seen[name].data)
+            seen.setdefault(name, parameter)
 
 
 def load_run(folder: Storage, parts: list[Part], group: dist.ProcessGroup) -> None:
@@ -66,7 +84,7 @@ def load_run(folder: Storage, parts: list[Part], group: dist.ProcessGroup) -> No
     saved = metadata.state_dict_metadata
     for part in parts:
         _optimizer(part)  # makes the state that is to be filled
-    tensors = run_tensors(parts)
+    tensors = run_tensors(parts, copies=True)
     # a parameter that had no gradient until then has no state there, and is to have none here
     stateful = {_parameter(name) for name in saved if name.startswith("optimizer.state.")}
     tensors = {
@@ -90,15 +108,17 @@ def load_run(folder: Storage, parts: list[Part], group: dist.ProcessGroup) -> No
     read(folder, metadata, tensors, group)
     _set_generators({name: tensors[name] for name in random})
     for part in parts:
-        names = [name for name, _ in part.stage.named_parameters()]
-        set_model_state_dict(part.stage, {name: tensors[f"model.{name}"] for name in names})
+        state = get_model_state_dict(part.stage)
+        set_model_state_dict(
+            part.stage, {name: tensors[f"model.{part.names.get(name, name)}"] for name in state}
+        )
         # what is not in the checkpoint stays: the settings
         state = {
-            name: tensors.get(f"optimizer.{name}", value)
+            name: tensors.get(_in_model(name, part), value)
             for name, value in _optimizer(part).items()
         }
         set_optimizer_state_dict(part.stage, part.optimizer, state, options=_FLAT)
-        for name, parameter in part.stage.named_parameters():
+        for name, parameter in part.parameters():
             if name not in stateful:
                 part.optimizer.state.pop(parameter, None)
 
@@ -152,6 +172,13 @@ def _mismatches(tensors: Tensors, metadata: Metadata) -> list[str]:
 def _parameter(name: str) -> str:
     """optimizer.state.layers.0.wq.weight.exp_avg -> layers.0.wq.weight"""
     return name.split(".", 2)[2].rpartition(".")[0]
+
+
+def _in_model(name: str, part: Part) -> str:
+    """state.NAME.KEY of a stage's optimizer -> optimizer.state.NAME.KEY with the model's NAME."""
+    kind, _, rest = name.partition(".")
+    parameter, _, key = rest.rpartition(".")
+    return f"optimizer.{kind}.{part.names.get(parameter, parameter)}.{key}"
 
 
 def _optimizer(part: Part) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def warm_start(settings: Checkpoint, parts: list[Part], group: dist.ProcessGroup
                     f"{_short(new)}; write longer beginnings of names"
                 )
             there[new] = name
-    here = store.model_tensors(parts)
+    here = store.model_tensors(parts, copies=True)
     everywhere: list[dict[str, tuple[int, ...]]] = [{}] * dist.get_world_size(group)
     shapes = {name: tuple(tensor.shape) for name, tensor in here.items()}
     dist.all_gather_object(everywhere, shapes, group=group)
@@ -70,6 +70,7 @@ def warm_start(settings: Checkpoint, parts: list[Part], group: dist.ProcessGroup
         )
     wanted = {there[name]: value for name, value in here.items() if name in there}
     store.read(folder, metadata, wanted, group)
+    store.fill_copies(parts)
     moved = [
         f"{_short(old)} as {_short(new)}"
         for new, old in sorted(there.items())

@@ -1,9 +1,6 @@
 """GPT-2: learned positions, LayerNorm, multi-head attention, GELU (Radford et al. 2019).
 
 Legend of shapes: B batch, T tokens, D dim, H heads, E = D // H head dim, V vocab_size.
-
-As in `llama.py`, the children in the order of their registration are the chain that runs, and a
-part that is absent is not run. Embedding and head are two matrices here, not one tied one.
 """
 
 from __future__ import annotations
@@ -12,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titanlike.models.packing import attention_inputs
 from titanlike.models.sizes import not_positive
 
 
@@ -23,8 +21,8 @@ class Embedding(nn.Module):
         self.tokens = nn.Embedding(vocab_size, dim)
         self.positions = nn.Embedding(max_seq_len, dim)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.tokens(ids) + self.positions(torch.arange(ids.size(1), device=ids.device))
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return self.tokens(ids) + self.positions(positions)
 
 
 class Attention(nn.Module):
@@ -34,12 +32,14 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(dim, 3 * dim)
         self.out = nn.Linear(dim, dim)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         q, k, v = (  # [B, T, 3 D] -> three of [B, H, T, E]
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for part in self.qkv(x).chunk(3, dim=-1)
         )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # [B, H, T, E]
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None
+        )  # [B, H, T, E]
         return self.out(y.transpose(1, 2).flatten(-2))  # [B, T, D]
 
 
@@ -52,14 +52,15 @@ class Block(nn.Module):
         self.up = nn.Linear(dim, 4 * dim)
         self.down = nn.Linear(4 * dim, dim)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), mask)
         return x + self.down(F.gelu(self.up(self.ffn_norm(x)), approximate="tanh"))
 
 
 class Gpt2(nn.Module):
-    """Token ids [B, T] -> logits [B, T, V]; without `embedding` or `head`, hidden states [B, T, D].
+    """Token ids [B, T] -> logits [B, T, V].
 
+    tied: the head's matrix is the embedding's, as published.
     Raises ValueError, one argument a problem, when the sizes do not fit each other.
     """
 
@@ -71,6 +72,7 @@ class Gpt2(nn.Module):
         layers: int = 12,
         heads: int = 12,
         max_seq_len: int = 1024,
+        tied: bool = True,
     ):
         problems = not_positive(
             vocab_size=vocab_size, dim=dim, layers=layers, heads=heads, max_seq_len=max_seq_len
@@ -83,20 +85,26 @@ class Gpt2(nn.Module):
         super().__init__()
         self.depth, self.max_seq_len = layers, max_seq_len
         self.embedding = Embedding(vocab_size, max_seq_len, dim)
-        self.layers = nn.ModuleDict({str(i): Block(dim, heads) for i in range(layers)})
+        self.layers = nn.ModuleList(Block(dim, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, vocab_size, bias=False)
+        if tied:
+            self.head.weight = self.embedding.tokens.weight
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.embedding is not None:
-            x = self.embedding(x)  # [B, T] -> [B, T, D]
-        for block in self.layers.values():
-            x = block(x)
-        if self.norm is not None:
-            x = self.norm(x)
-        if self.head is not None:
-            x = self.head(x)  # [B, T, D] -> [B, T, V]
-        return x
+    def forward(
+        self,
+        ids: Tensor,
+        *,
+        document_ids: Tensor | None = None,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """document_ids, positions, mask: see `packing.py`."""
+        positions, mask = attention_inputs(ids, document_ids, positions, mask)
+        x = self.embedding(ids, positions)  # [B, T] -> [B, T, D]
+        for block in self.layers:
+            x = block(x, mask)
+        return self.head(self.norm(x))  # [B, T, D] -> [B, T, V]
 
     def initial(self, name: str) -> tuple[float, float]:
         """Mean and standard deviation of the normal distribution a parameter starts from.

@@ -1,11 +1,7 @@
 """Llama: RMSNorm, rotary embedding, grouped-query attention, SwiGLU (arXiv 2302.13971, 2407.21783).
 
 Legend of shapes: B batch, T tokens, D dim, H query heads, K key/value heads, E = D // H head dim,
-F ffn_dim, V vocab_size.
-
-The model knows nothing of parallelism. Its children in the order of their registration are the
-chain that runs (embedding, layers.0 ... layers.N-1, norm, head); a part that is absent (None, or
-missing from `layers`) is simply not run, so that any run of the chain is a model, too.
+F ffn_dim, V vocab_size. The model knows nothing of parallelism.
 """
 
 from __future__ import annotations
@@ -14,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titanlike.models.packing import attention_inputs
 from titanlike.models.sizes import not_positive
 
 
@@ -29,20 +26,19 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-def rotary_table(tokens: int, head_dim: int, theta: float, device: torch.device) -> Tensor:
-    """cos and sin of position x frequency (arXiv 2104.09864): fp32 [2, T, E / 2].
+def rotary_table(positions: Tensor, head_dim: int, theta: float) -> Tensor:
+    """cos and sin of position x frequency (arXiv 2104.09864): [..., T] -> fp32 [2, ..., T, E / 2].
 
-    Computed in every forward: a buffer would be garbage after `to_empty`, and it costs next to
-    nothing beside a block.
+    Computed in every forward, which costs next to nothing beside a block.
     """
-    exponent = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
-    angle = torch.outer(torch.arange(tokens, device=device, dtype=torch.float32), theta**-exponent)
-    return torch.stack([angle.cos(), angle.sin()])  # [2, T, E/2]
+    exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
+    angle = positions.float().unsqueeze(-1) * theta**-exponent  # [..., T, E/2]
+    return torch.stack([angle.cos(), angle.sin()])
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
     """Rotate the two halves of each head of x [B, H, T, E] in fp32, and return x's dtype."""
-    cos, sin = table
+    cos, sin = table.unsqueeze(-3) if table.dim() == 4 else table  # [B, 1, T, E/2] or [T, E/2]
     a, b = x.float().chunk(2, dim=-1)  # [B, H, T, E/2] each
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).type_as(x)
 
@@ -56,13 +52,18 @@ class Attention(nn.Module):
         self.wv = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(heads * self.head_dim, dim, bias=False)
 
-    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+    def forward(self, x: Tensor, table: Tensor, mask: Tensor | None) -> Tensor:
         q, k, v = (  # [B, T, heads, E] -> [B, heads, T, E]
             w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for w in (self.wq, self.wk, self.wv)
         )
         y = F.scaled_dot_product_attention(
-            rotate(q, table), rotate(k, table), v, is_causal=True, enable_gqa=q.size(1) != k.size(1)
+            rotate(q, table),
+            rotate(k, table),
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=q.size(1) != k.size(1),
         )  # [B, H, T, E]
         return self.wo(y.transpose(1, 2).flatten(-2))  # [B, T, D]
 
@@ -88,14 +89,15 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(dim, norm_eps)
         self.ffn = FeedForward(dim, ffn_dim)
 
-    def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), table)
+    def forward(self, x: Tensor, table: Tensor, mask: Tensor | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), table, mask)
         return x + self.ffn(self.ffn_norm(x))
 
 
 class Llama(nn.Module):
-    """Token ids [B, T] -> logits [B, T, V]; without `embedding` or `head`, hidden states [B, T, D].
+    """Token ids [B, T] -> logits [B, T, V].
 
+    tied: the head's matrix is the embedding's.
     Raises ValueError, one argument a problem, when the sizes do not fit each other.
     """
 
@@ -110,6 +112,7 @@ class Llama(nn.Module):
         ffn_dim: int = 352,
         rope_theta: float = 10000.0,
         norm_eps: float = 1e-5,
+        tied: bool = False,
     ):
         problems = not_positive(
             vocab_size=vocab_size,
@@ -139,23 +142,29 @@ class Llama(nn.Module):
         super().__init__()
         self.head_dim, self.rope_theta, self.depth = dim // heads, rope_theta, layers
         self.embedding = nn.Embedding(vocab_size, dim)
-        self.layers = nn.ModuleDict(
-            {str(i): Block(dim, heads, kv_heads, ffn_dim, norm_eps) for i in range(layers)}
+        self.layers = nn.ModuleList(
+            Block(dim, heads, kv_heads, ffn_dim, norm_eps) for _ in range(layers)
         )
         self.norm = RMSNorm(dim, norm_eps)
         self.head = nn.Linear(dim, vocab_size, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.embedding is not None:
-            x = self.embedding(x)  # [B, T] -> [B, T, D]
-        table = rotary_table(x.size(1), self.head_dim, self.rope_theta, x.device)
-        for block in self.layers.values():
-            x = block(x, table)
-        if self.norm is not None:
-            x = self.norm(x)
-        if self.head is not None:
-            x = self.head(x)  # [B, T, D] -> [B, T, V]
-        return x
+    def forward(
+        self,
+        ids: Tensor,
+        *,
+        document_ids: Tensor | None = None,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """document_ids, positions, mask: see `packing.py`."""
+        positions, mask = attention_inputs(ids, document_ids, positions, mask)
+        table = rotary_table(positions, self.head_dim, self.rope_theta)
+        x = self.embedding(ids)  # [B, T] -> [B, T, D]
+        for block in self.layers:
+            x = block(x, table, mask)
+        return self.head(self.norm(x))  # [B, T, D] -> [B, T, V]
 
     def initial(self, name: str) -> tuple[float, float]:
         """Mean and standard deviation of the normal distribution a parameter starts from.
@@ -175,6 +184,5 @@ class Llama(nn.Module):
         arXiv 2204.02311, appendix B (it does not subtract the causal half). To be asked of the whole
         model. Embedding look-ups are free.
         """
-        matrices = sum(p.numel() for p in self.parameters() if p.dim() == 2)
-        dim = self.norm.weight.numel()
-        return 6 * (matrices - self.embedding.weight.numel()) + 12 * self.depth * dim * tokens
+        matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        return 6 * matrices + 12 * self.depth * self.norm.weight.numel() * tokens

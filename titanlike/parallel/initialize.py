@@ -1,13 +1,18 @@
-"""Initial weights from (seed, name) alone, whatever the layout and the device.
+"""Initial weights, the same whatever the layout and the device.
 
-A parameter is cut into rows (its first dimension, which FSDP shards) and rows into pieces of a
+A model that has a method `initial(name) -> (mean, std)` never has all its weights in one place:
+they come from (seed, name) alone. A parameter is cut into rows (its first dimension, which FSDP shards) and rows into pieces of a
 fixed size; each piece has a random generator of its own, seeded with (seed, name, piece). So a rank
-draws the pieces that its shard touches and no others.
+draws the pieces that its shard touches and no others. Any other model starts as its constructor
+leaves it, with torch's generator at the run's seed; each rank keeps its shards of that.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +31,8 @@ def piece_seed(seed: int, name: str, piece: int) -> int:
 
 def draw(shape: torch.Size, rows: slice, seed: int, name: str, mean: float, std: float) -> Tensor:
     """Rows `rows` of the fp32 tensor `name` of the given shape: normal(mean, std), on the CPU."""
+    if not shape:  # a scalar
+        return draw(torch.Size([1]), slice(0, 1), seed, name, mean, std)[0]
     out = torch.empty(rows.stop - rows.start, *shape[1:])
     if std == 0 or out.numel() == 0:
         return out.fill_(mean)
@@ -40,13 +47,87 @@ def draw(shape: torch.Size, rows: slice, seed: int, name: str, mean: float, std:
     return out
 
 
+class Start(Protocol):
+    """Where the values of parameters and buffers come from before the first step."""
+
+    def rows(self, name: str, shape: torch.Size, rows: slice) -> Tensor:
+        """Rows of a parameter, fp32 on the CPU; `name` is its name in the whole model."""
+
+    def buffer(self, name: str) -> Tensor:
+        """A buffer, on the CPU."""
+
+
+class Drawn:
+    """From (seed, name) alone; the model's `initial(name)` says from which distribution."""
+
+    def __init__(
+        self, initial: Callable[[str], tuple[float, float]], seed: int, buffers: dict[str, Tensor]
+    ) -> None:
+        self._initial, self._seed, self._buffers = initial, seed, buffers
+
+    def rows(self, name: str, shape: torch.Size, rows: slice) -> Tensor:
+        return draw(shape, rows, self._seed, name, *self._initial(name))
+
+    def buffer(self, name: str) -> Tensor:
+        return self._buffers[name]
+
+
+class Constructed:
+    """As the model's constructor leaves them: the whole model is in this process's memory."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._buffers = dict(model.named_buffers(remove_duplicate=False))
+
+    def rows(self, name: str, shape: torch.Size, rows: slice) -> Tensor:
+        value = self._parameters[name].detach()
+        return value[rows] if value.dim() else value
+
+    def buffer(self, name: str) -> Tensor:
+        return self._buffers[name]
+
+
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Modules that are built within have real buffers, and parameters without memory."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
 @torch.no_grad()
-def initialize(stage: nn.Module, seed: int, device: torch.device) -> None:
-    """Allocate a meta stage on `device` and fill its parameters; `stage.initial(name)` says how."""
+def initialize(
+    stage: nn.Module, start: Start, device: torch.device, names: Mapping[str, str] | None = None
+) -> None:
+    """Allocate a meta stage on `device` and fill its parameters and buffers.
+
+    names: what a parameter of the stage is called in the whole model, where that differs.
+    """
+    names = names or {}
+    shared: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in stage.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                shared.setdefault(id(parameter), []).append((module, name))
     stage.to_empty(device=device)
+    for (first, name), *others in shared.values():  # to_empty makes two tensors of a tied one
+        for module, other in others:
+            module.register_parameter(other, first._parameters[name])
     for name, parameter in stage.named_parameters():
-        mean, std = stage.initial(name)
-        rows, *others = local_slices(parameter)
-        values = draw(parameter.shape, rows, seed, name, mean, std)[:, *others]
+        rows, *others = local_slices(parameter) or (slice(0, 1),)
+        values = start.rows(names.get(name, name), parameter.shape, rows)
+        if others:
+            values = values[:, *others]
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         local.copy_(values)
+    for name, buffer in stage.named_buffers():
+        buffer.copy_(start.buffer(name))

@@ -29,8 +29,11 @@ def shard_stage(
 ) -> None:
     """Apply `fully_shard` to a stage in place: each group of its modules, then the root.
 
-    Without anything to shard, cast or offload the stage stays a plain module.
+    Without anything to shard, cast or offload the stage stays a plain module. The batch's numbers
+    and what arrives from other stages are in the compute dtype already.
     """
+    if next(stage.parameters(), None) is None:
+        return  # an empty stage
     bf16 = config.precision.name == "bf16"
     if mesh.dp == 1 and not bf16 and not config.fsdp.cpu_offload:
         return
@@ -41,11 +44,9 @@ def shard_stage(
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
     dtype = compute_dtype(config) if bf16 else None
     # reduce_dtype is always given: left out, it means bf16 in torch 2.13 and fp32 in 2.15.
-    # Inputs are cast at the root alone: blocks also take fp32 tables (rotary).
-    inner, root = (
-        MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=c)
-        for c in (False, True)
+    options["mp_policy"] = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     for group in groups:
-        fully_shard([stage.get_submodule(name) for name in group], mp_policy=inner, **options)
-    fully_shard(stage, mp_policy=root, **options)
+        fully_shard([stage.get_submodule(name) for name in group], **options)
+    fully_shard(stage, **options)

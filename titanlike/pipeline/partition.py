@@ -2,7 +2,8 @@
 
 A unit is what a model can be cut between: the embedding, a block, the final norm, the head. The
 units before the first block stay on the first stage and those after the last block on the last,
-unless `split.points` say otherwise.
+unless `split.points` say otherwise or there are more stages than blocks. A stage may be empty, and
+then sends on what arrives; no unit is ever left out.
 """
 
 from __future__ import annotations
@@ -100,22 +101,26 @@ def _even_starts(units: list[Unit], split: EvenSplit, stages: int) -> list[int]:
             reason = "a weight is a number of blocks, 0 or more"
             raise SplitError(f"split.{key}", weight, reason, f"write split.{key}=1.0")
     blocks = _blocks(units)
-    if stages > len(blocks) and stages > 1:
-        raise SplitError(
-            "split",
-            "even",
-            f"{stages} stages need at least {stages} blocks, and the model has {len(blocks)}",
-            f"pp={len(blocks)} with one stage a rank, for there can be at most {len(blocks)} stages",
-        )
-    if stages == 1:
-        return [0]
+    if stages > len(blocks):
+        return _sparse_starts(blocks, len(units), stages)
     weights = [1.0] * len(blocks)
     # all of the embedding's units lie on the first stage and all of the head's on the last
     if blocks[0] > 0:
         weights[0] += split.embedding_weight
     if blocks[-1] < len(units) - 1:
         weights[-1] += split.head_weight
-    return _starts(blocks, even(weights, stages))
+    return _starts(blocks, len(units), even(weights, stages))
+
+
+def _sparse_starts(blocks: list[int], units: int, stages: int) -> list[int]:
+    """More stages than blocks: the embedding and the head get stages of their own, where there are
+    such units, and then there are empty stages before the last."""
+    own = [0, *blocks, blocks[-1] + 1] if blocks[-1] + 1 < units else [0, *blocks]
+    own = sorted(set(own))
+    if len(own) > stages:  # one too many: the embedding stays with the first block
+        own.pop(1)
+    empty = stages - len(own)
+    return [*own[:-1], *[own[-1]] * empty, own[-1]]
 
 
 def _balance_starts(units: list[Unit], balance: list[int], stages: int) -> list[int]:
@@ -128,12 +133,15 @@ def _balance_starts(units: list[Unit], balance: list[int], stages: int) -> list[
 
     if len(balance) != stages:
         raise wrong(f"it has {len(balance)} numbers, and the schedule has {stages} stages")
-    if min(balance) < 1:
-        stage = next(stage for stage, count in enumerate(balance) if count < 1)
-        raise wrong(f"stage {stage} gets {balance[stage]} blocks, and every stage needs one")
+    if min(balance) < 0:
+        stage = next(stage for stage, count in enumerate(balance) if count < 0)
+        raise wrong(f"stage {stage} gets {balance[stage]} blocks")
     if sum(balance) != len(blocks):
         raise wrong(f"it sums to {sum(balance)}, and the model has {len(blocks)} blocks")
-    return _starts(blocks, balance)
+    starts = _starts(blocks, len(units), balance)
+    if len(starts) > 1 and starts[1] == 0:
+        raise wrong("the first stage would be empty: nothing comes before the first block")
+    return starts
 
 
 def _point_starts(units: list[Unit], points: list[str], stages: int) -> list[int]:
@@ -166,23 +174,23 @@ def _point_starts(units: list[Unit], points: list[str], stages: int) -> list[int
 
 
 def _blocks(units: list[Unit]) -> list[int]:
-    """Positions of the blocks."""
-    return [index for index, unit in enumerate(units) if unit.block]
+    """Positions of the blocks; in a model without lists of modules, of all units."""
+    return [i for i, unit in enumerate(units) if unit.block] or list(range(len(units)))
 
 
-def _starts(blocks: list[int], sizes: list[int]) -> list[int]:
+def _starts(blocks: list[int], units: int, sizes: list[int]) -> list[int]:
     """Positions where stages of so many blocks begin; the first one takes what is before."""
-    return [0, *(blocks[done] for done in accumulate(sizes[:-1]))]
+    after = [*blocks, blocks[-1] + 1]  # what is after the last block: the head
+    return [0, *(min(after[done], units) for done in accumulate(sizes[:-1]))]
 
 
 def _example(key: str, units: list[Unit], stages: int) -> str:
     """A value of `split.balance` or `split.points` that works, taken from the even split."""
-    try:
-        parts = partition(units, EvenSplit(), stages)
-    except SplitError as error:
-        return error.fix
-    blocks = {unit.name for unit in units if unit.block}
+    parts = partition(units, EvenSplit(), stages)
+    blocks = {units[place].name for place in _blocks(units)}
     if key == "split.points":
+        if not all(parts):
+            return f"there can be at most {len(units)} stages; write split=even"
         return f"for example {key}={_text([part[0] for part in parts[1:]])}"
     return f"for example {key}={_text([len(blocks.intersection(part)) for part in parts])}"
 

@@ -5,49 +5,90 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from titanlike.loss import CrossEntropy, valid_tokens
+from titanlike.loss import Loss
 from titanlike.parallel.mesh import Mesh
+from titanlike.parallel.tied import Tied
+from titanlike.pipeline.blueprint import Fields, fields_of, shapes
+from titanlike.pipeline.stage import Stage
 from titanlike.torch_private import OrderRuntime
+
+Batch = dict[str, Tensor]
+MOST_SHAPES = 32  # of batches, whose message buffers are kept
 
 
 class Pipeline:
-    """Runs training and evaluation steps of an Order over this rank's stages."""
+    """Runs training and evaluation steps of an Order over this rank's stages.
 
-    def __init__(self, runtime: OrderRuntime, loss: CrossEntropy, mesh: Mesh):
-        self._runtime, self._loss, self._mesh = runtime, loss, mesh
+    Batches may differ in shape from step to step (all ranks of a pipeline have the same batch):
+    each shape has a runtime of its own, which is made when it is first met and kept.
+    """
+
+    def __init__(
+        self,
+        stages: list[Stage],
+        runtime_for: Callable[[Fields], OrderRuntime],
+        loss: Loss,
+        mesh: Mesh,
+        tied: Tied,
+    ) -> None:
+        """runtime_for: teaches the stages batches of such fields, and makes the runtime for them."""
+        self._stages, self._make = stages, runtime_for
+        self._loss, self._mesh, self._tied = loss, mesh, tied
+        self._runtimes: OrderedDict[Any, OrderRuntime] = OrderedDict()
+        self._act: Callable[[Any], None] | None = None
 
     def watch(self, act: Callable[[Any], None]) -> None:
         """Call `act` with each action of the schedule when it begins, with None after the last."""
-        self._runtime.watch(act)
+        self._act = act
+        for runtime in self._runtimes.values():
+            runtime.watch(act)
 
-    def train(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Forward and backward of this dp rank's part of a batch, int64 [batch / dp, T] each.
+    def train(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Forward and backward of this dp rank's part of a batch: "inputs", "targets" and what else
+        the model takes, [batch / dp, ...] each.
 
-        Returns the loss over the GLOBAL batch in nats a valid token and the number of these tokens,
-        fp32 scalars, the same on every rank. The gradients are those of that loss, reduced over dp.
+        Returns the loss over the GLOBAL batch, a mean over what the loss counts (valid tokens), and
+        that count, fp32 scalars, the same on every rank. The gradients are those of that loss,
+        reduced over dp and over the copies of tied weights.
         """
-        return self._step(self._runtime.train, inputs, targets)
+        result = self._step(self._runtime(batch).train, batch)
+        self._tied.add_gradients()
+        return result
 
-    def evaluate(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """As `train`, forward alone; gradients are left as they are."""
-        return self._step(self._runtime.evaluate, inputs, targets)
+        return self._step(self._runtime(batch).evaluate, batch)
 
-    def _step(
-        self, run: Callable[[Tensor, Tensor], list[Tensor]], inputs: Tensor, targets: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _runtime(self, batch: Batch) -> OrderRuntime:
+        fields = fields_of(batch)
+        key = shapes(fields)
+        if key in self._runtimes:
+            self._runtimes.move_to_end(key)
+        else:
+            self._runtimes[key] = self._make(fields)
+            if self._act is not None:
+                self._runtimes[key].watch(self._act)
+            if len(self._runtimes) > MOST_SHAPES:
+                self._runtimes.popitem(last=False)
+        for stage in self._stages:
+            stage.use(key)
+        return self._runtimes[key]
+
+    def _step(self, run: Callable[[Batch], list[Tensor]], batch: Batch) -> tuple[Tensor, Tensor]:
         mesh = self._mesh
-        tokens = valid_tokens(targets).float()
+        count = self._loss.count(batch["targets"]).float()
         if mesh.world_size > 1:
-            tokens = mesh.sum(tokens) / mesh.pp  # the ranks of one pipeline hold the same batch
+            count = mesh.sum(count) / mesh.pp  # the ranks of one pipeline hold the same batch
         # FSDP averages gradients over dp: dp times each rank's share makes of the average a sum
-        self._loss.scale = mesh.dp / tokens
-        losses = run(inputs, targets)
-        mine = torch.stack(losses).sum().detach() if losses else torch.zeros_like(tokens)
+        self._loss.scale = mesh.dp / count
+        losses = run(batch)
+        mine = torch.stack(losses).sum().detach() if losses else torch.zeros_like(count)
         loss = mesh.sum(mine) if mesh.world_size > 1 else mine
-        return loss / mesh.dp, tokens
+        return loss / mesh.dp, count

@@ -1,0 +1,83 @@
+"""Tied weights: one parameter of the model that several stages hold a copy of.
+
+The copies start equal (a weight starts from its name), and each step their gradients are added up:
+locally where they are on one rank, else by an all-reduce among the pipeline ranks that hold one. So
+they take the same updates and stay equal to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titanlike.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Copies:
+    """This rank's copies of one parameter, and the ranks that have others."""
+
+    parameters: list[nn.Parameter]
+    group: dist.ProcessGroup | None  # None: all copies are here
+
+
+class Tied:
+    """The weights that this rank shares."""
+
+    def __init__(self, copies: Sequence[Copies]) -> None:
+        self._copies = list(copies)
+
+    @torch.no_grad()
+    def add_gradients(self) -> None:
+        """Give every copy the sum of all copies' gradients. Collective among their ranks."""
+        for copies in self._copies:
+            mine = [_local(p.grad) for p in copies.parameters if p.grad is not None]
+            if copies.group is None and len(mine) < 2:
+                continue
+            total = torch.stack(mine).sum(0) if mine else torch.zeros_like(_local(copies.parameters[0]))
+            if copies.group is not None:
+                dist.all_reduce(total, group=copies.group)
+            for parameter in copies.parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                _local(parameter.grad).copy_(total)
+
+
+def tie(
+    stages: Mapping[str, Sequence[int]],
+    place: Sequence[int],
+    here: Mapping[int, Mapping[str, nn.Parameter]],
+    mesh: Mesh,
+    timeout: float,
+) -> Tied:
+    """Find this rank's shared weights, and make the groups that add up their gradients. Collective.
+
+    stages: parameter -> the stages that hold it; place: the pipeline rank of each stage;
+    here: this rank's stages -> their parameters by name.
+    """
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    copies = []
+    for name in sorted(stages):
+        holders = tuple(sorted({place[stage] for stage in stages[name]}))
+        if len(stages[name]) < 2 or mesh.pp_rank not in holders:
+            continue
+        if len(holders) > 1 and holders not in groups:
+            # its members alone make a group, in the same order everywhere
+            groups[holders] = dist.new_group(
+                [rank * mesh.dp + mesh.dp_rank for rank in holders],
+                timeout=timedelta(seconds=timeout),
+                use_local_synchronization=True,
+            )
+        mine = [held[name] for held in here.values() if name in held]
+        copies.append(Copies(mine, groups.get(holders)))
+    return Tied(copies)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,140 @@
+"""A recorded forward, cut into stages: what each does, what arrives and what is sent on.
+
+A stage runs the calls from its first unit to the next stage's. A tensor that a later stage needs is
+sent from stage to stage until the last one that uses it (a skip connection is relayed by the stages
+between), except what costs nothing to have anew: a stage computes masks, positions and whatever
+else is made from the batch alone itself, for every rank of a pipeline holds the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from titanlike.pipeline.record import Node, Recording
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """What one stage does with batches of one shape."""
+
+    nodes: list[Node]  # in the order in which they run; without what arrives
+    arrives: list[Node]
+    sends: list[Node]  # to the next stage; of the last one: the tensors in `output`
+    output: Any  # of the last stage: what the model returns, with nodes in place of tensors
+
+    @property
+    def fields(self) -> set[str]:
+        """Fields of the batch that it reads."""
+        return {node.target for node in self.nodes if node.kind == "input"}
+
+    @property
+    def units(self) -> list[str]:
+        return list(dict.fromkeys(node.target for node in self.nodes if node.kind == "unit"))
+
+    @property
+    def weights(self) -> list[str]:
+        """Parameters and buffers that are used outside of units."""
+        return list(dict.fromkeys(node.target for node in self.nodes if node.kind == "weight"))
+
+
+def cut(recording: Recording, stages: Sequence[Sequence[str]]) -> list[StageGraph]:
+    """One graph for each stage; stages: the names of its units, in the recording's order.
+
+    A stage without units sends on what arrives.
+    """
+    position = {node: at for at, node in enumerate(recording.nodes)}
+    first = {}
+    for node in recording.nodes:
+        if node.kind == "unit":
+            first.setdefault(node.target, position[node])
+    everywhere = _everywhere(recording)
+    output = [leaf for leaf in pytree.tree_leaves(recording.output) if isinstance(leaf, Node)]
+    edges = [len(position)]
+    for units in reversed(stages[1:]):
+        edges.append(min((first[name] for name in units), default=edges[-1]))
+    edges = [0, *(_cheapest(recording, at, everywhere) for at in reversed(edges[1:])), edges[0]]
+    wanted: list[set[Node]] = []  # of each stage: what it uses and does not make itself
+    graphs: list[list[Node]] = []
+    for start, stop in pairwise(edges):
+        last = stop == len(position) and len(graphs) == len(stages) - 1
+        nodes = {node for node in recording.nodes[start:stop] if node not in everywhere}
+        missing: set[Node] = set()
+        todo = [use for node in nodes for use in node.uses] + (output if last else [])
+        while todo:
+            node = todo.pop()
+            if node in nodes:
+                continue
+            if node in everywhere:
+                nodes.add(node)
+                todo += node.uses
+            else:
+                missing.add(node)
+        graphs.append(sorted(nodes, key=position.__getitem__))
+        wanted.append(missing)
+    flows: list[list[Node]] = [[]]  # into each stage
+    for stage in range(1, len(stages)):
+        later = set().union(*wanted[stage:])
+        before = [node for node in later if position[node] < edges[stage]]
+        flows.append(sorted(before, key=position.__getitem__))
+    return [
+        StageGraph(
+            nodes,
+            flows[stage],
+            output if stage == len(stages) - 1 else flows[stage + 1],
+            recording.output if stage == len(stages) - 1 else None,
+        )
+        for stage, nodes in enumerate(graphs)
+    ]
+
+
+def _cheapest(recording: Recording, at: int, everywhere: set[Node]) -> int:
+    """Where to cut between the unit at `at` and the unit before it: where the least flows.
+
+    A `torch.cat` with a skip connection is better done by the stage that needs it.
+    """
+    nodes = recording.nodes
+    places = [at] if at < len(nodes) else []
+    while places and places[-1] > 0 and nodes[places[-1] - 1].kind != "unit":
+        places.append(places[-1] - 1)
+    if len(places) < 2:
+        return at
+    used = {use for node in nodes[at:] if node not in everywhere for use in node.uses}
+    used.update(leaf for leaf in pytree.tree_leaves(recording.output) if isinstance(leaf, Node))
+    alive = {node for node in nodes[:at] if node in used and node not in everywhere}
+    flow = {}
+    for place in places:
+        if place < at:  # the call there is the later stage's now
+            alive.discard(nodes[place])
+            if nodes[place] not in everywhere:
+                alive.update(use for use in nodes[place].uses if use not in everywhere)
+        flow[place] = sum(node.value.nbytes for node in alive if node.value is not None)
+        if any(node.value is None for node in alive):
+            flow[place] = float("inf")  # a part of a tuple stays with it
+    return min(places, key=lambda place: (flow[place], -place))
+
+
+def _everywhere(recording: Recording) -> set[Node]:
+    """What every stage has without a message: the batch, weights, what is made of the batch alone."""
+    pure: set[Node] = set()
+    for node in recording.nodes:
+        repeatable = not (node.random or node.weighs or node.mutated)
+        if node.kind == "input" or (repeatable and pure.issuperset(node.uses)):
+            pure.add(node)
+    return pure | {node for node in recording.nodes if node.kind == "weight"}
+
+
+def message(node: Node) -> Tensor:
+    """A meta tensor shaped and typed as what is sent of a node's value.
+
+    Only floating-point tensors with a gradient travel between stages (torch 2.11 sends no others):
+    whole numbers become fp64, which holds them exactly up to 2**53.
+    """
+    dtype = node.value.dtype if node.value.is_floating_point() else torch.float64
+    return torch.empty(node.value.shape, dtype=dtype, device="meta").requires_grad_()

@@ -1,0 +1,248 @@
+"""What a model's forward does, as a graph of its units: the model is run once on meta tensors.
+
+The model is any `nn.Module`. Its units (see `units.py`) are called as they are and become one node
+each; what its forward does between them (a residual, a mask, a `torch.cat` with a skip connection,
+a weight that is used directly) is recorded call by call, and becomes a node of its own. So every
+tensor that flows through the model is known, with what it is made from and who uses it, and the
+model can be cut anywhere: see `cut.py`.
+
+A recording holds for one set of shapes. In contrast to `torch.fx`'s tracer the model runs with real
+shapes, and in contrast to `torch.export` a unit stays a module: it may do what it likes inside.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+# Functions that draw random numbers: run twice they do not give the same tensor.
+_RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "exponential_")
+_RANDOM += ("uniform_", "cauchy_", "geometric_", "log_normal_", "rrelu", "gumbel_softmax")
+
+
+class DEVICE:
+    """Stands in a graph for the device of the stage that runs it."""
+
+
+class RecordError(ValueError):
+    """A forward that cannot be recorded: why, and what can be done about it."""
+
+    def __init__(self, reason: str, fix: str) -> None:
+        super().__init__(f"{reason}; {fix}")
+        self.reason, self.fix = reason, fix
+
+
+@dataclass(eq=False)
+class Node:
+    """One thing that the forward does, or uses; stands for its result in the arguments of others."""
+
+    kind: Literal["input", "weight", "unit", "function"]
+    target: Any  # a field of the batch, the name of a parameter, buffer or unit, or a function
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    value: Tensor | None = None  # on meta; None where the result is no tensor, but has some
+    grad: bool = True  # whether autograd was on
+    random: bool = False  # draws from a generator: done twice it gives something else
+    weighs: bool = False  # is a parameter, or has some
+    mutated: bool = False  # something later changes its result in place
+
+    @property
+    def uses(self) -> list[Node]:
+        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        return [leaf for leaf in leaves if isinstance(leaf, Node)]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A model's forward on batches of one shape."""
+
+    nodes: list[Node]  # in the order in which they ran
+    units: list[str]  # in the order in which they were first called
+    output: Any  # what the model returns, with nodes in place of tensors
+
+
+def record(model: nn.Module, batch: dict[str, Tensor], units: Sequence[str]) -> Recording:
+    """Run `model` once on the meta device: `model(inputs, **others)`.
+
+    batch: meta tensors of one microbatch, "inputs" and what else the model takes.
+    units: names of the modules that are called as they are.
+    Raises RecordError where the forward depends on values, or uses tensors that nobody knows.
+    """
+    recorder = _Recorder(model, units)
+    for name, tensor in batch.items():
+        recorder.add(Node("input", name, value=tensor))
+    others = {name: tensor for name, tensor in batch.items() if name != "inputs"}
+    first = (batch["inputs"],) if "inputs" in batch else ()
+    with recorder.listening():
+        try:
+            output = model(*first, **others)
+        except RecordError:
+            raise
+        except (RuntimeError, NotImplementedError) as error:
+            if "meta" not in str(error):
+                raise
+            raise RecordError(
+                f"its forward looks at the values of tensors ({_first_line(error)}), so what it "
+                "does is not known before it runs",
+                "write it without .item(), .tolist() and `if tensor:` between the modules, or pp=1",
+            ) from error
+    return recorder.finish(output)
+
+
+class _Recorder(TorchFunctionMode):
+    """Sees each call of a torch function; is told of each call of a unit."""
+
+    def __init__(self, model: nn.Module, units: Sequence[str]) -> None:
+        super().__init__()
+        self._nodes: list[Node] = []
+        self._model, self._units = model, list(units)
+        self._node: dict[int, Node] = {}  # by the id of its tensor
+        self._versions: list[tuple[Node, int]] = []  # these keep the tensors, and so their ids
+        self._inside: list[str] = []  # the unit that is running
+        self._drew = False
+        self._names = {
+            id(tensor): name
+            for name, tensor in [*model.named_buffers(), *model.named_parameters()]
+        }
+        self._order: list[str] = []
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for name in self._units:
+                module = self._model.get_submodule(name)
+                before = module.register_forward_pre_hook(self._enter(name), with_kwargs=True)
+                after = module.register_forward_hook(self._leave(name), with_kwargs=True)
+                stack.callback(before.remove)
+                stack.callback(after.remove)
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(self)
+            # within: factory functions say to the recorder that they mean the stage's device
+            stack.enter_context(torch.device("meta"))
+            yield
+
+    def add(self, node: Node) -> Node:
+        self._nodes.append(node)
+        if node.value is not None:
+            self._node[id(node.value)] = node
+            self._versions.append((node, node.value._version))
+        return node
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        self._drew |= name.startswith(_RANDOM) and kwargs.get("training", True) is not False
+        if self._inside:
+            return function(*args, **kwargs)
+        # before the call, which may change its arguments in place
+        known = None if name == "__get__" and not _is_view(function) else self._known(args, kwargs)
+        drew, self._drew = self._drew, False
+        result = function(*args, **kwargs)
+        leaves = pytree.tree_leaves(result)
+        if known is not None and (any(isinstance(x, Tensor) for x in leaves) or result is None):
+            if result is not None or name == "__setitem__":
+                self._did(Node("function", *_as_function(function, *known)), result, drew)
+        return result
+
+    def _enter(self, name: str) -> Any:
+        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if not self._inside:
+                self._drew = False
+            self._inside.append(name)
+
+        return hook
+
+    def _leave(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+            self._inside.pop()
+            if self._inside:
+                return
+            if name not in self._order:
+                self._order.append(name)
+            weighs = next(module.parameters(), None) is not None
+            node = Node("unit", name, *self._known(args, kwargs), weighs=weighs)
+            self._did(node, result, self._drew)
+
+        return hook
+
+    def _did(self, node: Node, result: Any, random: bool) -> None:
+        node.grad, node.random = torch.is_grad_enabled(), random
+        if isinstance(result, Tensor):
+            node.value = result
+        self.add(node)
+        if isinstance(result, Tensor):
+            return
+        for path, leaf in pytree.tree_flatten_with_path(result)[0]:
+            if isinstance(leaf, Tensor):
+                part = node
+                for key in path[:-1]:
+                    part = self.add(Node("function", *_part(part, key)))
+                self.add(Node("function", *_part(part, path[-1]), value=leaf))
+
+    def _known(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Arguments with nodes in place of tensors."""
+
+        def replace(leaf: Any) -> Any:
+            if isinstance(leaf, torch.device) and leaf.type == "meta":
+                return DEVICE
+            if isinstance(leaf, str) and leaf == "meta":
+                return DEVICE
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if id(leaf) not in self._node:
+                self._meet(leaf)
+            return self._node[id(leaf)]
+
+        return pytree.tree_map(replace, args), pytree.tree_map(replace, kwargs)
+
+    def _meet(self, tensor: Tensor) -> None:
+        """A tensor that no recorded call made: a weight or a buffer."""
+        name = self._names.get(id(tensor))
+        if name is None:
+            raise RecordError(
+                f"its forward uses a tensor of shape {tuple(tensor.shape)} that is neither a "
+                "parameter nor a buffer nor computed from the batch",
+                "register it: self.register_buffer('name', tensor)",
+            )
+        self.add(Node("weight", name, value=tensor, weighs=isinstance(tensor, nn.Parameter)))
+
+    def finish(self, output: Any) -> Recording:
+        for node, version in self._versions:
+            node.mutated = node.value._version != version
+        (output,), _ = self._known((output,), {})
+        return Recording(self._nodes, self._order, output)
+
+
+def _is_view(function: Any) -> bool:
+    """Whether a getter of Tensor gives a tensor (x.T, x.data), not a property (x.shape)."""
+    return getattr(getattr(function, "__self__", None), "__name__", "") in (
+        ("T", "H", "mT", "mH", "data", "real", "imag")
+    )
+
+
+def _as_function(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """What generated code can call: `x.T` is called as getattr(x, "T")."""
+    if getattr(function, "__name__", "") == "__get__":
+        return getattr, (args[0], function.__self__.__name__), {}
+    return function, args, kwargs
+
+
+def _part(node: Node, key: Any) -> tuple[Any, tuple[Node, Any]]:
+    """The call that takes a part out of a result."""
+    if isinstance(key, pytree.GetAttrKey):
+        return getattr, (node, key.name)
+    return operator.getitem, (node, key.key if isinstance(key, pytree.MappingKey) else key.idx)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
