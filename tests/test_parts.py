@@ -14,6 +14,7 @@ from world import run_world
 from titanlike.build import build
 from titanlike.config.errors import ConfigError
 from titanlike.config.schema import (
+    BalanceSplit,
     Config,
     ConstantLr,
     Custom,
@@ -23,14 +24,15 @@ from titanlike.config.schema import (
     WsdLr,
 )
 from titanlike.data.loader import batches, open_data
-from titanlike.draft import build_model, draft, preflight, resolve_model
+from titanlike.draft import build_model, draft, preflight, start_of
 from titanlike.guard import Guard
 from titanlike.launch.worker import Worker
 from titanlike.optimization import lr_factor
 from titanlike.parallel.device import peak_memory, resident_memory
-from titanlike.parallel.initialize import draw
+from titanlike.parallel.initialize import draw, initialize
 from titanlike.parallel.mesh import open_mesh
-from titanlike.pipeline.stages import boundaries, carve
+from titanlike.pipeline.cut import message
+from titanlike.pipeline.stage import Stage
 from titanlike.training import timed_step
 
 # --- initial weights ---------------------------------------------------------------------------
@@ -103,32 +105,27 @@ def test_wsd_keeps_its_peak_when_a_run_is_made_longer() -> None:
 def test_stages_run_one_after_another_are_the_model(family: str) -> None:
     config = tiny(4, 1, LoopedSchedule("interleaved1f1b", None, 2), family=family)
     plan = draft(config)
-    assert [name for names in plan.stages for name in names] == list(plan.units)
-
-    def filled() -> torch.nn.Module:
-        model = build_model(resolve_model(config)).to_empty(device="cpu")
-        for name, parameter in model.named_parameters():
-            mean, std = model.initial(name)
-            rows = slice(0, parameter.shape[0])
-            parameter.data.copy_(draw(parameter.shape, rows, 0, name, mean, std))
-        return model
-
+    assert [name for names in plan.stages for name in names] == [u.name for u in plan.blueprint.units]
+    start, canonical = start_of(plan.model, config.seed), plan.blueprint.canonical()
+    whole = build_model(plan.model)
+    initialize(whole, start, torch.device("cpu"))
     ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
-    example = torch.empty(2, 16, dtype=torch.int64, device="meta")
-    flow = boundaries(
-        build_model(resolve_model(config)), [names[0] for names in plan.stages], example
-    )
-    value = ids
-    for index, names in enumerate(plan.stages):
-        assert (value.shape, value.dtype) == (flow[index].shape, flow[index].dtype)
-        value = carve(filled(), names)(value)
-    assert torch.equal(value, filled()(ids))
+    arrived = (ids,)
+    for index, graph in enumerate(plan.blueprint.graphs(plan.fields, True)):
+        stage = Stage(build_model(plan.model), graph.units, graph.weights)
+        initialize(stage, start, torch.device("cpu"), canonical)
+        stage.learn("a shape", {True: graph}, index, torch.device("cpu"))
+        sent = stage(*arrived, inputs=ids)
+        arrived = sent if isinstance(sent, tuple) else (sent,)
+        assert [message(node).shape[1:] for node in graph.sends] == [t.shape[1:] for t in arrived]
+    assert torch.equal(arrived[0], whole(ids))
 
 
 def test_names_in_a_stage_are_names_in_the_whole_model() -> None:
-    config = tiny(2, 1)
-    whole = {name for name, _ in build_model(resolve_model(config)).named_parameters()}
-    stages = [carve(build_model(resolve_model(config)), names) for names in draft(config).stages]
+    plan = draft(tiny(2, 1))
+    whole = {name for name, _ in build_model(plan.model).named_parameters()}
+    graphs = plan.blueprint.graphs(plan.fields, True)
+    stages = [Stage(build_model(plan.model), graph.units, graph.weights) for graph in graphs]
     parts = [name for stage in stages for name, _ in stage.named_parameters()]
     assert sorted(parts) == sorted(whole)
 
@@ -147,7 +144,6 @@ def test_a_405b_model_is_drafted_in_seconds() -> None:
 @pytest.mark.parametrize(
     "config, expected",
     [
-        (tiny(16, 1), r"pp=8"),
         (tiny(model=Custom("llama", {"vocab_size": None, "dim": 30, "heads": 4})), r"model.dim=32"),
         (tiny(model=Custom("llama", {"vocab_size": None, "heads": 6, "dim": 48, "kv_heads": 4})), r"model.kv_heads=3"),
         (tiny(model=Custom("llama", {"vocab_size": None, "width": 4})), r"width"),
@@ -164,8 +160,8 @@ def test_a_model_that_cannot_be_laid_out_is_refused_with_one_that_can(config, ex
 
 
 def test_draft_raises_what_preflight_lists() -> None:
-    with pytest.raises(ConfigError, match="at most 8 stages"):
-        draft(tiny(16, 1))
+    with pytest.raises(ConfigError, match="sums to 7"):
+        draft(tiny(2, 1, split=BalanceSplit(balance=[4, 3])))
 
 
 # --- memory ------------------------------------------------------------------------------------

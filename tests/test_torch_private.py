@@ -44,12 +44,14 @@ def built_in_eval(config: Config, worker: Worker) -> bool:
     mesh = open_mesh(config, worker)
     run = build(config, mesh)
     batch = next(batches(open_data(config).train, config, dp_rank=mesh.dp_rank))
-    inputs, targets = on_device(batch, mesh)
-    run.pipeline.train(inputs, targets)
+    batch = on_device(batch, mesh, config)
+    run.pipeline.train(batch)
     before = [p.grad.to_local().clone() for p in run.parameters]
-    runtime = run.pipeline._runtime
-    first = (inputs,) if mesh.pp_rank == 0 else ()
-    told = {"target": targets, "losses": []} if mesh.pp_rank == config.pp - 1 else {}
+    runtime = run.pipeline._runtime(batch)
+    first = (batch["inputs"],) if mesh.pp_rank == 0 else ()
+    told = {name: batch[name] for name in runtime._fields}
+    if mesh.pp_rank == config.pp - 1:
+        told |= {"target": batch["targets"], "losses": []}
     with torch.no_grad():
         runtime.eval(*first, **told)
     after = [p.grad for p in run.parameters]
@@ -95,12 +97,12 @@ def watched(config: Config, worker: Worker) -> list[tuple[list, list]]:
     told: list = []
     run.pipeline.watch(lambda action: pytest.fail("the first watcher was replaced"))
     run.pipeline.watch(told.append)
-    batch = on_device(next(batches(open_data(config).train, config, dp_rank=0)), mesh)
-    runtime = run.pipeline._runtime
+    batch = on_device(next(batches(open_data(config).train, config, dp_rank=0)), mesh, config)
+    runtime = run.pipeline._runtime(batch)
     seen = []
     for call in ("train", "evaluate", "train"):
         told.clear()
-        getattr(run.pipeline, call)(*batch)
+        getattr(run.pipeline, call)(batch)
         order = runtime._train if call == "train" else runtime._forward
         copy.deepcopy(order)  # as torch does to print it beside an error: no action is taken
         seen.append(([str(action) for action in told], [*map(str, order[mesh.pp_rank][:]), "None"]))

@@ -55,6 +55,28 @@ def test_every_unit_is_in_one_stage_in_the_models_order_and_no_stage_lacks_a_blo
     assert len(parts) == stages and min(blocks_of(parts)) >= 1
 
 
+@given(st.integers(1, 6), st.integers(1, 20), st.booleans(), st.booleans())
+def test_more_stages_than_blocks_leave_stages_empty_and_no_unit_out(blocks, stages, before, after):
+    units = [Unit("in", False)] * before
+    units += [Unit(f"layers.{i}", True) for i in range(blocks)] + [Unit("out", False)] * after
+    parts = partition(units, EvenSplit(), stages)
+    assert [name for part in parts for name in part] == [unit.name for unit in units]
+    assert len(parts) == stages and parts[0] and (parts[-1] or len(units) == 1)
+    assert sum(not part for part in parts) == max(0, stages - len(units))
+
+
+def test_an_empty_stage_may_be_asked_for() -> None:
+    assert partition(llama(2), BalanceSplit(balance=[0, 1, 0, 1, 0]), 5) == [
+        ["embedding"],
+        ["layers.0"],
+        [],
+        ["layers.1"],
+        ["norm", "head"],
+    ]
+    with pytest.raises(SplitError, match="first stage would be empty"):
+        partition(llama(2)[1:], BalanceSplit(balance=[0, 2]), 2)
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.data())
 def test_the_even_split_is_the_best_of_all(weights, data):
@@ -108,7 +130,6 @@ def test_points_may_cut_around_the_blocks_too():
 @pytest.mark.parametrize(
     ("split", "stages", "key", "reason", "fix"),
     [
-        (EvenSplit(), 9, "split", "need at least 9 blocks", "pp=8 with one stage a rank"),
         (EvenSplit(head_weight=-1.0), 2, "split.head_weight", "0 or more", "head_weight=1.0"),
         (
             EvenSplit(embedding_weight=float("nan")),
@@ -153,17 +174,17 @@ def test_points_may_cut_around_the_blocks_too():
             "takes 3 points",
             "split.points=[layers.1,layers.3,layers.6]",
         ),
-        (PointSplit(), 9, "split.points", "takes 8 points", "at most 8 stages"),
+        (PointSplit(), 12, "split.points", "takes 11 points", "at most 11 stages"),
         (BalanceSplit(balance=[4, 3]), 2, "split.balance", "sums to 7", "split.balance=[4,4]"),
         (BalanceSplit(balance=[4, 4]), 3, "split.balance", "3 stages", "split.balance=[2,3,3]"),
         (
-            BalanceSplit(balance=[8, 0]),
+            BalanceSplit(balance=[9, -1]),
             2,
             "split.balance",
-            "stage 1 gets 0 blocks",
+            "stage 1 gets -1 blocks",
             "split.balance=[4,4]",
         ),
-        (BalanceSplit(), 9, "split.balance", "9 stages", "at most 8 stages"),
+        (BalanceSplit(), 9, "split.balance", "9 stages", "split.balance=[1,1,1,1,1,1,1,1,0]"),
     ],
 )
 def test_a_split_that_does_not_fit_is_refused_with_one_that_does(split, stages, key, reason, fix):

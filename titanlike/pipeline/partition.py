@@ -120,6 +120,8 @@ def _sparse_starts(blocks: list[int], units: int, stages: int) -> list[int]:
     if len(own) > stages:  # one too many: the embedding stays with the first block
         own.pop(1)
     empty = stages - len(own)
+    if len(own) == 1:
+        return [0, *[units] * empty]  # a model of one unit
     return [*own[:-1], *[own[-1]] * empty, own[-1]]
 
 
