@@ -38,6 +38,8 @@ def tiny(pp: int = 1, dp: int = 1, schedule: Any = "1f1b", **changes: Any) -> Co
     family = changes.pop("family", "llama")
     sizes = LLAMA if family == "llama" else GPT2
     sizes = {**sizes, "layers": changes.pop("layers", 8), "vocab_size": None}
+    if "tied" in changes:
+        sizes["tied"] = changes.pop("tied")
     if isinstance(schedule, str):
         kind = LoopedSchedule if schedule in LOOPED else Schedule
         schedule = kind(name=schedule)

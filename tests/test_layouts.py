@@ -49,7 +49,9 @@ def assert_proven(config: Config, folder: Path) -> None:
 @pytest.mark.parametrize("pp, dp", [pytest.param(2, 1, marks=pytest.mark.slow), (2, 2), (4, 2)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_on_a_mesh(schedule: str, pp: int, dp: int, tmp_path: Path) -> None:
-    assert_proven(tiny(pp, dp, schedule_of(schedule, pp, tmp_path)), tmp_path)
+    # tied: in a V embedding and head are on one rank, else on two
+    tied = pp == 4
+    assert_proven(tiny(pp, dp, schedule_of(schedule, pp, tmp_path), tied=tied), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +88,19 @@ def test_every_schedule_on_a_mesh(schedule: str, pp: int, dp: int, tmp_path: Pat
         ),
         "unequal valid tokens": tiny(2, 2, data=UNEVEN),
         "unequal valid tokens and FSDP": tiny(1, 4, Schedule("1f1b", 2), data=UNEVEN),
+        "tied in one process": tiny(tied=True),
+        "tied and FSDP": tiny(dp=2, tied=True),
+        "tied and HSDP in a V": tiny(2, 4, "zbvzerobubble", replicate=2, tied=True),
+        "tied and ZeRO 3": tiny(2, 2, "interleaved1f1b", fsdp=Fsdp(3), tied=True),
+        "tied and CPU offload": tiny(2, 2, fsdp=Fsdp(cpu_offload=True), tied=True),
+        "tied in bf16": tiny(2, 2, precision=BF16, tied=True),
+        "two blocks on four ranks": tiny(4, 1, layers=2),
+        "two blocks in eight stages": tiny(4, 1, "interleaved1f1b", layers=2),
+        "two blocks in a V of eight": tiny(4, 1, "zbvzerobubble", layers=2),
+        "an empty stage": tiny(3, 2, layers=2, split=BalanceSplit(balance=[1, 0, 1])),
+        "split inside of blocks": tiny(
+            3, 2, split=PointSplit(points=["layers.2.ffn", "layers.5.attention.wo"])
+        ),
         "bf16": tiny(precision=BF16),
         "bf16 in a pipeline": tiny(2, 2, precision=BF16),
         "bf16 and zero bubble": tiny(2, 2, "zbvzerobubble", precision=BF16),
@@ -104,10 +119,10 @@ def verify_with_a_fault(config: Config, worker: Worker, fault: str) -> dict:
     """`verify`, on a pipeline whose backward does something wrong on one rank."""
     train_right = Pipeline.train
 
-    def train_wrong(self: Pipeline, inputs: torch.Tensor, targets: torch.Tensor):
-        result = train_right(self, inputs, targets)
+    def train_wrong(self: Pipeline, batch: dict[str, torch.Tensor]):
+        result = train_right(self, batch)
         if self._mesh.pp_rank == 1:
-            named = dict(self._runtime._stages[0].submod.named_parameters())
+            named = dict(self._stages[0].named_parameters())
             parameter = named["layers.5.ffn.up.weight"]
             if fault == "scaled":
                 parameter.grad *= 1.01
@@ -235,13 +250,18 @@ def stop_after_three(config: Config, worker: Worker) -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [tiny(1, 4), tiny(4, 1, "interleaved1f1b"), tiny(2, 2, "zbvzerobubble", replicate=2)]
+    "other",
+    [
+        tiny(1, 4, tied=True),
+        tiny(4, 1, "interleaved1f1b", tied=True),
+        tiny(2, 2, "zbvzerobubble", replicate=2, tied=True),
+    ],
 )
 def test_a_run_goes_on_in_another_layout(other: Config, tmp_path: Path) -> None:
     settings = {"checkpoint": Checkpoint(every=3), "lr": ConstantLr(warmup=0)}
     whole, part = tmp_path / "whole", tmp_path / "part"
-    run_world(train, tiny(steps=6, **settings), whole)
-    run_world(train, tiny(2, 2, steps=3, **settings), part)
+    run_world(train, tiny(steps=6, tied=True, **settings), whole)
+    run_world(train, tiny(2, 2, steps=3, tied=True, **settings), part)
     run_world(train, replace(other, steps=6, **settings), part)
     assert [row["step"] for row in read_jsonl(part / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
     for (loss, _), (right, _) in zip(losses(part), losses(whole), strict=True):

@@ -73,7 +73,8 @@ def build(config: Config, mesh: Mesh, data: Data | None = None) -> Run:
         stage = stages[index] = Stage(build_model(plan.model), graph.units, graph.weights)
         units = [unit for unit in plan.blueprint.units if unit.name in graph.units]
         shard_stage(stage, gather_groups(stage, units, graph.weights), config, mesh, plan.zero)
-        names = {name: canonical[name] for name, _ in stage.named_parameters()}
+        everything = stage.named_parameters(remove_duplicate=False)
+        names = {name: canonical[name] for name, _ in everything}
         initialize(stage, start, _home(config, mesh), names)
         owned = [name for name in names.values() if _owner(plan, name) == index]
         if names:

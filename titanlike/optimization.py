@@ -20,7 +20,7 @@ class Part:
 
     stage: nn.Module
     optimizer: torch.optim.Optimizer
-    # parameter in the stage -> its name in the whole model, the same for all copies of a tied one
+    # parameter in the stage -> its name in the whole model, one for all copies of a tied one
     names: dict[str, str]
     owned: frozenset[str]  # names of those that other stages do not answer for
 
@@ -71,12 +71,15 @@ def lr_factor(config: ConstantLr | DecayLr | WsdLr, step: int, steps: int) -> fl
     return 1 - (1 - config.final) * progress
 
 
-def set_lr(optimizer: torch.optim.Optimizer, config: Config, step: int) -> float:
-    """Give all parameters the learning rate of a step; returns it."""
-    lr = config.optimizer.lr * lr_factor(config.lr, step, config.steps)
+def learning_rate(config: Config, step: int) -> float:
+    """The learning rate of a step."""
+    return config.optimizer.lr * lr_factor(config.lr, step, config.steps)
+
+
+def set_lr(optimizer: torch.optim.Optimizer, config: Config, step: int) -> None:
+    """Give all parameters the learning rate of a step."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
-    return lr
+        group["lr"] = learning_rate(config, step)
 
 
 @torch.no_grad()

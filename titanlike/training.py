@@ -30,7 +30,7 @@ from titanlike.metrics.console import Console
 from titanlike.metrics.events import Events
 from titanlike.metrics.open import open_sinks, where
 from titanlike.metrics.sinks import Sink
-from titanlike.optimization import clip_gradients, gradient_norm, set_lr
+from titanlike.optimization import clip_gradients, gradient_norm, learning_rate, set_lr
 from titanlike.parallel.device import deterministic, peak_flops, peak_memory
 from titanlike.parallel.mesh import Mesh, close_mesh, open_mesh
 from titanlike.parallel.sharding import compute_dtype
@@ -234,9 +234,9 @@ def update(run: Run, config: Config, step: int, norm: Tensor) -> float:
     if config.optimizer.clip is not None:
         clip_gradients(run.parameters, norm, config.optimizer.clip)
     for part in run.parts:
-        lr = set_lr(part.optimizer, config, step)
+        set_lr(part.optimizer, config, step)
         part.optimizer.step()
-    return lr
+    return learning_rate(config, step)
 
 
 def validate(

@@ -113,10 +113,11 @@ def load_run(folder: Storage, parts: list[Part], group: dist.ProcessGroup) -> No
             part.stage, {name: tensors[f"model.{part.names.get(name, name)}"] for name in state}
         )
         # what is not in the checkpoint stays: the settings
-        state = {
-            name: tensors.get(_in_model(name, part), value)
-            for name, value in _optimizer(part).items()
-        }
+        state = _optimizer(part)
+        for name, entry in ((name, _in_model(name, part)) for name in state):
+            if entry in tensors:  # copies of a tied weight each have a state of their own
+                own = part.answers_for(_parameter(entry))
+                state[name] = tensors[entry] if own else tensors[entry].clone()
         set_optimizer_state_dict(part.stage, part.optimizer, state, options=_FLAT)
         for name, parameter in part.parameters():
             if name not in stateful:
