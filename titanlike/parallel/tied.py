@@ -40,7 +40,8 @@ class Tied:
             mine = [_local(p.grad) for p in copies.parameters if p.grad is not None]
             if copies.group is None and len(mine) < 2:
                 continue
-            total = torch.stack(mine).sum(0) if mine else torch.zeros_like(_local(copies.parameters[0]))
+            shape = _local(copies.parameters[0])
+            total = torch.stack(mine).sum(0) if mine else torch.zeros_like(shape)
             if copies.group is not None:
                 dist.all_reduce(total, group=copies.group)
             for parameter in copies.parameters:
@@ -65,18 +66,30 @@ def tie(
     copies = []
     for name in sorted(stages):
         holders = tuple(sorted({place[stage] for stage in stages[name]}))
-        if len(stages[name]) < 2 or mesh.pp_rank not in holders:
+        if len(stages[name]) < 2:
             continue
         if len(holders) > 1 and holders not in groups:
-            # its members alone make a group, in the same order everywhere
-            groups[holders] = dist.new_group(
-                [rank * mesh.dp + mesh.dp_rank for rank in holders],
-                timeout=timedelta(seconds=timeout),
-                use_local_synchronization=True,
-            )
-        mine = [held[name] for held in here.values() if name in held]
-        copies.append(Copies(mine, groups.get(holders)))
+            groups[holders] = _group(holders, mesh, timeout)
+        if mesh.pp_rank in holders:
+            mine = [held[name] for held in here.values() if name in held]
+            copies.append(Copies(mine, groups.get(holders)))
     return Tied(copies)
+
+
+def _group(pp_ranks: tuple[int, ...], mesh: Mesh, timeout: float) -> dist.ProcessGroup | None:
+    """A group of these pipeline ranks in this rank's pipeline; None where it is not among them.
+
+    All ranks make the groups of all pipelines, also those that they are not in: with
+    `use_local_synchronization` torch 2.15 counts groups differently on members and others, and the
+    next group of all ranks never comes to be.
+    """
+    mine = None
+    for dp_rank in range(mesh.dp):
+        ranks = [rank * mesh.dp + dp_rank for rank in pp_ranks]
+        group = dist.new_group(ranks, timeout=timedelta(seconds=timeout))
+        if dp_rank == mesh.dp_rank and mesh.pp_rank in pp_ranks:
+            mine = group
+    return mine
 
 
 def _local(tensor: Tensor) -> Tensor:
