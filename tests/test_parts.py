@@ -105,7 +105,9 @@ def test_wsd_keeps_its_peak_when_a_run_is_made_longer() -> None:
 def test_stages_run_one_after_another_are_the_model(family: str) -> None:
     config = tiny(4, 1, LoopedSchedule("interleaved1f1b", None, 2), family=family)
     plan = draft(config)
-    assert [name for names in plan.stages for name in names] == [u.name for u in plan.blueprint.units]
+    assert [name for names in plan.stages for name in names] == [
+        u.name for u in plan.blueprint.units
+    ]
     start, canonical = start_of(plan.model, config.seed), plan.blueprint.canonical()
     whole = build_model(plan.model)
     initialize(whole, start, torch.device("cpu"))

@@ -24,6 +24,8 @@ PRELOADED = [
     "torch.distributed.tensor",
     "titanlike.training",
     "titanlike.verification",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
 ]
 SECONDARY = ("Connection", "closed", "gloo", "Broken pipe", "reset by peer")  # of a dead peer
 

@@ -10,26 +10,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from titanlike.automatic import shared_times
 from titanlike.config.schema import Config
 from titanlike.data.sources import Data
 from titanlike.draft import Draft, build_model, draft, start_of
 from titanlike.loss import Loss, build_loss
 from titanlike.optimization import Part, build_optimizer
+from titanlike.parallel.batchnorm import BatchNorms
 from titanlike.parallel.initialize import initialize, piece_seed
 from titanlike.parallel.mesh import Mesh
 from titanlike.parallel.sharding import shard_stage
 from titanlike.parallel.tied import tie
-from titanlike.pipeline.blueprint import Fields, shapes
-from titanlike.pipeline.cut import message
+from titanlike.pipeline.blueprint import Fields, fields_of, shapes
+from titanlike.pipeline.cut import StageGraph, message
 from titanlike.pipeline.run import Pipeline
 from titanlike.pipeline.stage import Stage, gather_groups
-from titanlike.torch_private import OrderRuntime, make_stage
+from titanlike.pipeline.tail import loss_of_output
+from titanlike.torch_private import OrderRuntime, halves_are_exact, make_stage
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class Run:
     stages: list[Stage]
     parts: list[Part]
     pipeline: Pipeline
+    norms: BatchNorms
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
@@ -62,7 +67,7 @@ def build(config: Config, mesh: Mesh, data: Data | None = None) -> Run:
 
     data: see `draft`.
     """
-    plan = draft(config, data)
+    plan = draft(config, data, partial(shared_times, config, mesh))
     start = start_of(plan.model, config.seed)
     graphs = plan.blueprint.graphs(plan.fields, True)
     canonical = plan.blueprint.canonical()
@@ -77,7 +82,7 @@ def build(config: Config, mesh: Mesh, data: Data | None = None) -> Run:
         names = {name: canonical[name] for name, _ in everything}
         initialize(stage, start, _home(config, mesh), names)
         owned = [name for name in names.values() if _owner(plan, name) == index]
-        if names:
+        if stage.state_dict():  # a batch norm without weights still has something to save
             optimizer = build_optimizer(stage, config.optimizer)
             parts[index] = Part(stage, optimizer, names, frozenset(owned))
     del start
@@ -89,13 +94,16 @@ def build(config: Config, mesh: Mesh, data: Data | None = None) -> Run:
     tied = tie(holders, plan.order.place, here, mesh, config.launch.timeout)
     # what a model draws while it trains (dropout) differs on every rank
     torch.manual_seed(piece_seed(config.seed, "rank", dist.get_rank()))
-    loss = build_loss(config.loss)
+    loss = build_loss(config.loss, mesh.device)
 
     def runtime_for(fields: Fields) -> OrderRuntime:
         return _runtime(plan, stages, fields, loss, mesh)
 
     mine = list(stages.values())
-    return Run(mesh, plan, mine, list(parts.values()), Pipeline(mine, runtime_for, loss, mesh, tied))
+    norms = BatchNorms(mine, mesh)
+    count = partial(_count, plan, loss)
+    pipeline = Pipeline(mine, runtime_for, loss, mesh, tied, norms, count)
+    return Run(mesh, plan, mine, list(parts.values()), pipeline, norms)
 
 
 def _runtime(
@@ -126,12 +134,37 @@ def _runtime(
                 inputs=[example["inputs"]] if index == 0 else arrives,
                 outputs=sends,
                 zero=plan.zero,
-                splits_weights=bool(plan.held[index]) and not plan.blueprint.repeats(graph),
+                splits_weights=_may_split(plan, index, graph) and halves_are_exact(stage),
             )
         )
     used = [training[index].fields | evaluation[index].fields for index in stages]
     wanted = set().union(*used)
-    return OrderRuntime(plan.order, wrapped, loss, sorted(wanted), zero=plan.zero)
+    last = plan.order.stages - 1
+
+    def loss_of(output: Any, targets: torch.Tensor) -> torch.Tensor:
+        graphs = training if stages[last].training else evaluation
+        return loss_of_output(loss, graphs[last], output, targets)
+
+    return OrderRuntime(plan.order, wrapped, loss_of, sorted(wanted), zero=plan.zero)
+
+
+def _may_split(plan: Draft, index: int, graph: StageGraph) -> bool:
+    """Whether a schedule may compute a stage's gradients of weights later than those of inputs."""
+    if any(node.tail is not None or node.checkpointed for node in graph.nodes):
+        return False  # it would compute what both are made of twice
+    return bool(plan.held[index]) and not plan.blueprint.repeats(graph)
+
+
+def _count(plan: Draft, loss: Loss, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """How many terms the loss of a batch has."""
+    targets = batch["targets"]
+    count = loss.count(targets)
+    if count is None:
+        rows = plan.blueprint.rows
+        part = torch.empty(rows, *targets.shape[1:], dtype=targets.dtype, device="meta")
+        terms = loss.terms(plan.blueprint.output(fields_of(batch), True), part)
+        count = torch.tensor(terms * (len(targets) // rows), device=targets.device)
+    return count
 
 
 def _like(messages: Iterable[Iterable[torch.Tensor]]) -> list[list[tuple[object, object]]]:

@@ -16,19 +16,34 @@ from typing import Any
 import torch
 from torch import nn
 
+from titanlike.automatic import Automatic, Timing, automatic
 from titanlike.config.errors import ConfigError, Problem, nearest
 from titanlike.config.parse import convert
-from titanlike.config.schema import Config, Custom, PointSplit
+from titanlike.config.schema import (
+    AutoSplit,
+    ChunkedCrossEntropy,
+    Config,
+    Custom,
+    EvenSplit,
+    PointSplit,
+    TraceSplit,
+)
 from titanlike.data.checks import vocab_size
-from titanlike.data.example import example
+from titanlike.data.errors import DataError
+from titanlike.data.example import example, field_problems
 from titanlike.data.sources import Data
 from titanlike.imports import load
+from titanlike.loss import Loss, build_loss, check_loss
+from titanlike.parallel.batchnorm import leave_statistics, norm_problems, shared_norm_problems
 from titanlike.parallel.device import choose_device
 from titanlike.parallel.initialize import Constructed, Drawn, Start, parameters_on_meta
 from titanlike.parallel.sharding import compute_dtype
 from titanlike.pipeline.blueprint import Blueprint, Fields, fields_of
+from titanlike.pipeline.costs import Profile
+from titanlike.pipeline.cut import StageGraph, cut, problem_of
 from titanlike.pipeline.order import Order
 from titanlike.pipeline.partition import SplitError, partition
+from titanlike.pipeline.record import RecordError
 from titanlike.pipeline.schedules import (
     NoDivision,
     build_order,
@@ -36,10 +51,14 @@ from titanlike.pipeline.schedules import (
     derive_microbatches,
     stage_count,
 )
+from titanlike.pipeline.tail import HeadInside, find_tail, with_loss
 from titanlike.pipeline.units import units
-from titanlike.pipeline.record import RecordError
 
-MODELS = {"llama": "titanlike.models.llama.Llama", "gpt2": "titanlike.models.gpt2.Gpt2"}
+MODELS = {
+    "llama": "titanlike.models.llama.Llama",
+    "gpt2": "titanlike.models.gpt2.Gpt2",
+    "hf": "titanlike.models.hf.hf",
+}
 
 
 @dataclass(frozen=True)
@@ -56,6 +75,7 @@ class Draft:
     fields: Fields  # of the batch, that the model takes
     held: list[dict[str, int]]  # parameters (a tied one under its first name) of each stage, sizes
     flops_per_token: float | None
+    automatic: Automatic | None = None  # how the stages were found, of split=auto
 
     @property
     def stages(self) -> list[list[str]]:
@@ -130,14 +150,15 @@ def _argument_problems(
     return problems or [Problem("model", model.name, error, f"its keys: {', '.join(known)}")]
 
 
-def draft(config: Config, data: Data | None = None) -> Draft:
+def draft(config: Config, data: Data | None = None, timing: Timing | None = None) -> Draft:
     """Decide stages, order and sharding. Raises ConfigError with every problem found.
 
     data: where it is open already; else a user's own data is opened to see what is in a batch.
+    timing: measures units, for split.cost=time; without it FLOPs stand for times.
     """
     resolved = resolve_model(config)
     model = build_model(resolved)
-    problems = _model_problems(config, resolved, model)
+    problems = _model_problems(config, resolved, model) + norm_problems(config, model)
     rows = 1
     try:
         microbatches, why = _microbatches(config)
@@ -155,21 +176,44 @@ def draft(config: Config, data: Data | None = None) -> Draft:
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(compute_dtype(config))
-    fields = fields_of(example(config, data))
+    leave_statistics(model)  # on meta there are none
+    batch = example(config, data)
+    fields = fields_of(batch)
+    if problems := field_problems(config, model, fields):
+        raise ConfigError(problems)
     blueprint = _blueprint(config, resolved, model, fields, rows)
+    targets = batch["targets"].repeat_interleave(rows, 0)
+    if problems := check_loss(config.loss, blueprint.output(fields, True), targets, rows):
+        raise ConfigError(problems)
+    zero, why_zero = _zero(config, order.splits_backward)
+    # of sequences that differ in length nobody knows how many tokens a step has
+    flops = getattr(model, "flops_per_token", None) if data is None or not data.variable else None
+    chosen = None
     try:
-        stages = stage_count(config.schedule, config.pp)
-        blueprint.stages = partition(blueprint.units, config.split, stages)
+        if isinstance(config.split, AutoSplit) and order.stages > 1:
+            profile = Profile(blueprint, targets, build_loss(config.loss))
+            chosen = automatic(config, profile, blueprint.units, order, zero, timing)
+            blueprint.stages = chosen.stages(blueprint.units)
+        else:
+            split = EvenSplit() if isinstance(config.split, AutoSplit) else config.split
+            blueprint.stages = partition(blueprint.units, split, order.stages)
+        graphs = blueprint.graphs(fields, True)
     except SplitError as error:
         raise ConfigError([_split_problem(error)]) from None
-    graphs = blueprint.graphs(fields, True)
+    except RecordError as error:  # of the end of the last stage
+        problem = Problem("loss.name", config.loss.name, error.reason, error.fix)
+        raise ConfigError([problem]) from None
+    if reasons := [text for graph in graphs if (text := problem_of(graph))]:
+        fix = "split=points with points elsewhere"
+        raise ConfigError([Problem("split", config.split.name, reasons[0], fix)])
+    if problems := shared_norm_problems(config, model, [graph.units for graph in graphs]):
+        raise ConfigError(problems)
     held = [blueprint.parameters_of(graph) for graph in graphs]
     left = model.named_parameters()
     if unused := [name for name, _ in left if not any(name in stage for stage in held)]:
         names = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" * (len(unused) > 3))
         reason = f"its forward does not use the parameter {names}"
         raise ConfigError([Problem("model.name", resolved.name, reason, "a model without it")])
-    zero, why_zero = _zero(config, order.splits_backward)
     return Draft(
         model=resolved,
         order=order,
@@ -180,7 +224,8 @@ def draft(config: Config, data: Data | None = None) -> Draft:
         blueprint=blueprint,
         fields=fields,
         held=[{name: p.numel() for name, p in stage.items()} for stage in held],
-        flops_per_token=getattr(model, "flops_per_token", lambda _: None)(config.seq_len),
+        flops_per_token=None if flops is None else flops(config.seq_len),
+        automatic=chosen,
     )
 
 
@@ -188,9 +233,15 @@ def _blueprint(
     config: Config, model: Custom, meta: nn.Module, fields: Fields, rows: int
 ) -> Blueprint:
     """The model's forward, run once on meta. Raises ConfigError."""
-    points = config.split.points if isinstance(config.split, PointSplit) else ()
+    points = config.split.points if isinstance(config.split, PointSplit) else []
+    chunked = isinstance(config.loss, ChunkedCrossEntropy)
+    traced = isinstance(config.split, TraceSplit)
     try:
-        return Blueprint(meta, fields, rows, points)
+        blueprint = Blueprint(meta, fields, rows, points, traced=traced)
+        while chunked and (inside := _in_head(blueprint, build_loss(config.loss))):
+            points = [*points, *inside]
+            blueprint = Blueprint(meta, fields, rows, points, traced=traced)
+        return blueprint
     except RecordError as error:
         problem = Problem("model.name", model.name, error.reason, error.fix)
     except TypeError as error:  # of the call, or of something inside
@@ -206,8 +257,27 @@ def _blueprint(
     raise ConfigError([problem])
 
 
+def _in_head(blueprint: Blueprint, loss: Loss) -> list[str]:
+    """Let the last stage compute the loss; or modules in the last unit, which is to be taken apart."""
+
+    def end(graph: StageGraph) -> StageGraph:
+        return with_loss(graph, find_tail(graph, blueprint.model, loss))
+
+    recording = blueprint.recording(blueprint.fields, True)
+    try:
+        end(cut(recording, [recording.units])[0])
+    except HeadInside as inside:
+        return inside.points
+    except RecordError:
+        pass  # told when the stages are known
+    blueprint.end = end
+    return []
+
+
 def _split_problems(config: Config, model: nn.Module) -> list[Problem]:
     """What can be said of the split before the model ran."""
+    if isinstance(config.split, (AutoSplit, TraceSplit)):
+        return []
     try:
         partition(units(model), config.split, stage_count(config.schedule, config.pp))
     except SplitError as error:
@@ -224,6 +294,8 @@ def _split_problem(error: SplitError) -> Problem:
 def start_of(model: Custom, seed: int) -> Start:
     """Initial values of a model by name, see `titanlike.parallel.initialize`."""
     meta = build_model(model)
+    if hasattr(meta, "starting_values"):
+        return meta.starting_values(seed)
     initial = getattr(meta, "initial", None)
     buffers = next(meta.buffers(), None) is not None
     if initial is not None and not buffers:
@@ -251,6 +323,9 @@ def preflight(config: Config) -> list[Problem]:
         draft(config)
     except ConfigError as error:
         problems += error.problems
+    except DataError as error:  # of a user's own data, which are opened
+        fix = error.remedy[:1].lower() + error.remedy[1:]
+        problems.append(Problem(error.key, error.value, error.reason, fix))
     return problems
 
 

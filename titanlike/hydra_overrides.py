@@ -34,7 +34,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from titanlike.config.errors import Problem, nearest
 from titanlike.config.parse import parse
-from titanlike.config.schema import VARIANTS, Config
+from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config
 
 CONFIG_NAME = "config"
 
@@ -68,6 +68,8 @@ def prepare(args: argparse.Namespace, conf: Path, plugin_confs: list[str]) -> No
             extra = [*(value if isinstance(value, list) else [value]), *extra]
         elif text.startswith("+experiment="):
             overrides.append(text[1:])  # it is in the defaults list; both spellings are common
+        elif text.startswith(("model.config.", "model.config=")):
+            overrides.append(f"++{text}")  # of model=hf: what its keys are is not for a file to say
         else:
             overrides.append(text)
     if extra:
@@ -237,8 +239,13 @@ def _bad_key(
     if near is None and rest:
         near = nearest(f"{group}.{rest}", [name for name in known if name.startswith(f"{group}.")])
     reason = "unknown key"
-    if near is None and group == "model":
-        reason, near = "not among the keys of this model's file", f"+{key}"
+    own = group in OPEN_GROUPS and bool(rest) and "." in str(chosen)
+    if own:  # any key may be an argument of it
+        inside = [name.partition(".")[2] for name in known if name.startswith(f"{group}.")]
+        near = nearest(rest, [name for name in inside if name != "name"])
+        near = f"{group}.{near}" if near else None
+    if near is None and (own or group == "model"):
+        reason, near = f"not among the keys of this {group}'s file", f"+{key}"
     return Problem(key, value, reason, f"{near}={value}" if near else "")
 
 

@@ -16,7 +16,7 @@ from titanlike.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class Part:
-    """One stage of this rank that has parameters, and its optimizer."""
+    """One stage of this rank that has parameters or buffers, and its optimizer."""
 
     stage: nn.Module
     optimizer: torch.optim.Optimizer
@@ -43,7 +43,7 @@ def build_optimizer(stage: nn.Module, config: AdamW | Sgd) -> torch.optim.Optimi
         {"params": params, "weight_decay": decay}
         for params, decay in ((matrices, config.weight_decay), (vectors, 0.0))
         if params
-    ]
+    ] or [{"params": []}]  # a stage of buffers alone
     if isinstance(config, Sgd):
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
     return torch.optim.AdamW(

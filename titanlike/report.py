@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
+from typing import NamedTuple
 
+from titanlike.automatic import Automatic
 from titanlike.build import Run
 from titanlike.checkpoint.saver import Progress
 from titanlike.config.schema import Config
@@ -11,6 +14,7 @@ from titanlike.data.sources import Data
 from titanlike.launch.worker import Worker
 from titanlike.metrics import units
 from titanlike.metrics.console import Console
+from titanlike.pipeline.balance import Balance
 
 
 def opening(
@@ -29,6 +33,7 @@ def opening(
         shape += f" ({config.replicate} replicas)"
     shape += f"; ZeRO {draft.zero} ({draft.why_zero})"
     tokens = config.batch_size * config.seq_len
+    most = "at most " if data.variable is not None else ""
     rows = config.batch_size // config.dp // draft.microbatches
     cut = f"{draft.microbatches} x {rows} sequences on each dp rank"
     fields = [
@@ -37,7 +42,7 @@ def opening(
         ("model", f"{config.model.name}, {units.count(draft.parameters)} parameters"),
         ("precision", config.precision.name),
         ("data", data.description),
-        ("batch", f"{config.batch_size} x {config.seq_len} = {units.count(tokens)} tokens"),
+        ("batch", f"{config.batch_size} x {config.seq_len} = {most}{units.count(tokens)} tokens"),
         ("microbatches", f"{cut} ({draft.why_microbatches})"),
         ("schedule", config.schedule.name),
         ("steps", f"{start + 1} to {config.steps}" if start < config.steps else "none left"),
@@ -48,20 +53,25 @@ def opening(
         fields = [field for field in fields if field[0] != "schedule"]
     console.fields([field for field in fields if field[1]])
     console.line()
+    found, cost = draft.automatic, _Cost.of(draft.automatic)
     console.table(
         "",
-        ["rank", "stage", "modules", "parameters"],
+        ["rank", "stage", "modules", "parameters", *([cost.heading] if cost else [])],
         [
             (
                 _ranks(rank, mesh.dp),
                 stage,
                 _span(draft.stages[stage]),
                 units.count(draft.stage_parameters(stage)),
+                *([cost.text(found.chosen.stages[stage])] if cost else []),
             )
             for rank in range(mesh.pp)
             for stage in draft.order.local(rank)
         ],
     )
+    if found is not None and mesh.pp > 1:
+        console.line()
+        console.fields(_splits(found))
     console.line()
     if start:
         console.line(f"going on from step {start}")
@@ -91,6 +101,44 @@ def closing(
     at = f"checkpoint at step {saved}, " if saved else ""
     console.line(f"{end}: {result}{at}everything in {worker.run_dir}")
     console.line(f"{'go' if stopped else 'train'} on: {shlex.join(more)}")
+
+
+class _Cost(NamedTuple):
+    """How the costs of split=auto are shown in the table of stages."""
+
+    heading: str
+    text: Callable[[float], str]
+
+    @classmethod
+    def of(cls, found: Automatic | None) -> _Cost | None:
+        """None where the table has them without a column more."""
+        if found is None or found.cost == "params":
+            return None
+        text = _TEXT[found.cost]
+        heading = "memory" if found.cost == "memory" else "one microbatch"
+        return cls(heading, lambda cost: text(cost * found.scale))
+
+
+_TEXT: dict[str, Callable[[float], str]] = {
+    "params": lambda cost: f"{units.count(cost)} parameters",
+    "flops": units.flop,
+    "time": lambda cost: units.short_time(cost / 1e9),
+    "memory": units.size,
+}
+
+
+def _splits(found: Automatic) -> list[tuple[str, str]]:
+    """What the heaviest rank has, and would have with split=even."""
+
+    def told(split: Balance) -> str:
+        heaviest = _TEXT[found.cost](max(split.ranks) * found.scale)
+        return f"heaviest rank {heaviest}, {split.imbalance:.3f} x the mean"
+
+    proven = "" if found.chosen.proven else " (not proven: there may be a lighter split)"
+    return [
+        ("split", f"auto by {found.cost}: {told(found.chosen)}{proven}"),
+        ("", f"even would give: {told(found.even)}"),
+    ]
 
 
 def _ranks(pp_rank: int, dp: int) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.fsdp import FSDPModule
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 _Kind = torch_schedules._ComputationType
 _Action = torch_schedules._Action
+FIELD = "field:"  # what the names of a batch's fields begin with on their way through the runtime
 
 
 def make_stage(
@@ -97,6 +99,17 @@ class _ShardingStage(PipelineStage):
         self.submod.set_requires_all_reduce(last_backward)
         names = ("stage_output", "output_grads", "input_values")
         return stage_backward(*(bwd_kwargs[name] for name in names)), None
+
+
+def halves_are_exact(stage: nn.Module) -> bool:
+    """Whether torch's split backward gives a stage's gradients of weights right.
+
+    2.11's is wrong for a weight that is used in parts, as in an LSTM or torch's own attention.
+    """
+    if hasattr(PipelineStage, "_post_metadata_inference_cleanup"):  # 2.13
+        return True
+    in_parts = (nn.RNNBase, nn.MultiheadAttention)
+    return not any(isinstance(module, in_parts) for module in stage.modules())
 
 
 def _lower(order: Order, resident: int) -> dict[int, list[Any]]:
@@ -236,7 +249,8 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         first = (batch["inputs"],) if any(stage.is_first for stage in self._stages) else ()
         last = any(stage.is_last for stage in self._stages)
         told: dict[str, Any] = {"target": batch["targets"], "losses": losses} if last else {}
-        told |= {name: batch[name] for name in self._fields}
+        # told apart from what `step` itself takes by name: target, losses, return_outputs, ...
+        told |= {FIELD + name: batch[name] for name in self._fields}
         self.step(*first, return_outputs=False, **told)
 
 
@@ -282,6 +296,11 @@ def generated_order(
     ]
 
 
+def in_backward() -> bool:
+    """Whether this thread is inside a backward: where activation checkpointing runs a forward again."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def read_newer_checkpoints() -> None:
     """Let torch 2.11 and 2.13 read a checkpoint that 2.15 wrote ("too many values to unpack").
 
@@ -298,3 +317,41 @@ def read_newer_checkpoints() -> None:
 
     cut.cut = True  # type: ignore[attr-defined]
     TensorProperties.__setstate__ = cut  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def checkpoints_told(tell: Callable[[int], None]) -> Iterator[None]:
+    """Within it, torch.utils.checkpoint only calls its function, between tell(1) and tell(-1).
+
+    Both kinds: the reentrant one would run the function without autograd.
+    """
+    module = torch.utils.checkpoint
+
+    def generator(*_: Any, **__: Any) -> Iterator[None]:
+        tell(1)
+        try:
+            yield
+        finally:
+            tell(-1)
+
+    def apply(function: Callable[..., Any], _: bool, *args: Any) -> Any:
+        tell(1)
+        try:
+            return function(*args)
+        finally:
+            tell(-1)
+
+    name = "_checkpoint_without_reentrant_generator"
+    names = (name, f"{name}_impl")  # the latter since 2.15
+    before = {name: vars(module)[name] for name in names if name in vars(module)}
+    own_apply = vars(module.CheckpointFunction).get("apply")
+    assert before and own_apply is None
+    try:
+        for name in before:
+            setattr(module, name, generator)
+        module.CheckpointFunction.apply = staticmethod(apply)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
+        del module.CheckpointFunction.apply

@@ -230,12 +230,14 @@ def training_step(
 
 
 def update(run: Run, config: Config, step: int, norm: Tensor) -> float:
-    """Clip by the global norm and update all parameters; returns the learning rate."""
+    """Clip by the global norm, update all parameters and the running statistics of batch norms;
+    returns the learning rate."""
     if config.optimizer.clip is not None:
         clip_gradients(run.parameters, norm, config.optimizer.clip)
     for part in run.parts:
         set_lr(part.optimizer, config, step)
         part.optimizer.step()
+    run.norms.update()
     return learning_rate(config, step)
 
 

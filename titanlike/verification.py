@@ -6,6 +6,10 @@
 2. All ranks do the same step in their layout, through what training uses.
 3. Each rank compares what it holds with its part of the truth: initial weights (to the last bit),
    loss, validation loss, gradients, updated parameters, and the loss after the update.
+
+A model with batch norm is defined by what it normalizes together: the truth then runs the same
+microbatches one after the other, and its running statistics are those of the whole batch, which are
+compared, too.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from titanlike.build import Run, build
 from titanlike.config.schema import Config
 from titanlike.data.loader import batches, validation_batches
 from titanlike.data.sources import Data
-from titanlike.draft import build_model, resolve_model, start_of
+from titanlike.draft import build_model, draft, resolve_model, start_of
 from titanlike.launch.worker import Worker, meet
 from titanlike.loss import build_loss
 from titanlike.metrics.console import Console
@@ -35,8 +39,9 @@ from titanlike.parallel.initialize import initialize
 from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.torch_private import local_slices
 from titanlike.training import PREPARATION, on_device, open_on_every_rank, update, validate
+from titanlike.whole_batch import WholeBatch, batch_norms
 
-KINDS = ("loss", "initial", "gradient", "update")  # of comparisons, causes before effects
+KINDS = ("loss", "initial", "gradient", "update", "buffer")  # of comparisons, causes before effects
 LOSS_TOLERANCE = 1e-6  # relative, fp32
 GRADIENT_TOLERANCE = 1e-6  # absolute at gradients of order one, fp32
 RELATIVE_TOLERANCE = 1e-4  # norm against norm, so that small gradients are compared, too
@@ -57,6 +62,8 @@ class Truth:
     gradients: dict[str, Tensor]  # before clipping
     updated: dict[str, Tensor]
     losses: dict[str, float]  # "loss", "validation loss", "loss after the update"
+    buffers: dict[str, Tensor]  # of batch norms, after the update
+    groups: int  # equal parts of the batch that were computed one after the other
 
 
 @dataclass(frozen=True)
@@ -125,10 +132,12 @@ def verify(config: Config, worker: Worker) -> dict[str, Any]:
     rows = _merge(every)
     copies = Counter(name for held in run.draft.held for name in held)
     holes = _holes(rows, exact, {name: config.replicate * copies[name] for name in exact.initial})
+    compared = {row.name for row in rows if row.what == "buffer"}
+    holes += [f"{name}: is in no stage" for name in exact.buffers if name not in compared]
     ok = not holes and all(row.agrees for row in rows)
     if worker.rank == 0:
         path.unlink()
-        _print(config, rows, holes, ok)
+        _print(config, rows, holes, ok, exact.groups)
     close_mesh()
     worst = max(row.difference for row in rows if row.what == "gradient")
     return {"value": worst, "exit_code": 0 if ok else 1}
@@ -140,20 +149,33 @@ def verify(config: Config, worker: Worker) -> dict[str, Any]:
 def _truths(config: Config, data: Data, device: torch.device) -> tuple[Truth, Truth | None]:
     """(in fp32, in bf16 if the config asks for it), each by one process."""
     alone = replace(config, dp=1, replicate=1)
-    exact = single_process(alone, data, device, torch.float32)
+    groups = 1
+    if batch_norms(build_model(resolve_model(config))):
+        groups = config.dp * draft(config, data).microbatches
+    exact = single_process(alone, data, device, torch.float32, groups)
     bf16 = config.precision.name == "bf16"
-    return exact, single_process(alone, data, device, torch.bfloat16) if bf16 else None
+    return exact, single_process(alone, data, device, torch.bfloat16, groups) if bf16 else None
 
 
-def single_process(config: Config, data: Data, device: torch.device, dtype: torch.dtype) -> Truth:
-    """One training step of the whole model on the whole batch, computing in `dtype`."""
+def single_process(
+    config: Config, data: Data, device: torch.device, dtype: torch.dtype, groups: int = 1
+) -> Truth:
+    """One training step of the whole model on the whole batch, computing in `dtype`.
+
+    groups: equal parts of the batch that go through the model one after the other.
+    """
     resolved = resolve_model(config)
     model = build_model(resolved)
     initialize(model, start_of(resolved, config.seed), device)
-    loss = build_loss(config.loss)
+    loss = build_loss(config.loss, device)
 
-    def loss_of(batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    def loss_of(batch: dict[str, Tensor]) -> tuple[Tensor, float]:
         """(summed loss, what it counts)"""
+        parts = [{n: value.chunk(groups)[i] for n, value in batch.items()} for i in range(groups)]
+        totals, counts = zip(*map(loss_of_group, parts), strict=True)
+        return sum(totals), sum(counts)
+
+    def loss_of_group(batch: dict[str, Tensor]) -> tuple[Tensor, float]:
         fields = {
             name: value.to(device, dtype if value.is_floating_point() else value.dtype)
             for name, value in batch.items()
@@ -163,7 +185,7 @@ def single_process(config: Config, data: Data, device: torch.device, dtype: torc
         # cast copies of the fp32 master weights; gradients flow back to the masters
         weights = {name: p.to(dtype) for name, p in model.named_parameters()}
         output = torch.func.functional_call(model, weights, (fields.pop("inputs"),), fields)
-        return loss.total(output, targets), int(loss.count(targets))
+        return loss.measure(output, targets)
 
     def mean_over(many: Iterator[dict[str, Tensor]]) -> float:
         with torch.no_grad():
@@ -174,11 +196,15 @@ def single_process(config: Config, data: Data, device: torch.device, dtype: torc
         return {name: tensor.detach().cpu().clone() for name, tensor in tensors}
 
     initial = copy_of(model.named_parameters())
+    model.eval()
     validation = mean_over(validation_batches(data.validation, config, dp_rank=0))
     stream = batches(data.train, config, dp_rank=0)
     batch, following = next(stream), next(stream)
 
+    model.train()
+    norms = WholeBatch(model)
     total, count = loss_of(batch)
+    buffers = norms.buffers()
     (total / count).backward()
     gradients = copy_of((name, p.grad) for name, p in model.named_parameters())
     optimizer = build_optimizer(model, config.optimizer)
@@ -195,6 +221,8 @@ def single_process(config: Config, data: Data, device: torch.device, dtype: torc
             "validation loss": validation,
             "loss after the update": mean_over(iter([following])),
         },
+        buffers=buffers,
+        groups=groups,
     )
 
 
@@ -227,6 +255,12 @@ def _compare_layout(
         # rounding is not measured here (0), but tells which tolerance holds
         rough = rounded and truth
         yield _compare("update", name, parameter, truth, rough, base=base, among=certain)
+
+    for stage in run.stages:
+        for name, buffer in stage.named_buffers():
+            if name in exact.buffers:
+                rough = rounded and rounded.buffers[name]
+                yield _compare("buffer", name, buffer, exact.buffers[name], rough)
 
     after, _ = run.pipeline.evaluate(on_device(next(stream), run.mesh, config))
     losses = {"loss": loss.item(), "validation loss": validation}
@@ -307,7 +341,7 @@ def _holes(rows: list[Piece], truth: Truth, copies: dict[str, int]) -> list[str]
     ]
 
 
-def _print(config: Config, rows: list[Piece], holes: list[str], ok: bool) -> None:
+def _print(config: Config, rows: list[Piece], holes: list[str], ok: bool, groups: int) -> None:
     """The worst first within each kind; all that disagree, and the largest few of the rest."""
     console = Console(steps=1)
     shown = []
@@ -322,8 +356,11 @@ def _print(config: Config, rows: list[Piece], holes: list[str], ok: bool) -> Non
             for row in agreeing[1:]:
                 total = total + row
             shown.append(replace(total, name=f"... {len(agreeing)} more"))
+    title = f"against one process in plain torch ({config.precision.name})"
+    if groups > 1:
+        title += f", batch norm over the same {groups} groups of {config.batch_size // groups} rows"
     console.table(
-        f"against one process in plain torch ({config.precision.name})",
+        title,
         ["what", "name", "largest", "difference", "relative", ""],
         [
             (

@@ -118,7 +118,8 @@ def load_run(folder: Storage, parts: list[Part], group: dist.ProcessGroup) -> No
             if entry in tensors:  # copies of a tied weight each have a state of their own
                 own = part.answers_for(_parameter(entry))
                 state[name] = tensors[entry] if own else tensors[entry].clone()
-        set_optimizer_state_dict(part.stage, part.optimizer, state, options=_FLAT)
+        if part.names:
+            set_optimizer_state_dict(part.stage, part.optimizer, state, options=_FLAT)
         for name, parameter in part.parameters():
             if name not in stateful:
                 part.optimizer.state.pop(parameter, None)
@@ -183,6 +184,8 @@ def _in_model(name: str, part: Part) -> str:
 
 
 def _optimizer(part: Part) -> dict[str, Any]:
+    if not part.names:
+        return {}  # torch would miss the parameters
     return get_optimizer_state_dict(part.stage, part.optimizer, options=_FLAT)
 
 

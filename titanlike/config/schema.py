@@ -58,11 +58,30 @@ class PointSplit:
 
 
 @dataclass
+class TraceSplit(PointSplit):
+    """Stages that begin at named modules of any depth, cut from the graph that torch.export traces."""
+
+    name: str = key("trace", "choice")
+
+
+@dataclass
 class BalanceSplit:
     """A number of blocks for every stage."""
 
     name: str = key("balance", "choice")
     balance: list[int] = key([], "blocks in each stage, first stage first, e.g. [3,3,2]")
+
+
+@dataclass
+class AutoSplit:
+    """Stages whose heaviest rank is as light as can be, by what the units cost."""
+
+    name: str = key("auto", "choice")
+    cost: Literal["params", "flops", "time", "memory"] = key(
+        "flops",
+        "params; flops of a training step; time, measured on the device; memory of state and "
+        "activations",
+    )
 
 
 # --- schedule: the order of a pipeline's computations ------------------------------------------
@@ -113,6 +132,9 @@ class TextData:
     tokenizer: str = key("bytes", "'bytes' (built in) or the path of a tokenizer.json")
     validation_fraction: float = key(0.05, "share of the documents held out for validation")
     cache: str | None = key(None, "folder for tokenized files; null = ~/.cache/titanlike")
+    documents: bool = key(
+        False, "attention stays within each document of a sequence, where positions begin at 0"
+    )
     workers: int = key(0, "loader processes a rank; 0 = load in the training process")
 
 
@@ -125,6 +147,10 @@ class TokenData:
     dtype: Literal["uint16", "uint32"] = key("uint16", "integer type of a raw .bin file")
     vocab_size: int = required("number of token ids; every id in the file is smaller")
     validation_fraction: float = key(0.05, "share at the end of the file held out for validation")
+    boundary: int | None = key(None, "token id that begins (or ends) every document")
+    documents: bool = key(
+        False, "attention stays within each document of a sequence; needs data.boundary"
+    )
     workers: int = key(0, "loader processes a rank; 0 = load in the training process")
 
 
@@ -194,6 +220,21 @@ class CrossEntropy:
     """Token cross entropy in nats: summed, over the global number of valid tokens."""
 
     name: str = key("cross_entropy", "choice")
+
+
+@dataclass
+class ChunkedCrossEntropy:
+    """The same, a few tokens at a time: logits of the whole batch are never in memory."""
+
+    name: str = key("chunked_cross_entropy", "choice")
+    chunk: int = key(2048, "tokens of a microbatch whose logits are held at a time")
+
+
+@dataclass
+class Mse:
+    """Squared differences of output and targets: their mean over all elements of the batch."""
+
+    name: str = key("mse", "choice")
 
 
 # --- precision, sharding -----------------------------------------------------------------------
@@ -336,12 +377,12 @@ class Config:
     log_every: int = key(10, "steps between printed lines (metrics.jsonl has every step)")
     # the model's keys are its constructor's arguments: see titanlike/models
     model: Custom = key(lambda: Custom("llama"), "model family or import path, and its arguments")
-    split: EvenSplit | PointSplit | BalanceSplit = key(EvenSplit, "where stages begin")
+    split: EvenSplit | PointSplit | BalanceSplit | AutoSplit = key(EvenSplit, "where stages begin")
     schedule: Schedule | LoopedSchedule | CsvSchedule | Custom = key(Schedule, "order of computing")
     data: TextData | TokenData | SyntheticData | Custom = key(TextData, "what is trained on")
     optimizer: AdamW | Sgd = key(AdamW, "optimizer")
     lr: ConstantLr | DecayLr | WsdLr = key(WsdLr, "learning rate over the steps")
-    loss: CrossEntropy = key(CrossEntropy, "what is minimized")
+    loss: CrossEntropy | ChunkedCrossEntropy | Mse | Custom = key(CrossEntropy, "what is minimized")
     precision: Precision = key(Precision, "number formats")
     fsdp: Fsdp = key(Fsdp, "sharding inside a stage")
     validation: Validation = key(Validation, "loss on held-out data")
@@ -357,7 +398,13 @@ class Config:
 
 # group -> name of the choice -> dataclass of its keys
 VARIANTS: dict[str, dict[str, type]] = {
-    "split": {"even": EvenSplit, "points": PointSplit, "balance": BalanceSplit},
+    "split": {
+        "even": EvenSplit,
+        "points": PointSplit,
+        "trace": TraceSplit,
+        "balance": BalanceSplit,
+        "auto": AutoSplit,
+    },
     "schedule": {
         "gpipe": Schedule,
         "1f1b": Schedule,
@@ -371,10 +418,14 @@ VARIANTS: dict[str, dict[str, type]] = {
     "data": {"text": TextData, "tokens": TokenData, "synthetic": SyntheticData},
     "optimizer": {"adamw": AdamW, "sgd": Sgd},
     "lr": {"constant": ConstantLr, "linear": DecayLr, "cosine": DecayLr, "wsd": WsdLr},
-    "loss": {"cross_entropy": CrossEntropy},
+    "loss": {
+        "cross_entropy": CrossEntropy,
+        "chunked_cross_entropy": ChunkedCrossEntropy,
+        "mse": Mse,
+    },
     "precision": {"fp32": Precision, "bf16": Precision},
     "logger": {"wandb": Wandb, "tensorboard": TensorBoard, "none": NoLogger},
 }
 
 # groups whose `name` may be an import path of the user's own
-OPEN_GROUPS = ("model", "schedule", "data")
+OPEN_GROUPS = ("model", "schedule", "data", "loss")

@@ -77,6 +77,8 @@ def _positive(config: Config) -> Iterator[Problem]:
     if not 1 <= stages <= MOST_STAGES:
         reason = f"a rank has from 1 to {MOST_STAGES} stages"
         yield Problem("schedule.stages_per_rank", stages, reason, "schedule.stages_per_rank=2")
+    if getattr(config.loss, "chunk", 1) < 1:
+        yield Problem("loss.chunk", config.loss.chunk, "must be at least 1", "loss.chunk=2048")
     validation, checkpoint = config.validation, config.checkpoint
     for key, value, least in (
         ("validation.every", validation.every, 0),

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from titanlike.config.schema import Config, Custom, SyntheticData, TextData, TokenData
 from titanlike.data.corpus import find_files, parquet_file
 from titanlike.data.errors import DataError
 from titanlike.data.tokenizer import open_tokenizer
-from titanlike.data.tokens import token_spans
+from titanlike.data.tokens import open_tokens, token_spans
 from titanlike.imports import load
+
+MOST_SEARCHED = 1 << 24  # tokens, for the boundary of documents
+PIECE = 1 << 20  # of them at once
 
 
 def vocab_size(config: Config) -> int:
@@ -29,7 +33,7 @@ def problems(config: Config) -> list[tuple[str, object, str, str]]:
     """(key, value, reason, what to write instead) for every mistake that can be found cheaply."""
     checks = {
         TextData: (_fraction, _workers, _tokenizer, _text_files),
-        TokenData: (_fraction, _workers, _vocabulary, _token_file),
+        TokenData: (_fraction, _workers, _vocabulary, _token_file, _boundary),
         SyntheticData: (_vocabulary,),
         Custom: (_workers, _custom),
     }
@@ -43,7 +47,8 @@ def problems(config: Config) -> list[tuple[str, object, str, str]]:
 def call_custom(data: Custom, seq_len: int):
     """The `titanlike.data.sources.Data` that the user's function returns.
 
-    It is called with `data.args` and `seq_len`; the argument `workers` is the loader's.
+    It is called with `data.args` and `seq_len`; the argument `workers` is the loader's. Raises
+    DataError where that is none, or has no samples. Samples are looked at when they are read.
     """
     function = _custom_function(data)
     arguments = {name: value for name, value in data.args.items() if name != "workers"}
@@ -64,7 +69,9 @@ def call_custom(data: Custom, seq_len: int):
             f"the function returned {type(result).__name__}",
             "Let it return a titanlike.data.sources.Data",
         )
-    return result
+    from titanlike.data.samples import checked
+
+    return checked(result, data.name, seq_len)
 
 
 def too_short(spans: dict[str, tuple[int, int]], seq_len: int) -> Iterator[DataError]:
@@ -136,6 +143,25 @@ def _text_files(config: Config) -> Iterator[DataError]:
 def _token_file(config: Config) -> Iterator[DataError]:
     if 0 < config.data.validation_fraction < 1:
         yield from too_short(token_spans(config.data), config.seq_len)
+
+
+def _boundary(config: Config) -> Iterator[DataError]:
+    """With documents=true, a token that is in the file (where there are any, there is one soon)."""
+    data = config.data
+    if not data.documents:
+        return
+    boundary, remedy = data.boundary, "Write the id of the token that begins each, data.boundary=0"
+    if boundary is None:
+        yield DataError("data.boundary", "null", "documents=true needs to know documents", remedy)
+    elif not 0 <= boundary < data.vocab_size:
+        reason = f"is no token of the {data.vocab_size} of data.vocab_size"
+        yield DataError("data.boundary", boundary, reason, remedy)
+    else:
+        tokens = open_tokens(Path(data.path).expanduser(), data.dtype)
+        searched = range(0, min(len(tokens), MOST_SEARCHED), PIECE)
+        if not any((tokens[at : at + PIECE] == boundary).any() for at in searched):
+            reason = f"is not among the first {min(len(tokens), MOST_SEARCHED):,} tokens"
+            yield DataError("data.boundary", boundary, reason, f"{remedy}, or data.documents=false")
 
 
 def _custom(config: Config) -> Iterator[DataError]:

@@ -3,7 +3,7 @@
 1. `problems` and `vocab_size` (checks.py) look at the config before any worker starts.
 2. `open_data` makes a source (sources.py) for training and one for validation: text is tokenized
    into a cache first (prepare.py), a token file is mapped, random tokens are made on demand, and a
-   function of the user's own is called.
+   function of the user's own is called, whose samples are checked and padded (samples.py).
 3. `batches` reads the training source in the run's global order (order.py): step s is samples
    [s * batch_size, (s + 1) * batch_size) of that order, and dp rank r reads the r-th of dp equal,
    contiguous slices of them. So the order depends on seed and step alone, not on the mesh, and a
@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import signal
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -34,9 +34,9 @@ from titanlike.data.checks import (
     vocab_size,
 )
 from titanlike.data.corpus import describe
-from titanlike.data.errors import DataError
 from titanlike.data.order import sample_index
 from titanlike.data.prepare import prepare
+from titanlike.data.samples import Samples, stack
 from titanlike.data.sources import Data, PackedSource, Source, SyntheticSource
 from titanlike.data.tokenizer import open_tokenizer
 from titanlike.data.tokens import token_spans
@@ -45,6 +45,7 @@ from titanlike.launch.signals import die_with_parent
 __all__ = ["batches", "loader", "open_data", "problems", "validation_batches", "vocab_size"]
 
 BLOCK = 1024  # samples
+WINDOW = 64  # steps among which samples are sorted by length
 Batch = dict[str, torch.Tensor]
 
 
@@ -66,13 +67,7 @@ def open_data(config: Config) -> Data:
             for stream in (0, 1)
         )
         return Data(train, validation, data.vocab_size, "random tokens, made on demand")
-    opened = call_custom(data, config.seq_len)
-    for part, source in (("training", opened.train), ("validation", opened.validation)):
-        if len(source) < 1:
-            raise DataError(
-                "data.name", data.name, f"its {part} part is empty", "Let it have a sequence"
-            )
-    return opened
+    return call_custom(data, config.seq_len)
 
 
 def loader(
@@ -88,8 +83,8 @@ def loader(
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")
         return StatefulDataLoader(
             source,
-            batch_sampler=GlobalOrder(len(source), config, dp_rank, start_step),
-            collate_fn=_stack,
+            batch_sampler=_order(source, config, dp_rank, start_step),
+            collate_fn=_collate(source),
             num_workers=loader_workers(config),
             pin_memory=pinned,
             worker_init_fn=_enter_worker,
@@ -103,7 +98,8 @@ def batches(
 ) -> Iterator[Batch]:
     """The training batches of a dp rank from `start_step` on, without end.
 
-    Each is dict(inputs=[B, T], targets=[B, T]), int64, on the CPU (pinned where a GPU is used).
+    Each is dict(inputs=[B, T], targets=[B, T]), int64, on the CPU (pinned where a GPU is used), with
+    what else the source's samples have.
     """
     return iter(loader(source, config, dp_rank=dp_rank, start_step=start_step))
 
@@ -116,7 +112,7 @@ def validation_batches(source: Source, config: Config, *, dp_rank: int) -> Itera
     local = config.batch_size // config.dp
     for step in range(config.validation.batches):
         first = step * config.batch_size + dp_rank * local
-        yield _stack([source[i % len(source)] for i in range(first, first + local)])
+        yield _collate(source)([source[i % len(source)] for i in range(first, first + local)])
 
 
 class GlobalOrder:
@@ -141,12 +137,14 @@ class GlobalOrder:
         number, row = divmod(self._step, self._steps)
         if number != self._block[0]:
             steps = np.arange(number * self._steps, (number + 1) * self._steps)
-            first = steps[:, None] * self._global + self._offset
-            positions = first + np.arange(self._local)  # [steps, samples of a step]
-            samples = sample_index(positions, self._size, self._seed)
-            self._block = (number, samples.tolist())
+            self._block = (number, self._samples(steps).tolist())
         self._step += 1
         return self._block[1][row]
+
+    def _samples(self, steps: np.ndarray) -> np.ndarray:
+        """This dp rank's samples of a block of steps, [steps, samples of a step]."""
+        first = steps[:, None] * self._global + self._offset
+        return sample_index(first + np.arange(self._local), self._size, self._seed)
 
     def state_dict(self) -> dict[str, int]:
         return {"step": self._step}
@@ -155,14 +153,51 @@ class GlobalOrder:
         self._step = state["step"]
 
 
+class SimilarLengths(GlobalOrder):
+    """The same samples in every `WINDOW` steps, dealt so that those of a step are of similar length.
+
+    A window's samples are sorted by length and cut into its steps, which then come in a random
+    order. So the order is one of seed and step, as without, and of the lengths.
+    """
+
+    def __init__(
+        self, size: int, config: Config, dp_rank: int, step: int, lengths: Sequence[int]
+    ) -> None:
+        super().__init__(size, config, dp_rank, step)
+        self._lengths = np.asarray(lengths)
+        self._steps = WINDOW
+
+    def _samples(self, steps: np.ndarray) -> np.ndarray:
+        positions = steps[:, None] * self._global + np.arange(self._global)
+        samples = sample_index(positions.reshape(-1), self._size, self._seed)
+        by_length = samples[np.argsort(self._lengths[samples], kind="stable")]
+        turns = sample_index(steps, len(steps), self._seed)  # a shuffle of each window's own
+        mine = slice(self._offset, self._offset + self._local)
+        return by_length.reshape(len(steps), self._global)[turns, mine]
+
+
+def _order(source: Source, config: Config, dp_rank: int, step: int) -> GlobalOrder:
+    lengths = source.lengths if isinstance(source, Samples) else None
+    if lengths is None:
+        return GlobalOrder(len(source), config, dp_rank, step)
+    return SimilarLengths(len(source), config, dp_rank, step, lengths)
+
+
+def _collate(source: Source) -> Callable[[list[Batch]], Batch]:
+    return source.batch if isinstance(source, Samples) else stack
+
+
 def _open_text(data: TextData, seq_len: int) -> Data:
     tokenizer = open_tokenizer(data.tokenizer)
     prepared = prepare(data, tokenizer)
     spans = {part: (0, count) for part, count in prepared.tokens.items()}
     for error in too_short(spans, seq_len):
         raise error
+    boundary = prepared.boundary if data.documents else None
     sources = {
-        part: PackedSource(prepared.path(part), prepared.dtype, *span, seq_len, prepared.vocab_size)
+        part: PackedSource(
+            prepared.path(part), prepared.dtype, *span, seq_len, prepared.vocab_size, boundary
+        )
         for part, span in spans.items()
     }
     train, held_out = (f"{prepared.tokens[part]:,}" for part in ("train", "validation"))
@@ -170,7 +205,7 @@ def _open_text(data: TextData, seq_len: int) -> Data:
         **sources,
         vocab_size=prepared.vocab_size,
         description=f"{describe(data.path)} in {data.tokenizer}: {train} tokens to train on, "
-        f"{held_out} held out",
+        f"{held_out} held out" + _kept_apart(data),
         boundary=prepared.boundary,
         decode=tokenizer.decode,
     )
@@ -181,16 +216,22 @@ def _open_tokens(data: TokenData, seq_len: int) -> Data:
     for error in too_short(spans, seq_len):
         raise error
     path = Path(data.path).expanduser().resolve()
+    boundary = data.boundary if data.documents else None
     sources = {
-        part: PackedSource(path, data.dtype, *span, seq_len, data.vocab_size)
+        part: PackedSource(path, data.dtype, *span, seq_len, data.vocab_size, boundary)
         for part, span in spans.items()
     }
     counts = ", ".join(f"{part} {stop - start:,} tokens" for part, (start, stop) in spans.items())
-    return Data(**sources, vocab_size=data.vocab_size, description=f"{data.path}: {counts}")
+    return Data(
+        **sources,
+        vocab_size=data.vocab_size,
+        description=f"{data.path}: {counts}" + _kept_apart(data),
+        boundary=data.boundary,
+    )
 
 
-def _stack(samples: list[Batch]) -> Batch:
-    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+def _kept_apart(data: TextData | TokenData) -> str:
+    return ", each document by itself" if data.documents else ""
 
 
 def _enter_worker(worker_id: int) -> None:

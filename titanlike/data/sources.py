@@ -1,14 +1,18 @@
 """Sequences by number: what every kind of data becomes.
 
 A source has `len(source)` sequences; `source[i]` is dict(inputs=[T], targets=[T]), int64 tensors of
-`seq_len` T, where targets[t] is the token after inputs[t]. A source of your own may give other
-targets (IGNORE where there is no loss) and more keys; each becomes a tensor of the batch.
+`seq_len` T, where targets[t] is the token after inputs[t]. With `data.documents=true` there is also
+document_ids=[T], int64, which changes where a document begins.
+
+A source of your own may give other inputs and targets (IGNORE where there is no loss), and more keys
+with tensors of any shape: stacked to [B, ...] each is an argument of the model's forward. All samples
+have the same keys, dtypes and shapes; see `VariableLength` for those that differ in length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -28,12 +32,40 @@ class Source(Protocol):
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]: ...
 
 
+@dataclass(frozen=True)
+class Pad:
+    """How the end of a field is filled: with `value`, its first `dims` dimensions."""
+
+    value: float = 0
+    dims: int = 1  # 2 of a mask [T, T]
+
+
+@dataclass
+class VariableLength:
+    """Samples that differ in length T, the first dimension of their inputs, and T <= seq_len.
+
+    Each dp rank's batch is padded to its longest sample, rounded up to a multiple of `bucket` (but
+    never over seq_len). The pipeline prepares itself once for each length, and keeps the latest 32.
+    Fields that are not in `padding` have one shape in all samples. Without a mask, padding at the
+    end is seen by a model whose attention is not causal: give one (true, padded with 0).
+
+    lengths: of the training samples, where they are known: then the batches of a step are of
+    similar samples. The order still depends on the seed and the step alone.
+    """
+
+    bucket: int = 64
+    padding: dict[str, Pad] = field(
+        default_factory=lambda: {"inputs": Pad(), "targets": Pad(IGNORE)}
+    )
+    lengths: Sequence[int] | None = None
+
+
 @dataclass
 class Data:
     """What a run is trained on. A function of your own (`data.name=package.function`) returns one.
 
     `boundary` is the id of the token that begins a document (null: there is none), `decode` makes
-    text of ids (null: there is no text).
+    text of ids (null: there is no text). `variable`: see there (null: samples have one shape).
     """
 
     train: Source
@@ -42,6 +74,7 @@ class Data:
     description: str
     boundary: int | None = None
     decode: Callable[[Sequence[int]], str] | None = None
+    variable: VariableLength | None = None
 
 
 class PackedSource:
@@ -49,14 +82,26 @@ class PackedSource:
 
     Sequence i reads tokens [i * seq_len, i * seq_len + seq_len]: the last one is a target only, and
     the next sequence's first input. A rest shorter than a sequence is not used.
+
+    boundary: the token that begins a document; with it, samples have document_ids: how many of them
+    there are up to each token. Targets are the same with and without: the target of a document's
+    last token is the next one's boundary, by which the model learns to end, and nothing of the next
+    document can be seen there.
     """
 
     def __init__(
-        self, path: Path, dtype: str, start: int, stop: int, seq_len: int, vocab_size: int
+        self,
+        path: Path,
+        dtype: str,
+        start: int,
+        stop: int,
+        seq_len: int,
+        vocab_size: int,
+        boundary: int | None = None,
     ) -> None:
-        self._arguments = (path, dtype, start, stop, seq_len, vocab_size)
+        self._arguments = (path, dtype, start, stop, seq_len, vocab_size, boundary)
         self._path, self._start, self._seq_len = path, start, seq_len
-        self._vocab_size = vocab_size
+        self._vocab_size, self._boundary = vocab_size, boundary
         self._length = max(0, (stop - start - 1) // seq_len)
         self._tokens = open_tokens(path, dtype)
 
@@ -78,7 +123,10 @@ class PackedSource:
                 "id in the file, and check data.dtype"
             )
         ids = torch.from_numpy(tokens)
-        return {"inputs": ids[:-1], "targets": ids[1:]}
+        sample = {"inputs": ids[:-1], "targets": ids[1:]}
+        if self._boundary is not None:
+            sample["document_ids"] = (sample["inputs"] == self._boundary).cumsum(0)
+        return sample
 
 
 class SyntheticSource:

@@ -2,6 +2,7 @@
 
 step loss grad_norm lr tokens tokens_per_second step_seconds memory_bytes, and where known mfu,
 val_loss. `tokens` counts from the start of the run; seconds and bytes are plain units.
+Tokens are counted as batch_size x seq_len a step, padding of shorter samples included.
 """
 
 from __future__ import annotations

@@ -35,3 +35,21 @@ def duration(seconds: float) -> str:
 def decimal(value: float) -> str:
     """A loss or a norm: 3.2145; 1.250e-05 where four decimals would hide it; nan, inf."""
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.3e}"
+
+
+def flop(number: float) -> str:
+    """Floating-point operations: 999 FLOP, 1.2 kFLOP, 3.4 TFLOP, 12.0 EFLOP."""
+    value = float(number)
+    for prefix in ("", "k", "M", "G", "T", "P", "E"):
+        if abs(value) < (999.5 if prefix == "" else 999.95) or prefix == "E":
+            return f"{value:.{1 if prefix else 0}f} {prefix}FLOP"
+        value /= 1000
+    raise AssertionError("the last prefix takes every number")
+
+
+def short_time(seconds: float) -> str:
+    """A length of time below a minute or so: 12.3 us, 4.5 ms, 6.7 s."""
+    for unit, scale in (("us", 1e6), ("ms", 1e3)):
+        if abs(seconds) * scale < 999.95:
+            return f"{seconds * scale:.1f} {unit}"
+    return f"{seconds:.1f} s"

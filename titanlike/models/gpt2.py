@@ -5,7 +5,6 @@ Legend of shapes: B batch, T tokens, D dim, H heads, E = D // H head dim, V voca
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 

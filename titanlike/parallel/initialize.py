@@ -88,12 +88,17 @@ class Constructed:
 
 
 @contextlib.contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Modules that are built within have real buffers, and parameters without memory."""
+def parameters_on_meta(
+    keep: Callable[[nn.Module, str], bool] = lambda module, name: False,
+) -> Iterator[None]:
+    """Modules that are built within have real buffers, and parameters without memory.
+
+    keep: (module, a parameter's name in it) -> whether that one is real, too.
+    """
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
+        if parameter is not None and not parameter.is_meta and not keep(module, name):
             parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
         register(module, name, parameter)
 

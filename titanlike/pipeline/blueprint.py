@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from titanlike.pipeline.cut import StageGraph, cut
-from titanlike.pipeline.record import Recording, record
+from titanlike.pipeline.partition import Unit
+from titanlike.pipeline.record import Node, Recording, record
+from titanlike.pipeline.structure import replaced
+from titanlike.pipeline.trace import trace
 from titanlike.pipeline.units import units
 
 Batch = dict[str, Tensor]
@@ -29,20 +32,32 @@ Fields = dict[str, Field]
 class Blueprint:
     """Gives each stage's graph; a shape that was met before costs nothing."""
 
-    def __init__(self, model: nn.Module, fields: Fields, rows: int, points: Sequence[str]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        fields: Fields,
+        rows: int,
+        points: Sequence[str],
+        *,
+        traced: bool = False,
+    ) -> None:
         """model: on meta, in the dtype in which it computes; fields: of what the model takes;
-        rows: sequences in a microbatch; points: modules that must not be inside of a unit.
+        rows: sequences in a microbatch; points: modules that must not be inside of a unit;
+        traced: by torch's tracer, so that the units are all modules, at any depth.
 
         Raises RecordError.
         """
         self.model, self.rows = model, rows
         found = {unit.name: unit for unit in units(model, points)}
-        self._names = list(found)
+        self._names, self._traced = list(found), traced
         self._recordings: dict[tuple[object, bool], Recording] = {}
         self.fields = fields
         # in the order in which they run
-        self.units = [found[name] for name in self.recording(fields, True).units]
+        names = self.recording(fields, True).units
+        self.units = [found.get(name, Unit(name, block=False)) for name in names]
         self.stages: list[list[str]] = []
+        # of the last stage's graph: the same with the loss at its end, see `tail.py`
+        self.end: Callable[[StageGraph], StageGraph] = lambda graph: graph
 
     def recording(self, fields: Fields, training: bool) -> Recording:
         """The model's forward on a microbatch of such fields."""
@@ -53,12 +68,21 @@ class Blueprint:
                 for name, field in fields.items()
             }
             self.model.train(training)
-            self._recordings[key] = record(self.model, batch, self._names)
+            if self._traced:
+                self._recordings[key] = trace(self.model, batch)
+            else:
+                self._recordings[key] = record(self.model, batch, self._names)
         return self._recordings[key]
 
     def graphs(self, fields: Fields, training: bool) -> list[StageGraph]:
         """What each of `stages` does with such a microbatch."""
-        return cut(self.recording(fields, training), self.stages)
+        *others, last = cut(self.recording(fields, training), self.stages)
+        return [*others, self.end(last)]
+
+    def output(self, fields: Fields, training: bool) -> Any:
+        """What the model returns for such a microbatch, on meta."""
+        output = self.recording(fields, training).output
+        return replaced(output, lambda leaf: leaf.value if isinstance(leaf, Node) else leaf)
 
     def parameters_of(self, graph: StageGraph) -> dict[str, nn.Parameter]:
         """What a stage holds, under the names that the whole model lists them by.

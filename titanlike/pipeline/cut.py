@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from titanlike.pipeline.record import Node, Recording
+from titanlike.pipeline.structure import flatten
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ def cut(recording: Recording, stages: Sequence[Sequence[str]]) -> list[StageGrap
     A stage without units sends on what arrives.
     """
     position = {node: at for at, node in enumerate(recording.nodes)}
-    first = {}
+    first = dict(recording.begins)
     for node in recording.nodes:
         if node.kind == "unit":
             first.setdefault(node.target, position[node])
     everywhere = _everywhere(recording)
-    output = [leaf for leaf in pytree.tree_leaves(recording.output) if isinstance(leaf, Node)]
+    output = [leaf for leaf in flatten(recording.output)[0] if isinstance(leaf, Node)]
     edges = [len(position)]
     for units in reversed(stages[1:]):
         edges.append(min((first[name] for name in units), default=edges[-1]))
@@ -94,11 +94,24 @@ def cut(recording: Recording, stages: Sequence[Sequence[str]]) -> list[StageGrap
     ]
 
 
+def starts(recording: Recording) -> list[int]:
+    """Of each unit: the position in `nodes` where a stage begins whose first unit it is."""
+    first: dict[str, int] = {}
+    for at, node in enumerate(recording.nodes):
+        if node.kind == "unit":
+            first.setdefault(node.target, at)
+    everywhere = _everywhere(recording)
+    others = (first[name] for name in recording.units[1:])
+    return [0, *(_cheapest(recording, at, everywhere) for at in others)]
+
+
 def _cheapest(recording: Recording, at: int, everywhere: set[Node]) -> int:
     """Where to cut between the unit at `at` and the unit before it: where the least flows.
 
     A `torch.cat` with a skip connection is better done by the stage that needs it.
     """
+    if recording.begins:  # the user says where
+        return at
     nodes = recording.nodes
     places = [at] if at < len(nodes) else []
     while places and places[-1] > 0 and nodes[places[-1] - 1].kind != "unit":
@@ -106,7 +119,7 @@ def _cheapest(recording: Recording, at: int, everywhere: set[Node]) -> int:
     if len(places) < 2:
         return at
     used = {use for node in nodes[at:] if node not in everywhere for use in node.uses}
-    used.update(leaf for leaf in pytree.tree_leaves(recording.output) if isinstance(leaf, Node))
+    used.update(leaf for leaf in flatten(recording.output)[0] if isinstance(leaf, Node))
     alive = {node for node in nodes[:at] if node in used and node not in everywhere}
     flow = {}
     for place in places:
@@ -128,6 +141,22 @@ def _everywhere(recording: Recording) -> set[Node]:
         if node.kind == "input" or (repeatable and pure.issuperset(node.uses)):
             pure.add(node)
     return pure | {node for node in recording.nodes if node.kind == "weight"}
+
+
+def problem_of(graph: StageGraph) -> str:
+    """Why what arrives at a stage cannot be sent; empty where it can."""
+    storages: dict[int, list[Node]] = {}
+    for node in graph.arrives:
+        if node.value.is_complex():
+            return f"a stage would begin where a tensor of {node.value.dtype} flows"
+        storages.setdefault(node.value.untyped_storage()._cdata, []).append(node)
+    for nodes in storages.values():
+        if len(nodes) > 1 and any(node.mutated for node in nodes):
+            return (
+                "a stage would begin between a view of a tensor and a change of it in place, which "
+                "the other one would not see"
+            )
+    return ""
 
 
 def message(node: Node) -> Tensor:

@@ -148,6 +148,10 @@ def _balance_starts(units: list[Unit], balance: list[int], stages: int) -> list[
 
 def _point_starts(units: list[Unit], points: list[str], stages: int) -> list[int]:
     at = {unit.name: index for index, unit in enumerate(units)}
+    for index, unit in enumerate(units):  # a module that has units begins with its first
+        parts = unit.name.split(".")
+        for depth in range(1, len(parts)):
+            at.setdefault(".".join(parts[:depth]), index)
 
     def wrong(reason: str, fix: str | None = None) -> SplitError:
         fix = fix or _example("split.points", units, stages)
@@ -164,6 +168,8 @@ def _point_starts(units: list[Unit], points: list[str], stages: int) -> list[int
     for before, after in pairwise(points):
         if before == after:
             raise wrong(f"{after} is there twice")
+        if at[before] == at[after]:
+            raise wrong(f"{after} begins where {before} does")
         if at[before] > at[after]:
             fix = f"write split.points={_text(sorted(set(points), key=at.get))}"
             raise wrong(f"{after} comes before {before} in the model", fix)

@@ -16,12 +16,16 @@ import operator
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+
+from titanlike.pipeline.structure import fields, flatten, is_record, replaced
+from titanlike.pipeline.tryout import try_out
+from titanlike.torch_private import checkpoints_told
 
 # Functions that draw random numbers: run twice they do not give the same tensor.
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "exponential_")
@@ -53,11 +57,20 @@ class Node:
     random: bool = False  # draws from a generator: done twice it gives something else
     weighs: bool = False  # is a parameter, or has some
     mutated: bool = False  # something later changes its result in place
+    checkpointed: bool = False  # its activations are computed again in the backward
+    tail: Any = None  # of the last stage: computes the loss, see `tail.py`
+
+    is_leaf_of_structures: ClassVar[bool] = True
 
     @property
     def uses(self) -> list[Node]:
-        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        leaves, _ = flatten((self.args, self.kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, Node)]
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of its tensor, where it is one."""
+        return self.value.shape
 
 
 @dataclass(frozen=True)
@@ -67,6 +80,8 @@ class Recording:
     nodes: list[Node]  # in the order in which they ran
     units: list[str]  # in the order in which they were first called
     output: Any  # what the model returns, with nodes in place of tensors
+    # of a forward without units: the place in `nodes` where a module begins
+    begins: dict[str, int] = field(default_factory=dict)
 
 
 def record(model: nn.Module, batch: dict[str, Tensor], units: Sequence[str]) -> Recording:
@@ -108,9 +123,9 @@ class _Recorder(TorchFunctionMode):
         self._versions: list[tuple[Node, int]] = []  # these keep the tensors, and so their ids
         self._inside: list[str] = []  # the unit that is running
         self._drew = False
+        self._checkpoints = 0  # that are running, of torch.utils.checkpoint
         self._names = {
-            id(tensor): name
-            for name, tensor in [*model.named_buffers(), *model.named_parameters()]
+            id(tensor): name for name, tensor in [*model.named_buffers(), *model.named_parameters()]
         }
         self._order: list[str] = []
 
@@ -123,7 +138,9 @@ class _Recorder(TorchFunctionMode):
                 after = module.register_forward_hook(self._leave(name), with_kwargs=True)
                 stack.callback(before.remove)
                 stack.callback(after.remove)
+                stack.enter_context(_on_meta_or_tried_out(module))
             stack.enter_context(torch.enable_grad())
+            stack.enter_context(checkpoints_told(self._checkpoint))
             stack.enter_context(self)
             # within: factory functions say to the recorder that they mean the stage's device
             stack.enter_context(torch.device("meta"))
@@ -171,23 +188,42 @@ class _Recorder(TorchFunctionMode):
                 self._order.append(name)
             weighs = next(module.parameters(), None) is not None
             node = Node("unit", name, *self._known(args, kwargs), weighs=weighs)
+            node.checkpointed = self._checkpoints > 0
             self._did(node, result, self._drew)
 
         return hook
 
+    def _checkpoint(self, depth: int) -> None:
+        self._checkpoints += depth
+
     def _did(self, node: Node, result: Any, random: bool) -> None:
         node.grad, node.random = torch.is_grad_enabled(), random
+        if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
+            raise RecordError(
+                "its forward turns autocast on around its modules, which the stages would not know of",
+                "precision=bf16, and autocast inside of blocks at most",
+            )
         if isinstance(result, Tensor):
             node.value = result
         self.add(node)
-        if isinstance(result, Tensor):
-            return
+        if not isinstance(result, Tensor):
+            self._take_apart(node, result)
+
+    def _take_apart(self, node: Node, result: Any) -> None:
+        """Add the tensors in a result that is none, as nodes."""
         for path, leaf in pytree.tree_flatten_with_path(result)[0]:
-            if isinstance(leaf, Tensor):
-                part = node
-                for key in path[:-1]:
-                    part = self.add(Node("function", *_part(part, key)))
-                self.add(Node("function", *_part(part, path[-1]), value=leaf))
+            if not any(isinstance(inner, Tensor) for inner in flatten(leaf)[0]):
+                continue
+            part = node
+            for at, key in enumerate(path, 1):
+                value = leaf if at == len(path) and isinstance(leaf, Tensor) else None
+                part = self.add(Node("function", *_part(part, key), value=value))
+            for name, field_of in fields(leaf).items() if is_record(leaf) else ():
+                inner = Node("function", getattr, (part, name))
+                if isinstance(field_of, Tensor):
+                    inner.value = field_of
+                self.add(inner)
+                self._take_apart(inner, () if inner.value is not None else field_of)
 
     def _known(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Arguments with nodes in place of tensors."""
@@ -203,7 +239,7 @@ class _Recorder(TorchFunctionMode):
                 self._meet(leaf)
             return self._node[id(leaf)]
 
-        return pytree.tree_map(replace, args), pytree.tree_map(replace, kwargs)
+        return replaced(args, replace), replaced(kwargs, replace)
 
     def _meet(self, tensor: Tensor) -> None:
         """A tensor that no recorded call made: a weight or a buffer."""
@@ -221,6 +257,30 @@ class _Recorder(TorchFunctionMode):
             node.mutated = node.value._version != version
         (output,), _ = self._known((output,), {})
         return Recording(self._nodes, self._order, output)
+
+
+@contextmanager
+def _on_meta_or_tried_out(module: nn.Module) -> Iterator[None]:
+    """Within it, a unit that cannot run on meta is tried on the CPU, for what shapes it returns."""
+    forward, own = module.forward, vars(module).get("forward")
+
+    def on_meta_or_tried_out(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            if "meta" not in str(error):
+                raise
+            if own is None:
+                del module.forward
+            return try_out(module, args, kwargs)
+
+    module.forward = on_meta_or_tried_out
+    try:
+        yield
+    finally:
+        vars(module).pop("forward", None)
+        if own is not None:
+            module.forward = own
 
 
 def _is_view(function: Any) -> bool:

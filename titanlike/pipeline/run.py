@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from titanlike.loss import Loss
+from titanlike.parallel.batchnorm import BatchNorms
 from titanlike.parallel.mesh import Mesh
 from titanlike.parallel.tied import Tied
 from titanlike.pipeline.blueprint import Fields, fields_of, shapes
@@ -37,10 +38,15 @@ class Pipeline:
         loss: Loss,
         mesh: Mesh,
         tied: Tied,
+        norms: BatchNorms,
+        count: Callable[[Batch], Tensor],
     ) -> None:
-        """runtime_for: teaches the stages batches of such fields, and makes the runtime for them."""
+        """runtime_for: teaches the stages batches of such fields, and makes the runtime for them;
+        count: how many terms the loss of this rank's batch has.
+        """
         self._stages, self._make = stages, runtime_for
-        self._loss, self._mesh, self._tied = loss, mesh, tied
+        self._loss, self._mesh, self._tied, self._norms = loss, mesh, tied, norms
+        self._count = count
         self._runtimes: OrderedDict[Any, OrderRuntime] = OrderedDict()
         self._act: Callable[[Any], None] | None = None
 
@@ -58,7 +64,8 @@ class Pipeline:
         that count, fp32 scalars, the same on every rank. The gradients are those of that loss,
         reduced over dp and over the copies of tied weights.
         """
-        result = self._step(self._runtime(batch).train, batch)
+        with self._norms.collecting():
+            result = self._step(self._runtime(batch).train, batch)
         self._tied.add_gradients()
         return result
 
@@ -83,7 +90,7 @@ class Pipeline:
 
     def _step(self, run: Callable[[Batch], list[Tensor]], batch: Batch) -> tuple[Tensor, Tensor]:
         mesh = self._mesh
-        count = self._loss.count(batch["targets"]).float()
+        count = self._count(batch).float()
         if mesh.world_size > 1:
             count = mesh.sum(count) / mesh.pp  # the ranks of one pipeline hold the same batch
         # FSDP averages gradients over dp: dp times each rank's share makes of the average a sum

@@ -14,6 +14,7 @@ from torch import nn
 
 from titanlike.pipeline.partition import Unit
 
+MOST_AROUND = 6  # modules around the blocks; with more (and more than blocks) each counts as one
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -22,7 +23,14 @@ def units(model: nn.Module, points: Sequence[str] = ()) -> list[Unit]:
 
     points: modules where a stage is to begin, which must not be inside of a unit.
     """
-    return list(_inside(model, "", tuple(points)))
+    found = list(_inside(model, "", tuple(points)))
+    weighing = [
+        u for u in found if next(model.get_submodule(u.name).parameters(), None) is not None
+    ]
+    inside = sum(unit.block for unit in weighing)
+    if len(weighing) - inside > max(MOST_AROUND, inside):
+        return [unit._replace(block=True) for unit in found]
+    return found
 
 
 def _inside(module: nn.Module, path: str, points: tuple[str, ...]) -> Iterator[Unit]:

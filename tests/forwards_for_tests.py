@@ -1,0 +1,256 @@
+"""Models as people write them: ordinary modules whose forwards do all kinds of things.
+
+Each takes ids [B, T] below 64 and gives logits [B, T, 64] (`Vit`: images to 10 classes).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+VOCAB, DIM = 64, 16
+
+
+class Blocks(nn.Module):
+    """Embedding, blocks, head; `forward` is the subclass's."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, DIM)
+        self.blocks = nn.ModuleList(blocks)
+        self.out = nn.Linear(DIM, VOCAB)
+
+
+class TorchEncoder(nn.Module):
+    """torch's own encoder with a mask made in the forward, and positions that are a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, DIM)
+        self.positions = nn.Parameter(torch.randn(1, 64, DIM) * 0.02)
+        layer = nn.TransformerEncoderLayer(DIM, 2, 32, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.out = nn.Linear(DIM, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(ids.size(1), device=ids.device)
+        x = self.tokens(ids) + self.positions[:, : ids.size(1)]
+        return self.out(self.encoder(x, mask=mask, is_causal=True))
+
+
+class Lstm(Blocks):
+    """A state goes from block to block beside the output: three tensors between stages."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.LSTM(DIM, DIM, batch_first=True) for _ in range(4)))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, state = self.tokens(ids), None
+        for block in self.blocks:
+            x, state = block(x, state)
+        return self.out(x)
+
+
+class Experts(nn.Module):
+    """Each token goes to one expert, found by looking at values: no meta tensor can run this."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(DIM, 3)
+        self.experts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        weight, chosen = self.gate(flat).softmax(-1).topk(1)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            rows = torch.where(chosen[:, 0] == number)[0]
+            out[rows] = expert(flat[rows]) * weight[rows]
+        return x + out.view_as(x)
+
+
+class Routed(Blocks):
+    def __init__(self) -> None:
+        super().__init__(*(Experts() for _ in range(4)))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+class Checkpointed(Blocks):
+    """Activation checkpointing by hand, of blocks that work in place."""
+
+    def __init__(self, reentrant: bool = False) -> None:
+        parts = (nn.Sequential(nn.Linear(DIM, DIM), nn.ReLU(inplace=True)) for _ in range(4))
+        super().__init__(*parts)
+        self.reentrant = reentrant
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.out(x)
+
+
+class InPlace(nn.Module):
+    """No lists of modules; what is in between is changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, DIM)
+        self.first, self.relu = nn.Linear(DIM, DIM), nn.ReLU(inplace=True)
+        self.second, self.again = nn.Linear(DIM, DIM), nn.ReLU(inplace=True)
+        self.out = nn.Linear(DIM, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        y = self.relu(self.first(x))
+        z = self.second(y)
+        z += y
+        z = self.again(z)
+        return self.out(z)
+
+
+class Rotating(Blocks):
+    """A complex buffer that is not saved, and a mask filled by hand."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(DIM, DIM) for _ in range(4)))
+        angles = torch.arange(64)[:, None] * 0.1 ** torch.arange(DIM // 2)
+        turns = torch.polar(torch.ones_like(angles), angles)
+        self.register_buffer("turns", turns, persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        tokens = ids.size(1)
+        mask = torch.zeros(tokens, tokens, device=ids.device)
+        mask[torch.triu(torch.ones_like(mask, dtype=torch.bool), 1)] = float("-inf")
+        x = self.tokens(ids)
+        for block in self.blocks:
+            y = torch.view_as_complex(block(x).unflatten(-1, (-1, 2)).contiguous())
+            y = torch.view_as_real(y * self.turns[:tokens]).flatten(-2)
+            x = x + mask.softmax(-1) @ y
+        return self.out(x)
+
+
+class OneBlock(nn.Module):
+    """The same block again and again (ALBERT), and a head that is the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.block = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, DIM)
+        self.middle, self.out = nn.Linear(DIM, DIM), nn.Linear(DIM, VOCAB, bias=False)
+        self.out.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for _ in range(3):
+            x = x + self.block(x).tanh()
+        return self.out(self.block(self.middle(x)))
+
+
+class Filled(Blocks):
+    """Items are set in a mask and in copies of the stream."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(DIM, DIM) for _ in range(4)))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        mask = torch.zeros(*ids.shape, 1)
+        mask[:, ::2] = 1.0
+        x = self.tokens(ids)
+        for block in self.blocks:
+            y = x.clone()
+            y[:, 0] = 0.0
+            x = block(y) * mask + x
+        return self.out(x)
+
+
+class Normed(nn.Module):
+    """Weights that are computed in the forward (torch's parametrizations)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norm = nn.utils.parametrizations.weight_norm
+        self.tokens = nn.Embedding(VOCAB, DIM)
+        self.blocks = nn.ModuleList(norm(nn.Linear(DIM, DIM)) for _ in range(3))
+        self.out = norm(nn.Linear(DIM, VOCAB))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.out(x)
+
+
+class Dense(nn.Module):
+    """Everything goes to everything that comes later (DenseNet), the input too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, DIM)
+        self.blocks = nn.ModuleList(nn.Linear(DIM * (i + 1), DIM) for i in range(5))
+        self.out = nn.Linear(DIM, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found = [self.tokens(ids)]
+        for block in self.blocks:
+            found.append(block(torch.cat(found, -1)).relu())
+        return self.out(sum(found)) + F.one_hot(ids, VOCAB)
+
+
+class Flat(nn.Module):
+    """Nine layers under nine names, in no list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, DIM)
+        for i in range(9):
+            setattr(self, f"layer{i}", nn.Linear(DIM, DIM))
+        self.out = nn.Linear(DIM, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for i in range(9):
+            x = torch.tanh(getattr(self, f"layer{i}")(x))
+        return self.out(x)
+
+
+class WithoutGradient(nn.Module):
+    """Whole numbers, and numbers that have no gradient, flow to a later stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.first = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, DIM)
+        self.second, self.out = nn.Linear(DIM, DIM), nn.Linear(DIM, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y = self.first(self.tokens(ids))
+        with torch.no_grad():
+            largest = y.argmax(-1)
+            size = self.first(y).norm(dim=-1, keepdim=True)
+        return self.out(self.second(y) / (1 + size)) + F.one_hot(largest, VOCAB)
+
+
+class Vit(nn.Module):
+    """Images in patches, a class token, blocks in a Sequential."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, DIM, 4, 4)
+        self.summary = nn.Parameter(torch.randn(1, 1, DIM))
+        self.positions = nn.Parameter(torch.randn(1, 17, DIM))
+        layers = (
+            nn.TransformerEncoderLayer(DIM, 2, 32, dropout=0.0, batch_first=True) for _ in range(4)
+        )
+        self.blocks = nn.Sequential(*layers)
+        self.out = nn.Linear(DIM, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        x = torch.cat([self.summary.expand(x.shape[0], -1, -1), x], 1) + self.positions
+        return self.out(self.blocks(x)[:, 0])

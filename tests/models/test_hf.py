@@ -1,0 +1,351 @@
+"""`model=hf`: transformers' decoders give transformers' numbers, however they are cut."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hf_tiny import folder_of, logits_by_document, model_of, own, sizes, tiny_hf
+from torch import Tensor, nn
+from world import RankError, run_world
+
+from titanlike.build import build
+from titanlike.config.errors import ConfigError
+from titanlike.config.schema import Config, Custom, EvenSplit, Precision
+from titanlike.draft import build_model, preflight, start_of
+from titanlike.launch.worker import Worker
+from titanlike.models import hf, hf_weights
+from titanlike.models.hf_config import FAMILIES
+from titanlike.models.hf_start import watch
+from titanlike.parallel.initialize import initialize
+from titanlike.parallel.mesh import close_mesh, open_mesh
+from titanlike.pipeline.blueprint import Blueprint, fields_of
+from titanlike.pipeline.cut import StageGraph
+from titanlike.pipeline.partition import partition
+from titanlike.pipeline.stage import Stage
+from titanlike.verification import verify
+
+CPU = torch.device("cpu")
+NAMED = ("llama", "mistral", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "phi", "opt", "gpt2")
+ALSO = ("gpt_oss", "bloom", "falcon", "deepseek_v3")
+REST = [pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES if f not in NAMED + ALSO]
+DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [3] * 3 + [4] * 4 + [3] * 5])
+
+
+def real(model: Custom, seed: int = 0) -> nn.Module:
+    """The whole model with its initial values."""
+    found = build_model(model)
+    initialize(found, start_of(model, seed), CPU)
+    return found.train()
+
+
+def stages_of(model: Custom, batch: dict[str, Tensor], count: int) -> tuple[list, list[StageGraph]]:
+    meta = build_model(model)
+    blueprint = Blueprint(meta, fields_of(batch), len(batch["inputs"]), ())
+    blueprint.stages = partition(blueprint.units, EvenSplit(), count)
+    graphs = [blueprint.graphs(fields_of(batch), training) for training in (True, False)]
+    start, canonical = start_of(model, 0), blueprint.canonical()
+    stages = []
+    for index, graph in enumerate(graphs[0]):
+        stage = Stage(build_model(model), graph.units, graph.weights)
+        names = {n: canonical[n] for n, _ in stage.named_parameters(remove_duplicate=False)}
+        initialize(stage, start, CPU, names)
+        stage.learn(0, {True: graph, False: graphs[1][index]}, index, CPU)
+        stages.append(stage)
+    return stages, graphs[0]
+
+
+def chained(stages: list, batch: dict[str, Tensor]) -> Tensor:
+    x: Any = batch["inputs"]
+    for stage in stages:
+        x = stage(*(x if isinstance(x, tuple) else (x,)), **batch)
+    return x
+
+
+def a_batch() -> dict[str, Tensor]:
+    ids = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(0))
+    return {"inputs": ids, "document_ids": DOCUMENTS}
+
+
+# --- every family ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", [*NAMED, *ALSO, *REST])
+def test_a_family_gives_transformers_own_logits_whole_and_cut(family: str) -> None:
+    model, packed = model_of(family), a_batch()
+    plain = {"inputs": packed["inputs"]}
+    whole = real(model)
+    theirs = own(whole)
+    assert type(theirs).forward is not hf.Decoder.forward
+    with torch.no_grad():
+        truth = theirs(plain["inputs"], use_cache=False).logits
+        assert torch.equal(whole(plain["inputs"]), truth)
+        by_document = logits_by_document(theirs, packed["inputs"], DOCUMENTS)
+    assert (truth - by_document).abs().max() > 1e-3  # the documents matter
+    for batch, expected in ((plain, truth), (packed, by_document)):
+        stages, graphs = stages_of(model, batch, 4)
+        assert [len(graph.sends) for graph in graphs] == [1] * 4
+        assert all(stage.training for stage in stages)
+        found = chained(stages, batch)
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+    F.cross_entropy(found.flatten(0, 1), packed["inputs"].flatten()).backward()
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gpt_oss", "apertus"])
+def test_initial_values_have_transformers_own_distribution(family: str) -> None:
+    """Drawn by rows; what transformers' own initialization gives has the same mean and spread."""
+    ours = real(model_of(family))
+    with torch.device("cpu"), torch.random.fork_rng():
+        torch.manual_seed(1)
+        theirs = build_model(model_of(family), "cpu")
+    for (name, mine), (other, value) in zip(
+        ours.named_parameters(), theirs.named_parameters(), strict=True
+    ):
+        assert name == other
+        if value.numel() < 256:  # too few to tell
+            assert (mine - value).abs().max() < 0.2, name
+            continue
+        spread = value.std().item()
+        assert mine.std().item() == pytest.approx(spread, rel=0.2), name
+        assert mine.mean().item() == pytest.approx(value.mean().item(), abs=0.25 * spread + 1e-6)
+    assert real(model_of(family)).state_dict().keys() == ours.state_dict().keys()
+
+
+def test_initial_values_are_noted_without_memory() -> None:
+    model = model_of("gpt2")
+    writes = watch(lambda: build_model(model))
+    (residual,) = writes["transformer.h.3.mlp.c_proj.weight"]
+    assert residual.std == pytest.approx(0.02 / 8**0.5)  # 4 layers, two paths each
+    (embedding, padding) = watch(lambda: build_model(model_of("llama")))[
+        "model.embed_tokens.weight"
+    ]
+    assert (embedding.row, padding.row, padding.std) == (None, 0, 0.0)
+    start = start_of(model_of("llama"), 0)
+    rows = start.rows("model.embed_tokens.weight", torch.Size([64, 32]), slice(0, 2))
+    assert rows[0].abs().max() == 0 < rows[1].abs().max()
+
+
+def test_masks_and_positions_are_taken() -> None:
+    """Padding on the right changes nothing before it; shifted positions change learned ones."""
+    model, batch = real(model_of("gpt2")), a_batch()["inputs"]
+    mask = torch.ones(2, 12, dtype=torch.bool)
+    mask[:, 9:] = False
+    with torch.no_grad():
+        masked, plain = model(batch, mask=mask), model(batch)
+        torch.testing.assert_close(masked[:, :9], plain[:, :9], rtol=0, atol=1e-6)
+        assert (masked[:, 11] - plain[:, 11]).abs().max() > 1e-4
+        shifted = own(model)(batch, position_ids=torch.arange(12)[None] + 5).logits
+        found = model(batch, positions=torch.arange(12) + 5)
+    torch.testing.assert_close(found, shifted, rtol=0, atol=1e-6)
+
+
+# --- from a folder -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe", "mixtral", "gemma3_text"])
+def test_a_folders_weights_are_loaded_into_stages(family: str, tmp_path: Path) -> None:
+    saved = folder_of(family, tmp_path / "model")
+    assert (tmp_path / "model" / hf_weights.INDEX).is_file()  # several shards
+    model = Custom("hf", {"path": str(tmp_path / "model"), "vocab_size": 64, "max_seq_len": 16})
+    batch = {"inputs": a_batch()["inputs"]}
+    with torch.no_grad():
+        truth = saved(batch["inputs"], use_cache=False).logits
+        torch.testing.assert_close(real(model)(batch["inputs"]), truth, rtol=0, atol=1e-6)
+        stages, _ = stages_of(model, batch, 3)
+        torch.testing.assert_close(chained(stages, batch), truth, rtol=0, atol=1e-6)
+    scratch = replace(model, args=model.args | {"weights": "scratch"})
+    assert (real(scratch)(batch["inputs"]) - truth).abs().max() > 0.01
+
+
+def test_one_file_of_the_inner_model_in_bf16(tmp_path: Path) -> None:
+    """As the published GPT-2: one file, without the prefix, with masks that are no weights."""
+    saved = folder_of("gpt2", tmp_path, shard="1GB")
+    torch_file = tmp_path / hf_weights.SINGLE
+    from safetensors.torch import load_file, save_file
+
+    values = {
+        name.removeprefix("transformer."): value.bfloat16()
+        for name, value in load_file(torch_file).items()
+    }
+    values["h.0.attn.bias"] = torch.ones(1, 1, 4, 4)
+    save_file(values, torch_file, metadata={"format": "pt"})
+    found = real(Custom("hf", {"path": str(tmp_path)}))
+    for name, value in saved.named_parameters():
+        assert torch.equal(found.get_parameter(name).detach(), value.bfloat16().float()), name
+
+
+class _Counted:
+    """In place of safetensors' reader of a file: counts the numbers that are read."""
+
+    read = 0
+    largest = 0
+
+    def __init__(self, opened: Any) -> None:
+        self.opened = opened
+
+    def get_slice(self, name: str) -> Any:
+        return _CountedSlice(self.opened.get_slice(name))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.opened, name)
+
+
+class _CountedSlice:
+    def __init__(self, part: Any) -> None:
+        self.part = part
+
+    def get_shape(self) -> list[int]:
+        return self.part.get_shape()
+
+    def __getitem__(self, rows: Any) -> Tensor:
+        found = self.part[rows]
+        _Counted.read += found.numel()
+        _Counted.largest = max(_Counted.largest, found.numel())
+        return found
+
+
+def count_reads(config: Config, worker: Worker) -> tuple[int, int, int]:
+    """(numbers read, in the largest read, parameters of the model) while a rank is built."""
+    original = hf_weights.safe_open
+    hf_weights.safe_open = lambda *args, **kwargs: _Counted(original(*args, **kwargs))
+    mesh = open_mesh(config, worker)
+    run = build(config, mesh)
+    close_mesh()
+    return _Counted.read, _Counted.largest, run.draft.parameters
+
+
+def test_a_rank_reads_its_own_shards_only(tmp_path: Path) -> None:
+    saved = folder_of("llama", tmp_path / "model", tie_word_embeddings=False)
+    config = tiny_hf(Custom("hf", {"path": str(tmp_path / "model")}), 2, 2)
+    reads, largest, (whole, *_) = zip(
+        *run_world(count_reads, config, tmp_path / "run"), strict=True
+    )
+    assert whole == sum(p.numel() for p in saved.parameters())
+    assert sum(reads) == whole  # nothing twice, nothing left out
+    assert max(reads) < 0.3 * whole
+    assert max(largest) <= max(p.numel() for p in saved.parameters()) // 2
+
+
+# --- layouts -----------------------------------------------------------------------------------
+
+
+def assert_proven(config: Config, folder: Path) -> None:
+    results = run_world(verify, config, folder, timeout=100)
+    assert {result["exit_code"] for result in results} == {0}, (folder / "rank0.out").read_text()
+
+
+CHEAP = (("llama", "1f1b"), ("gpt2", "zbvzerobubble"), ("qwen3_moe", "interleaved1f1b"))
+MATRIX = [
+    pytest.param(family, schedule, marks=[pytest.mark.slow] * ((family, schedule) not in CHEAP))
+    for family in ("llama", "qwen3", "gpt2", "gemma2", "qwen3_moe")
+    for schedule in ("1f1b", "interleaved1f1b", "zbvzerobubble")
+]
+
+
+@pytest.mark.parametrize("family, schedule", MATRIX)
+def test_layouts_are_proven(family: str, schedule: str, tmp_path: Path) -> None:
+    assert_proven(tiny_hf(model_of(family), 2, 2, schedule), tmp_path)
+
+
+def test_a_layout_from_a_folder_in_bf16_is_proven(tmp_path: Path) -> None:
+    folder_of("qwen3", tmp_path / "model", tie_word_embeddings=True)
+    model = Custom("hf", {"path": str(tmp_path / "model")})
+    config = tiny_hf(model, 2, 1, "interleaved1f1b", precision=Precision("bf16"))
+    assert_proven(config, tmp_path / "run")
+
+
+def test_dropout_is_what_makes_a_layout_differ(tmp_path: Path) -> None:
+    """So the tests above would tell: with dropout no layout draws what one process draws."""
+    with pytest.raises((AssertionError, RankError)):
+        assert_proven(tiny_hf(model_of("gpt2", resid_pdrop=0.5), 2, 1), tmp_path)
+
+
+# --- mistakes ----------------------------------------------------------------------------------
+
+
+def problem_of(**args: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        build_model(Custom("hf", args))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "args, parts",
+    [
+        ({}, ["model.path=null", "model.family=llama"]),
+        ({"family": "lama"}, ["model.family=lama", "write model.family=llama"]),
+        ({"family": "bert"}, ["model.family=bert", "none of the families"]),
+        ({"family": "mamba"}, ["model.family=mamba", "refused: its layers scan"]),
+        (
+            {"family": "llama", "config": {"hiden_size": 64}},
+            ["model.config.hiden_size=64", "write model.config.hidden_size=64"],
+        ),
+        ({"family": "gemma2", "attention": "sdpa"}, ["write model.attention=eager"]),
+        ({"family": "llama", "weights": "load"}, ["write model.weights=scratch"]),
+        ({"family": "opt", "config": {"layerdrop": 0.1}}, ["write model.config.layerdrop=0.0"]),
+        (
+            {"family": "llama", "config": {"vocab_size": 9}, "vocab_size": 64},
+            ["model.config.vocab_size=9", "write model.config.vocab_size=64"],
+        ),
+        (
+            {"family": "gpt2", "config": {"n_positions": 8}, "max_seq_len": 16},
+            ["seq_len=16", "write seq_len=8"],
+        ),
+        ({"path": "meta-llama/Llama-3-8B"}, ["nothing is downloaded", "hf download meta-llama"]),
+        ({"path": "/nowhere"}, ["is no folder"]),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_told_with_a_fix(args: dict[str, Any], parts: list[str]) -> None:
+    text = problem_of(**args)
+    assert all(part in text for part in parts), text
+
+
+def test_transformers_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    assert "pip install 'titanlike[hf]'" in problem_of(family="llama")
+
+
+def test_damaged_folders_are_found_before_a_worker_starts(tmp_path: Path) -> None:
+    folder_of("llama", tmp_path)
+    index_file = tmp_path / hf_weights.INDEX
+    index = json.loads(index_file.read_text())
+
+    def told(text: str) -> None:
+        config = tiny_hf(Custom("hf", {"path": str(tmp_path)}))
+        (problem,) = preflight(config)
+        assert text in str(problem), str(problem)
+        assert str(problem).startswith(f"model.path={tmp_path}")
+
+    name = "model.layers.1.mlp.up_proj.weight"
+    less = {k: v for k, v in index["weight_map"].items() if k != name}
+    index_file.write_text(json.dumps({"weight_map": less}))
+    told(f"its files lack {name}")
+    more = index["weight_map"] | {"model.layers.9.mlp.up_proj.weight": "model.safetensors"}
+    index_file.write_text(json.dumps({"weight_map": more}))
+    told("lacks model.safetensors; copy")
+    more["model.layers.9.mlp.up_proj.weight"] = index["weight_map"][name]
+    index_file.write_text(json.dumps({"weight_map": more}))
+    told("the model has no model.layers.9.mlp.up_proj.weight")
+    index_file.write_text(json.dumps(index))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 80}))
+    told("mlp.gate_proj.weight is [64, 32] in the files and [80, 32] in the model")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shard = tmp_path / index["weight_map"][name]
+    shard.write_bytes(shard.read_bytes()[:-100])
+    told(f"{shard.name} cannot be read")
+
+
+def test_config_keys_reach_the_model() -> None:
+    args = {"family": "llama", "config": sizes("llama", num_hidden_layers=2), "vocab_size": 64}
+    assert build_model(Custom("hf", args)).config.num_hidden_layers == 2
+    assert build_model(Custom("hf", args | {"max_seq_len": 48})).max_seq_len == 48

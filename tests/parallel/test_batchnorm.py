@@ -1,0 +1,156 @@
+"""Batch norm: running statistics of the whole batch, once a step, saved and gone on with."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_vision import of_images
+from torch import Tensor, nn
+from world import run_world
+
+from titanlike.build import Run, build
+from titanlike.config.errors import ConfigError
+from titanlike.config.schema import (
+    Checkpoint,
+    Config,
+    ConstantLr,
+    Custom,
+    PointSplit,
+    Precision,
+    Schedule,
+    Validation,
+)
+from titanlike.data.loader import batches, open_data
+from titanlike.draft import draft
+from titanlike.guard import Guard, Verdict
+from titanlike.launch.worker import Worker
+from titanlike.metrics.sinks import read_jsonl
+from titanlike.parallel.batchnorm import Moments
+from titanlike.parallel.mesh import close_mesh, open_mesh
+from titanlike.training import train, training_step
+
+EVERY_STEP = {"validation": Validation(every=1, batches=1), "lr": ConstantLr(warmup=0)}
+# its second stage is a batch norm without weights: it has buffers alone
+BARE = {"split": PointSplit(points=["bn1", "relu"]), "batch_size": 12}
+
+
+def test_moments_of_parts_are_those_of_the_whole_with_a_mean_far_away() -> None:
+    x = 1e3 + torch.randn(12, 3, 5, generator=torch.Generator().manual_seed(0))
+    parts = Moments(torch.zeros(3))
+    for part in x.split([1, 7, 4]):
+        parts.add(part)
+    variance, mean = torch.var_mean(x.double(), (0, 2), correction=0)
+    assert parts.count == 60
+    torch.testing.assert_close(parts.mean, mean, rtol=1e-7, atol=0)
+    torch.testing.assert_close(parts.squares / 60, variance, rtol=1e-4, atol=0)
+
+
+# --- a step that is not applied ----------------------------------------------------------------
+
+
+class SkipsSecond(Guard):
+    def judge(self, record: dict, run: Run) -> Verdict | None:
+        return Verdict("spike", "skip", "for the test") if record["step"] == 2 else None
+
+
+def three_steps(config: Config, worker: Worker) -> list[dict[str, Tensor]]:
+    """The buffers after each of three steps, of which the second is not applied."""
+    data = open_data(config)
+    mesh = open_mesh(config, worker)
+    run = build(config, mesh, data)
+    stream = batches(data.train, config, dp_rank=mesh.dp_rank)
+    after = []
+    for step in (1, 2, 3):
+        training_step(run, config, step, next(stream), SkipsSecond(config, {}))
+        after.append({n: b.clone() for stage in run.stages for n, b in stage.named_buffers()})
+    close_mesh()
+    return after
+
+
+def test_a_step_that_is_not_applied_moves_no_statistics(tmp_path: Path) -> None:
+    (buffers,) = run_world(three_steps, of_images("Tower", 1, 1), tmp_path)
+    first, second, third = buffers
+    for name in first:
+        assert torch.equal(first[name], second[name])
+        assert not torch.equal(second[name], third[name])
+    # one call a step in the blocks, two of the norm that is used twice
+    assert third["blocks.0.norm.num_batches_tracked"] == 2
+    assert third["twice.num_batches_tracked"] == 4
+
+
+# --- checkpoints -------------------------------------------------------------------------------
+
+
+def curve(folder: Path) -> list[tuple[float, float]]:
+    return [(row["loss"], row["val_loss"]) for row in read_jsonl(folder / "metrics.jsonl")]
+
+
+def test_statistics_go_on_after_a_stop_in_the_same_layout_and_in_another(tmp_path: Path) -> None:
+    saving = {**EVERY_STEP, "checkpoint": Checkpoint(every=1)}
+    bare = of_images("ResNet", 3, 1, Schedule("1f1b", 6), **BARE, **saving)
+    # six groups of two rows here, too
+    other = of_images("ResNet", 1, 2, Schedule("1f1b", 3), batch_size=12, **saving)
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    run_world(train, replace(bare, steps=3), whole)
+    run_world(train, replace(bare, steps=1), part)
+    shutil.copytree(part, tmp_path / "other")
+    run_world(train, replace(bare, steps=3), part)
+    run_world(train, replace(other, steps=3), tmp_path / "other")
+    truth = curve(whole)
+    assert len(truth) == 3 and curve(part) == truth  # validation uses the running statistics
+    for mine, right in zip(curve(tmp_path / "other"), truth, strict=True):
+        assert mine == pytest.approx(right, abs=1e-5)
+
+
+# --- what is refused ---------------------------------------------------------------------------
+
+
+class Synced(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(3, 4, 1), nn.SyncBatchNorm(4), nn.Flatten(), nn.Linear(256, 4))
+
+
+class Instances(nn.Sequential):
+    def __init__(self) -> None:
+        norm = nn.InstanceNorm2d(4, track_running_stats=True)
+        super().__init__(nn.Conv2d(3, 4, 1), norm, nn.Flatten(), nn.Linear(256, 4))
+
+
+@pytest.mark.parametrize(
+    "model, changes, told",
+    [
+        ("Synced", {}, "its 1 is a SyncBatchNorm.*; nn.BatchNorm2d"),
+        ("Instances", {}, "its 1 is an instance norm.*write track_running_stats=False"),
+        ("ResNet", {"precision": Precision("bf16")}, "precision=bf16: its bn1.*precision=fp32"),
+    ],
+)
+def test_norms_that_cannot_be_right_are_refused(model: str, changes: dict, told: str) -> None:
+    config = of_images(model, 2, 1, **changes)
+    if model != "ResNet":
+        config.model.name = f"test_batchnorm.{model}"
+    with pytest.raises(ConfigError, match=told):
+        draft(config)
+
+
+class Again(nn.Module):
+    """Its first norm is used again at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.conv, self.head = nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.conv(self.norm(x))).mean((2, 3)))
+
+
+def test_a_norm_that_two_stages_would_call_is_refused() -> None:
+    config = of_images("ResNet", 2, 1, split=PointSplit(points=["conv"]))
+    with pytest.raises(ConfigError, match="two stages call norm.*; .*a module for each"):
+        draft(replace(config, model=Custom("test_batchnorm.Again", {})))
+    draft(
+        replace(config, split=PointSplit(points=["head"]), model=Custom("test_batchnorm.Again", {}))
+    )

@@ -1,0 +1,162 @@
+"""Samples of a user's own: of different lengths, and with more than inputs and targets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from titanlike.data.sources import IGNORE, Data, Pad, SyntheticSource, VariableLength
+
+VOCAB, DIM = 64, 16
+
+
+class Phrases:
+    """Random tokens: sample i has 1 to seq_len of them, short ones more often."""
+
+    def __init__(self, seq_len: int, part: int, size: int) -> None:
+        self.source, self.seq_len, self.size = (
+            SyntheticSource(VOCAB, seq_len, 1, part),
+            seq_len,
+            size,
+        )
+
+    def __len__(self) -> int:
+        return self.size
+
+    def length(self, i: int) -> int:
+        return max(1, self.seq_len * (i * 29 % 53) ** 2 // 53**2)
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        if i >= self.size:
+            raise IndexError(i)
+        return {name: tensor[: self.length(i)] for name, tensor in self.source[i].items()}
+
+
+def phrases(
+    seq_len: int, bucket: int = 4, sort: bool = False, size: int = 500, variable: bool = True
+) -> Data:
+    train, validation = Phrases(seq_len, 0, size), Phrases(seq_len, 1, size)
+    lengths = [train.length(i) for i in range(size)] if sort else None
+    kind = VariableLength(bucket, lengths=lengths) if variable else None
+    return Data(train, validation, VOCAB, "phrases", variable=kind)
+
+
+class Masked(Phrases):
+    """Also which tokens there are [T], scores to add to those of attention [T, T], a scale [], and
+    an image [3, 2, 2]."""
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        sample = super().__getitem__(i)
+        tokens = len(sample["inputs"])
+        draw = torch.Generator().manual_seed(i)
+        return sample | {
+            "mask": torch.ones(tokens, dtype=torch.bool),
+            "bias": torch.randn(tokens, tokens, generator=draw),
+            "target": torch.rand((), generator=draw) + 0.5,
+            "losses": torch.randn(3, 2, 2, generator=draw),
+        }
+
+
+def masked(seq_len: int) -> Data:
+    padding = {
+        "inputs": Pad(),
+        "targets": Pad(IGNORE),
+        "mask": Pad(False),
+        "bias": Pad(-9.0, dims=2),
+    }
+    parts = (Masked(seq_len, part, 500) for part in (0, 1))
+    return Data(*parts, VOCAB, "masked phrases", variable=VariableLength(4, padding))
+
+
+class Mixing(nn.Module):
+    """Attention to all tokens that are there, also later ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, scores: Tensor) -> Tensor:
+        return x + torch.tanh(scores.softmax(-1) @ self.value(x))
+
+
+class Conditioned(nn.Module):
+    """Uses a mask in every block, a scale in the middle and at the end, an image at the beginning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.image = nn.Embedding(VOCAB, DIM), nn.Linear(12, DIM)
+        self.blocks = nn.ModuleList(Mixing() for _ in range(6))
+        self.out = nn.Linear(DIM, VOCAB)
+
+    def forward(
+        self, ids: Tensor, mask: Tensor, *, bias: Tensor, target: Tensor, losses: Tensor
+    ) -> Tensor:
+        scores = bias.masked_fill(~mask[:, None, :], -1e4)  # [B, T, T]
+        x = self.tokens(ids) + self.image(losses.flatten(1))[:, None]
+        for number, block in enumerate(self.blocks):
+            x = block(x, scores)
+            if number == 2:
+                x = x * target[:, None, None]
+        return self.out(x) * target[:, None, None]
+
+
+# --- samples that cannot be used, by name ------------------------------------------------------
+
+
+class Odd(Phrases):
+    """Right samples of seq_len tokens, but for number 3 (and 0 where `everywhere`)."""
+
+    def __init__(self, seq_len: int, mistake: str, everywhere: bool) -> None:
+        super().__init__(seq_len, 0, 40)
+        self.mistake, self.wrong = mistake, (0, 3) if everywhere else (3,)
+
+    def length(self, i: int) -> int:
+        return self.seq_len
+
+    def __getitem__(self, i: int) -> object:
+        sample = super().__getitem__(i)
+        if i not in self.wrong:
+            return sample
+        ids = sample["inputs"]
+        match self.mistake:
+            case "tuple":
+                return ids, ids
+            case "no targets":
+                return {"inputs": ids, "labels": ids}
+            case "number":
+                return sample | {"inputs": ids, "scale": 1.5}
+            case "more":
+                return sample | {"mask": ids}
+            case "dtype":
+                return sample | {"targets": ids.float()}
+            case "shorter":
+                return {name: value[:-1] for name, value in sample.items()}
+            case "longer":
+                longer = torch.cat([ids, ids])
+                return {"inputs": longer, "targets": longer}
+            case "apart":
+                return sample | {"targets": ids[1:]}
+        raise AssertionError(self.mistake)
+
+
+def odd(seq_len: int, mistake: str, everywhere: bool = False, variable: bool = False) -> Data:
+    source = Odd(seq_len, mistake, everywhere)
+    data = Data(source, Phrases(seq_len, 1, 8), VOCAB, "odd")
+    return replace(data, variable=VariableLength()) if variable else data
+
+
+def badly_declared(seq_len: int, mistake: str) -> Data:
+    changes = {
+        "bucket": VariableLength(bucket=0),
+        "padding": VariableLength(padding={"inputs": Pad(), "targets": -100}),
+        "lengths": VariableLength(lengths=[1, 2, 3]),
+        "inputs": VariableLength(padding={"targets": Pad(IGNORE)}),
+        "nothing": VariableLength(padding={"inputs": Pad(), "weights": Pad()}),
+    }
+    return replace(phrases(seq_len), variable=changes[mistake])
+
+
+def empty(seq_len: int) -> Data:
+    return replace(phrases(seq_len), validation=Phrases(seq_len, 1, 0))

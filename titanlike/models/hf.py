@@ -1,0 +1,255 @@
+"""Decoders of Hugging Face transformers, from a folder or from a family and sizes; never the hub.
+
+The model is transformers' own, so parameters keep its names and its checkpoints fit. What is
+changed is what a pipeline needs, none of which changes a number:
+
+1. `forward` takes the batch's fields and returns the logits alone.
+2. Masks are made of the batch without looking at its values (transformers looks whether a mask is
+   needed), so that each stage makes its own.
+3. Rotary tables are made of positions alone: transformers passes the hidden state along for its
+   dtype, which would send the tables from stage to stage.
+
+Initial values: `hf_start.py` from scratch, `hf_weights.py` from a folder's safetensors.
+
+Legend of shapes: B batch, T tokens, V vocab_size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from titanlike.models.hf_config import needs_eager, routes, settings_of
+from titanlike.models.hf_start import Scratch
+from titanlike.models.hf_weights import Folder, has_weights
+from titanlike.models.packing import attention_inputs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from titanlike.parallel.initialize import Start
+
+# Makers of masks that transformers' models import by name -> the key of the window's width.
+_MASKS = {"create_causal_mask": None, "create_sliding_window_causal_mask": "sliding_window"}
+
+
+def hf(
+    *,
+    path: str | None = None,
+    family: str | None = None,
+    config: dict | None = None,
+    vocab_size: int | None = None,
+    max_seq_len: int | None = None,
+    attention: str | None = None,
+    weights: str = "auto",
+) -> nn.Module:
+    """A causal language model of transformers: token ids [B, T] -> logits [B, T, V].
+
+    path: a folder with config.json, and perhaps safetensors; family: transformers' `model_type`,
+    one of `hf_config.FAMILIES`, where there is no folder. config: what differs from the folder's or the
+    family's config, by transformers' keys. vocab_size, max_seq_len: of a family that does not say
+    them in `config`; what a folder's model must be able to do. attention: sdpa or eager.
+    weights: load (the folder's), scratch, or auto (the folder's if it has any).
+
+    Raises ValueError, one argument a problem.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise ValueError(
+            "name=hf: transformers is not installed; run pip install 'titanlike[hf]'"
+        ) from None
+    settings = settings_of(transformers, path, family, dict(config or {}), vocab_size, max_seq_len)
+    if attention not in (None, "sdpa", "eager"):
+        raise ValueError(f"attention={attention}: is no implementation here; write attention=sdpa")
+    if weights not in ("auto", "load", "scratch"):
+        raise ValueError(f"weights={weights}: must be auto, load or scratch; write weights=auto")
+    if weights == "load" and not (path and has_weights(Path(path))):
+        where = f"{path} has no safetensors" if path else "there is no path"
+        raise ValueError(f"weights=load: {where}; write model.weights=scratch")
+    eager = needs_eager(transformers, settings)
+    if attention == "sdpa" and eager:
+        raise ValueError(
+            f"attention=sdpa: {settings.model_type} caps its scores or has sinks, which torch's "
+            "fused attention has not; write model.attention=eager"
+        )
+    load = path and weights != "scratch" and has_weights(Path(path))
+    try:
+        model = _construct(settings, attention or ("eager" if eager else "sdpa"))
+    except (KeyError, AttributeError) as error:  # what a wrong config makes of it
+        raise ValueError(f"config={{...}}: {type(error).__name__} {error}") from error
+    model.learn(Path(path) if load else None)
+    return model
+
+
+class Decoder(nn.Module):
+    """Comes before a class of transformers in the model's bases."""
+
+    def learn(self, folder: Path | None) -> None:
+        """folder: with the weights to begin from. Raises ValueError where they do not fit."""
+        self._folder = folder
+        self.max_seq_len = getattr(self.config, "max_position_embeddings", None)
+        for module in self.modules():
+            if "RotaryEmbedding" in type(module).__name__:
+                module.register_forward_pre_hook(_without_hidden_state, with_kwargs=True)
+        if folder is not None and next(self.parameters()).is_meta:
+            Folder(self, folder).check()
+
+    def forward(
+        self,
+        ids: Tensor,
+        *,
+        document_ids: Tensor | None = None,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """document_ids, positions, mask: see `packing.py`."""
+        positions, allowed = attention_inputs(ids, document_ids, positions, mask)
+        given: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+        if "position_ids" in inspect.signature(super().forward).parameters:
+            given["position_ids"] = positions[None] if positions.dim() == 1 else positions
+        with _our_masks(self, ids, allowed), _shapes_of_experts(self.config, ids):
+            return super().forward(**given).logits
+
+    def warn_if_padding_and_no_attention_mask(self, *_: Any) -> None:
+        """Transformers looks for padding in the values of the batch, to warn."""
+
+    def starting_values(self, seed: int) -> Start:
+        """Where this rank's shards begin; see `titanlike.parallel.initialize`."""
+
+        def again() -> Decoder:
+            model = _construct(self.config, self.config._attn_implementation)
+            return model
+
+        scratch = Scratch(again, seed, everything=self._folder is None)
+        return scratch if self._folder is None else Folder(self, self._folder, scratch.buffer)
+
+    def flops_per_token(self, tokens: int) -> float:
+        """Floating-point operations of forward and backward a token; see `llama.Llama`.
+
+        Of the experts those count that a token is sent to.
+        """
+        config = self.config
+        embedding = self.get_input_embeddings().weight
+        tied = self.get_output_embeddings().weight is embedding
+        chosen = getattr(config, "num_experts_per_tok", None) or 1
+        matrices = 0.0
+        for parameter in self.parameters():
+            if parameter is embedding and not tied:
+                continue
+            if parameter.dim() == 3:  # [experts, out, in]
+                matrices += parameter.numel() * chosen / parameter.size(0)
+            elif parameter.dim() == 2:
+                matrices += parameter.numel()
+        heads = config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return 6 * matrices + 12 * config.num_hidden_layers * heads * width * tokens
+
+
+def _construct(settings: PreTrainedConfig, attention: str) -> Any:
+    """The model in fp32 on the device of the context it is called in."""
+    from transformers import AutoModelForCausalLM
+
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        settings, dtype=torch.float32, attn_implementation=attention, **_experts(settings)
+    )
+    kind = type(model)
+    model.__class__ = type(kind.__name__, (Decoder, kind), {"__module__": kind.__module__})
+    for module in model.modules():  # GPT-2 asks its inner model
+        if hasattr(module, "warn_if_padding_and_no_attention_mask") and module is not model:
+            module.warn_if_padding_and_no_attention_mask = lambda *_: None
+    return model
+
+
+def _experts(settings: PreTrainedConfig) -> dict[str, str]:
+    """Which implementation of a mixture of experts: one that does not branch on values."""
+    return {"experts_implementation": "grouped_mm"} if routes(settings) else {}
+
+
+# --- what depends on the batch alone -----------------------------------------------------------
+
+
+def _without_hidden_state(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """A rotary embedding's arguments, with an empty tensor in place of the hidden state."""
+
+    def replace(x: Any) -> Any:
+        floating = isinstance(x, Tensor) and x.is_floating_point()
+        return torch.empty((), dtype=x.dtype, device=x.device) if floating else x
+
+    return tuple(map(replace, args)), {key: replace(x) for key, x in kwargs.items()}
+
+
+@contextlib.contextmanager
+def _shapes_of_experts(config: PreTrainedConfig, ids: Tensor) -> Iterator[None]:
+    """On meta torch's grouped product takes bf16 alone; another one gives the same shapes."""
+    if not (ids.is_meta and routes(config)):
+        yield
+        return
+    before = config._experts_implementation
+    config._experts_implementation = "batched_mm"
+    try:
+        yield
+    finally:
+        config._experts_implementation = before
+
+
+@contextlib.contextmanager
+def _our_masks(model: nn.Module, ids: Tensor, allowed: Tensor | None) -> Iterator[None]:
+    """Within, the model's modules make masks that do not look at values.
+
+    allowed: bool [B, 1, T, T], or None: causal over all.
+    """
+    modules = {sys.modules[type(part).__module__] for part in model.modules()}
+    before = []
+    for module in modules:
+        for name, window in _MASKS.items():
+            if hasattr(module, name):
+                before.append((module, name, getattr(module, name)))
+                setattr(module, name, _maker(ids, allowed, window))
+    try:
+        yield
+    finally:
+        for module, name, function in before:
+            setattr(module, name, function)
+
+
+def _maker(ids: Tensor, allowed: Tensor | None, window: str | None) -> Any:
+    """In place of transformers' `create_causal_mask` and its like."""
+    tokens = ids.size(1)
+
+    def make(
+        config: PreTrainedConfig,
+        inputs_embeds: Tensor,
+        *_: Any,
+        or_mask_function: Any = None,
+        and_mask_function: Any = None,
+        allow_is_causal_skip: bool = True,
+        **__: Any,
+    ) -> Tensor | None:
+        """[B or 1, 1, T, T], true = attends; for eager attention added to the scores."""
+        assert or_mask_function is None and and_mask_function is None, "refused by `settings_of`"
+        eager = config._attn_implementation == "eager"
+        width = getattr(config, window) if window else None
+        slides = width is not None and width < tokens
+        if allowed is None and not slides and not eager and allow_is_causal_skip:
+            return None  # sdpa's own causal mask
+        at = torch.arange(tokens, device=ids.device)
+        mask = (at[:, None] >= at)[None, None] if allowed is None else allowed
+        if slides:
+            mask = mask & (at[:, None] - at < width)
+        if not allow_is_causal_skip:  # the model looks at its shape
+            mask = mask.expand(ids.size(0), 1, tokens, tokens)
+        if not eager:
+            return mask
+        dtype = inputs_embeds.dtype
+        none = torch.zeros((), dtype=dtype, device=ids.device)
+        return torch.where(mask, none, torch.finfo(dtype).min)
+
+    return make

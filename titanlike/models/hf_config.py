@@ -1,0 +1,203 @@
+"""Configs of transformers: which families work here, and what a user's keys make of one."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titanlike.config.errors import nearest, override_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+# transformers' model_type of the families that the tests prove.
+_TESTED = """
+    apertus arcee bloom cohere cohere2 cwm deepseek_v3 dots1 ernie4_5 exaone4 falcon
+    flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox gpt_oss
+    granite granitemoe granitemoeshared helium hunyuan_v1_dense llama minimax_m2 ministral
+    ministral3 mistral mixtral mpt nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon
+    phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2 vaultgemma
+    """
+FAMILIES = tuple(_TESTED.split())
+# ... and of those that are known not to work, with the reason.
+_SCANS = "its layers scan over the sequence with kernels that are neither split nor packed here"
+_CHUNKS = "its attention in chunks is not rebuilt here"
+REFUSED = {
+    "mamba": _SCANS,
+    "mamba2": _SCANS,
+    "falcon_mamba": _SCANS,
+    "jamba": _SCANS,
+    "bamba": _SCANS,
+    "zamba2": _SCANS,
+    "qwen3_next": _SCANS,
+    "minimax": _SCANS,
+    "recurrent_gemma": _SCANS,
+    "llama4_text": _CHUNKS,
+    "llama4": _CHUNKS,
+    "phimoe": "no gradient reaches its router",
+    "biogpt": "it draws its layers at random",
+    "lfm2": "its convolutions reach across documents",
+    "gemma3": "it has images; its text part is family gemma3_text",
+}
+
+
+def settings_of(
+    transformers: Any,
+    path: str | None,
+    family: str | None,
+    config: dict,
+    vocab_size: int | None,
+    max_seq_len: int | None,
+) -> PreTrainedConfig:
+    """transformers' config. Raises ValueError, one argument a problem."""
+    if (path is None) == (family is None):
+        reason = "give a folder or a family" if path is None else "give model.path or model.family"
+        raise ValueError(f"path={path or 'null'}: {reason}; write model.family=llama")
+    if path is not None:
+        folder = Path(path)
+        if not (folder / "config.json").is_file():
+            raise ValueError(_no_folder(path))
+        try:
+            settings = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"path={path}: its config.json: {_line(error)}") from None
+        settings = settings.get_text_config() if settings.model_type in FAMILIES else settings
+    else:
+        _check_family(family, "family", family)
+        settings = transformers.AutoConfig.for_model(family)
+        given = {settings.attribute_map.get(key, key) for key in config}
+        for key, value in (("vocab_size", vocab_size), ("max_position_embeddings", max_seq_len)):
+            inner = settings.attribute_map.get(key, key)
+            if value is not None and inner not in given and _has(settings, key):
+                config[key] = value
+        for key in ("pad_token_id", "bos_token_id", "eos_token_id"):  # of the family's tokenizer
+            number = getattr(settings, key, None)
+            if (
+                type(number) is int
+                and key not in given
+                and number >= config.get("vocab_size", settings.vocab_size)
+            ):
+                config[key] = None
+    _check_family(settings.model_type, "path" if path else "family", path or family)
+    known = {*settings.to_dict(), *settings.attribute_map}
+    problems = []
+    for key, value in config.items():
+        if key in known or key in inspect.signature(type(settings)).parameters:
+            continue
+        near = nearest(key, known)
+        fix = f"; write model.config.{near}={override_text(value)}" if near else ""
+        kind = settings.model_type
+        problems.append(
+            f"model.config.{key}={override_text(value)}: {kind} has no such key in transformers{fix}"
+        )
+    if problems:
+        raise ValueError(*problems)
+    plain = settings.to_dict() if path else {}
+    inner = {settings.attribute_map.get(key, key): value for key, value in config.items()}
+    if "layer_types" in plain and {"num_hidden_layers", "sliding_window"} & inner.keys():
+        plain.pop("layer_types")  # as long as the layers
+    try:
+        settings = type(settings)(**{**plain, **inner})
+    except Exception as error:  # transformers checks types and sizes with errors of its own
+        raise ValueError(f"model.config={override_text(config)}: {_line(error)}") from None
+    return _checked(settings, path, vocab_size, max_seq_len)
+
+
+def _has(settings: PreTrainedConfig, key: str) -> bool:
+    return key in settings.to_dict() or key in settings.attribute_map
+
+
+def _checked(
+    settings: PreTrainedConfig, path: str | None, vocab_size: int | None, max_seq_len: int | None
+) -> PreTrainedConfig:
+    """What no layout could train, and what the data needs. Raises ValueError."""
+    problems = []
+    if getattr(settings, "quantization_config", None):
+        problems.append(f"path={path}: its weights are quantized; write a folder in bf16 or fp32")
+    if getattr(settings, "add_cross_attention", False) or not getattr(settings, "is_causal", True):
+        problems.append("model.config.is_causal=false: only decoders are trained here")
+    if getattr(settings, "use_bidirectional_attention", False):
+        problems.append(
+            "model.config.use_bidirectional_attention=true: only decoders are trained here; "
+            "write model.config.use_bidirectional_attention=false"
+        )
+    if getattr(settings, "output_router_logits", False):
+        problems.append(
+            "model.config.output_router_logits=true: the loss that balances experts is not added "
+            "here; write model.config.output_router_logits=false"
+        )
+    if getattr(settings, "layerdrop", 0):
+        problems.append(
+            f"model.config.layerdrop={settings.layerdrop}: a stage cannot skip its layers; "
+            "write model.config.layerdrop=0.0"
+        )
+    if "dynamic" in _rope_types(settings):
+        problems.append(
+            "model.config.rope_parameters={rope_type:dynamic}: changes with the length of the "
+            "batch; write model.config.rope_parameters={rope_type:yarn,factor:...}"
+        )
+    if vocab_size is not None and settings.vocab_size < vocab_size:
+        problems.append(
+            f"model.config.vocab_size={settings.vocab_size}: is smaller than the {vocab_size} "
+            f"token ids of the data; write model.config.vocab_size={vocab_size}"
+            if path is None
+            else f"path={path}: its vocabulary of {settings.vocab_size} is smaller than the "
+            f"{vocab_size} token ids of the data; use the tokenizer of the same folder"
+        )
+    longest = getattr(settings, "max_position_embeddings", None)
+    if max_seq_len is not None and longest is not None and longest < max_seq_len:
+        problems.append(
+            f"seq_len={max_seq_len}: is longer than the max_position_embeddings={longest} of the "
+            f"model; write seq_len={longest} or model.config.max_position_embeddings={max_seq_len}"
+        )
+    if problems:
+        raise ValueError(*problems)
+    return settings
+
+
+def _rope_types(settings: PreTrainedConfig) -> set[str]:
+    found = getattr(settings, "rope_parameters", None) or {}
+    inner = [found, *(value for value in found.values() if isinstance(value, dict))]
+    return {str(part.get("rope_type")) for part in inner}
+
+
+def _check_family(family: str, key: str, value: str) -> None:
+    if family in FAMILIES:
+        return
+    if family in REFUSED:
+        raise ValueError(f"{key}={value}: {family} is refused: {REFUSED[family]}")
+    near = nearest(family, FAMILIES)
+    fix = f"; write model.family={near}" if near and key == "family" else ""
+    raise ValueError(
+        f"{key}={value}: {family} is none of the families that are tested here "
+        f"({', '.join(FAMILIES)}){fix}"
+    )
+
+
+def _no_folder(path: str) -> str:
+    if Path(path).is_dir():
+        return f"path={path}: has no config.json; write model.path=..., a folder that has one"
+    return (
+        f"path={path}: is no folder, and nothing is downloaded here; write model.path=FOLDER after "
+        f"hf download {path} --local-dir FOLDER"
+        if path.count("/") == 1 and not path.startswith((".", "/", "~"))
+        else f"path={path}: is no folder; write model.path=..., one that save_pretrained wrote"
+    )
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def routes(settings: PreTrainedConfig) -> bool:
+    """Whether a family has a mixture of experts."""
+    counts = ("num_experts", "num_local_experts", "n_routed_experts")
+    return any(getattr(settings, key, None) for key in counts)
+
+
+def needs_eager(transformers: Any, settings: PreTrainedConfig) -> bool:
+    """Whether a family's attention is none that torch's fused one can do."""
+    kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
+    capped = getattr(settings, "attn_logit_softcapping", None) is not None
+    return capped or not kind._supports_sdpa

@@ -1,0 +1,135 @@
+"""Initial values of a transformers model, from scratch, without the model's memory.
+
+transformers initializes module by module with torch's functions. It is let do so once on the meta
+device, where it costs nothing, and what it writes into each parameter is noted: normal with a mean
+and a deviation, or a constant. A rank then draws the rows of its shards as for any other model,
+from (seed, name). Parameters that are initialized in another way (a ramp, a uniform distribution)
+are taken from a model that is constructed with these alone in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from titanlike.parallel.initialize import draw, parameters_on_meta
+
+_CONSTANT = {"zero_": 0.0, "zeros_": 0.0, "ones_": 1.0}
+
+
+@dataclass(frozen=True)
+class Write:
+    """What rows of a parameter are set to: normal(mean, std), or mean where std is 0."""
+
+    row: int | None  # None = all
+    mean: float
+    std: float
+
+
+class Scratch:
+    """A `Start`: what transformers' own initialization gives, drawn from (seed, name)."""
+
+    def __init__(self, build: Callable[[], Any], seed: int, everything: bool = True) -> None:
+        """build: makes the model on the device of the context; everything: parameters too, else
+        only buffers."""
+        self._seed = seed
+        self._writes = watch(build) if everything else {}
+        custom = {name for name, writes in self._writes.items() if writes is None}
+        with torch.device("meta"):
+            meta = build()
+        kept = {
+            (type(meta.get_submodule(name.rpartition(".")[0])), name.rpartition(".")[2])
+            for name in custom
+        }
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            with parameters_on_meta(lambda m, name: (type(m), name) in kept), torch.device("cpu"):
+                real = build()
+        values = dict(real.named_parameters())
+        self._custom = {name: values[name].detach() for name in custom}
+        self._buffers = dict(real.named_buffers(remove_duplicate=False))
+
+    def rows(self, name: str, shape: torch.Size, rows: slice) -> Tensor:
+        if name in self._custom:
+            value = self._custom[name]
+            return value[rows] if value.dim() else value
+        out = torch.empty(0)
+        for write in self._writes[name]:
+            if write.row is None:
+                out = draw(shape, rows, self._seed, name, write.mean, write.std)
+            elif rows.start <= write.row < rows.stop:
+                out[write.row - rows.start] = write.mean
+        return out
+
+    def buffer(self, name: str) -> Tensor:
+        return self._buffers[name]
+
+
+def watch(build: Callable[[], Any]) -> dict[str, list[Write] | None]:
+    """What transformers' initialization writes into each parameter; None where it is neither
+    normal nor constant."""
+    with torch.device("meta"):
+        model = build()
+    watcher = _Watcher(model)
+    with torch.no_grad(), watcher:
+        model.initialize_weights()
+    return {name: watcher.writes.get(name) for name, _ in model.named_parameters()}
+
+
+class _Watcher(TorchFunctionMode):
+    """Notes the in-place calls of torch's functions on a model's parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._rows: dict[int, tuple[str, int]] = {}  # id of a row -> its parameter, its number
+        self._alive: list[Tensor] = []  # whose ids are known
+        self.writes: dict[str, list[Write] | None] = {}
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        called = getattr(function, "__name__", "")
+        target = args[0] if args else kwargs.get("tensor")
+        result = function(*args, **kwargs)
+        if not isinstance(target, Tensor):
+            return result
+        name = self._names.get(id(target))
+        if called == "__getitem__" and name is not None and type(args[1]) is int:
+            self._rows[id(result)] = name, args[1] % target.size(0)
+            self._alive.append(result)
+        elif called.endswith("_") and not called.startswith("__") or called == "__setitem__":
+            inside = target._base if target._base is not None else target
+            name, row = self._rows.get(id(target), (self._names.get(id(inside)), None))
+            if name is not None:
+                known = target is not inside and row is None
+                self._note(name, row, None if known else _distribution(called, args, kwargs))
+        return result
+
+    def _note(self, name: str, row: int | None, what: tuple[float, float] | None) -> None:
+        before = self.writes.get(name)
+        if what is None or (row is not None and (before is None or what[1] != 0)):
+            self.writes[name] = None
+        else:
+            self.writes[name] = [*(before if row is not None else []), Write(row, *what)]
+
+
+def _distribution(
+    called: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[float, float] | None:
+    """(mean, std) that a call sets its tensor to."""
+    if called in _CONSTANT:
+        return _CONSTANT[called], 0.0
+    given = dict(zip(("tensor", "mean", "std"), args, strict=False)) | kwargs
+    if called == "normal_":
+        return float(given.get("mean", 0.0)), float(given.get("std", 1.0))
+    if called in ("fill_", "constant_"):
+        value = args[1] if len(args) > 1 else kwargs.get("val", kwargs.get("value"))
+        return float(value), 0.0
+    return None

@@ -1,0 +1,223 @@
+"""Initial values of a transformers model out of a folder's safetensors, slice by slice.
+
+A rank reads the rows of its shards and nothing else. The names in the files are transformers' own
+of when they were written: where transformers maps them to the names of today, so is it done here,
+experts that are stored one by one included.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_SHOWN = 3  # names in a message
+
+
+def has_weights(folder: Path) -> bool:
+    return (folder / INDEX).is_file() or (folder / SINGLE).is_file()
+
+
+@dataclass
+class Experts:
+    """A parameter [experts, out, in] that is stored as matrices, [rows of out, in] each."""
+
+    matrices: list[list[str]] = field(default_factory=list)  # of each expert, in order
+
+
+class Folder:
+    """A `Start`: the values in a folder's safetensors."""
+
+    def __init__(
+        self, model: Any, folder: Path, buffer: Callable[[str], Tensor] | None = None
+    ) -> None:
+        """model: on any device; buffer: the buffers, which are not in the files.
+
+        Raises ValueError.
+        """
+        self._folder, self._model, self._buffer = folder, model, buffer
+        self._files = _files(folder)  # name in the files -> file
+        self._open: dict[str, Any] = {}
+        self._sources = self._find_sources()
+
+    def rows(self, name: str, shape: torch.Size, rows: slice) -> Tensor:
+        source = self._sources[name]
+        if isinstance(source, Experts):
+            parts = [
+                torch.cat([self._slice(key)[:] for key in matrices])
+                for matrices in source.matrices[rows]
+            ]
+            return torch.stack(parts).float() if parts else torch.empty(0, *shape[1:])
+        if not shape:
+            return self._handle(source).get_tensor(source).float()
+        return self._slice(source)[rows.start : rows.stop].float()
+
+    def buffer(self, name: str) -> Tensor:
+        """Buffers that a file holds are read from there."""
+        if name in self._sources:
+            return self._handle(self._sources[name]).get_tensor(self._sources[name])
+        assert self._buffer is not None
+        return self._buffer(name)
+
+    def check(self) -> None:
+        """That every parameter is there in its shape. Raises ValueError; reads headers only."""
+        wrong = []
+        for name, parameter in self._model.named_parameters():
+            found, needed = self._shape(name), list(parameter.shape)
+            if found != needed:
+                wrong.append(f"{name} is {found} in the files and {needed} in the model")
+        if wrong:
+            more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+            raise ValueError(
+                f"path={self._folder}: {', '.join(wrong[:_SHOWN])}{more}; use the sizes of its "
+                "config.json, or model.weights=scratch"
+            )
+
+    def _shape(self, name: str) -> list[int]:
+        source = self._sources[name]
+        if not isinstance(source, Experts):
+            return self._slice(source).get_shape()
+        shapes = {
+            (
+                sum(self._slice(key).get_shape()[0] for key in matrices),
+                *self._slice(matrices[0]).get_shape()[1:],
+            )
+            for matrices in source.matrices
+        }
+        return [len(source.matrices), *shapes.pop()] if len(shapes) == 1 else []
+
+    def _handle(self, key: str) -> Any:
+        name = self._files[key]
+        if name not in self._open:
+            try:
+                self._open[name] = safe_open(self._folder / name, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise ValueError(
+                    f"path={self._folder}: {name} cannot be read: {error}; copy the file again"
+                ) from None
+        return self._open[name]
+
+    def _slice(self, key: str) -> Any:
+        try:
+            return self._handle(key).get_slice(key)
+        except SafetensorError:
+            raise ValueError(
+                f"path={self._folder}: {self._files[key]} has no {key}, which {INDEX} says it has; "
+                "copy the files again"
+            ) from None
+
+    def _find_sources(self) -> dict[str, str | Experts]:
+        """What each parameter is made of. Raises ValueError."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            rename_source_key,
+        )
+
+        model = self._model
+        transforms = get_model_conversion_mapping(model)
+        renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+        converters = [t for t in transforms if isinstance(t, WeightConverter)]
+        state = dict.fromkeys(model.state_dict(keep_vars=True), True)
+        simple: dict[str, str] = {}
+        merged: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+        for key in sorted(self._files, key=_natural):
+            name, pattern = rename_source_key(
+                key, renamings, converters, model.base_model_prefix, state
+            )
+            if pattern is None or key in state:
+                simple[key if key in state else name] = key
+            else:
+                merged[name][pattern].append(key)
+        sources: dict[str, str | Experts] = dict(simple)
+        for name, patterns in merged.items():
+            sources[name] = self._experts(name, patterns, converters)
+        canonical = {}  # every name of a tied parameter -> the first
+        first = {id(parameter): name for name, parameter in model.named_parameters()}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            canonical[name] = first[id(parameter)]
+        for name, source in list(sources.items()):
+            sources.setdefault(canonical.get(name, name), source)
+        self._missing([name for name in first.values() if name not in sources])
+        self._unexpected([name for name in sources if name not in state])
+        return sources
+
+    def _experts(
+        self, name: str, patterns: dict[str, list[str]], converters: list[Any]
+    ) -> str | Experts:
+        """Raises ValueError for a conversion that is not the one of experts."""
+        converter = next(c for c in converters if set(patterns) <= set(c.source_patterns))
+        steps = [(type(step).__name__, getattr(step, "dim", None)) for step in converter.operations]
+        if steps not in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]):
+            kinds = " and ".join(kind for kind, _ in steps)
+            raise ValueError(
+                f"path={self._folder}: {name} has another form in the files, which transformers "
+                f"converts by {kinds}; write the folder anew with transformers' save_pretrained"
+                "(save_original_format=False)"
+            )
+        lists = [patterns.get(pattern, []) for pattern in converter.source_patterns]
+        counts = {len(keys) for keys in lists}
+        if len(counts) != 1:
+            raise ValueError(f"path={self._folder}: experts of {name} are missing; copy it again")
+        return Experts([list(keys) for keys in zip(*lists, strict=True)])
+
+    def _missing(self, names: list[str]) -> None:
+        if names:
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            raise ValueError(
+                f"path={self._folder}: its files lack {', '.join(names[:_SHOWN])}{more}; write "
+                "model.weights=scratch, or copy the files again"
+            )
+
+    def _unexpected(self, names: list[str]) -> None:
+        """A file with more layers than the model is not its file."""
+        ignored = [*(self._model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
+        ignored += [r"\.attn\.(masked_)?bias$", r"^lm_head\.weight$"]
+        left = [name for name in names if not any(re.search(part, name) for part in ignored)]
+        if left:
+            more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
+            raise ValueError(
+                f"path={self._folder}: the model has no {', '.join(left[:_SHOWN])}{more}, which "
+                "its files have; use its own config.json, or model.weights=scratch"
+            )
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """Name of a tensor -> file. Raises ValueError."""
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            files = json.loads(index.read_text())["weight_map"]
+        except (json.JSONDecodeError, KeyError) as error:
+            raise ValueError(
+                f"path={folder}: {INDEX} is damaged ({error}); copy it again"
+            ) from None
+        lost = sorted({name for name in files.values() if not (folder / name).is_file()})
+        if lost:
+            more = f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
+            raise ValueError(
+                f"path={folder}: lacks {', '.join(lost[:_SHOWN])}{more}; copy the files again"
+            )
+        return files
+    try:
+        with safe_open(folder / SINGLE, framework="pt") as opened:
+            return dict.fromkeys(opened.keys(), SINGLE)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"path={folder}: {SINGLE} cannot be read: {error}; copy the file again"
+        ) from None
+
+
+def _natural(key: str) -> list[tuple[bool, int, str]]:
+    """Sorts experts.10 after experts.9."""
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in key.split(".")]
