@@ -236,6 +236,34 @@ class WithoutGradient(nn.Module):
         return self.out(self.second(y) / (1 + size)) + F.one_hot(largest, VOCAB)
 
 
+class Frozen(Blocks):
+    """Only the last block and the head learn."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(DIM, DIM) for _ in range(4)))
+        for module in (self.tokens, *self.blocks[:3]):
+            module.requires_grad_(False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return self.out(x)
+
+
+class OtherInEvaluation(Blocks):
+    """Sends two tensors from block to block in training, and one in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(DIM, DIM) for _ in range(2)))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        first = self.blocks[0](x)
+        second = self.blocks[1](first)
+        return self.out(second + x if self.training else second)
+
+
 class Vit(nn.Module):
     """Images in patches, a class token, blocks in a Sequential."""
 

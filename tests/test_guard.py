@@ -25,9 +25,9 @@ from titanlike.checkpoint.storage import Storage
 from titanlike.checkpoint.store import metadata_of, read
 from titanlike.config.schema import Checkpoint, Config, ConstantLr, Custom, Fsdp
 from titanlike.data.loader import batches, open_data
-from titanlike.draft import build_model, resolve_model, start_of
 from titanlike.guard import MOST_IN_A_ROW, Guard
 from titanlike.metrics.sinks import read_jsonl
+from titanlike.model import build_model, resolve_model, start_of
 from titanlike.optimization import build_optimizer, set_lr
 from titanlike.parallel.initialize import initialize
 from titanlike.training import MOST_ROLLBACKS, train

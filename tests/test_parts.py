@@ -24,9 +24,10 @@ from titanlike.config.schema import (
     WsdLr,
 )
 from titanlike.data.loader import batches, open_data
-from titanlike.draft import build_model, draft, preflight, start_of
+from titanlike.draft import draft, preflight
 from titanlike.guard import Guard
 from titanlike.launch.worker import Worker
+from titanlike.model import build_model, start_of
 from titanlike.optimization import lr_factor
 from titanlike.parallel.device import peak_memory, resident_memory
 from titanlike.parallel.initialize import draw, initialize

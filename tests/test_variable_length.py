@@ -25,8 +25,8 @@ from titanlike.data.errors import DataError
 from titanlike.data.example import example
 from titanlike.data.loader import batches, open_data, validation_batches
 from titanlike.data.sources import IGNORE
-from titanlike.draft import build_model, resolve_model, start_of
 from titanlike.launch.worker import Worker
+from titanlike.model import build_model, resolve_model, start_of
 from titanlike.optimization import gradient_norm
 from titanlike.parallel.initialize import initialize
 from titanlike.parallel.mesh import close_mesh, open_mesh

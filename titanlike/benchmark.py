@@ -22,12 +22,12 @@ from titanlike.build import Run, build
 from titanlike.config.schema import Config
 from titanlike.data.loader import batches
 from titanlike.data.sources import IGNORE, Data
-from titanlike.draft import build_model, resolve_model, start_of
 from titanlike.guard import Guard
 from titanlike.launch.worker import Worker, meet
 from titanlike.metrics import units
 from titanlike.metrics.console import Console
 from titanlike.metrics.sinks import JsonlSink
+from titanlike.model import build_model, resolve_model, start_of
 from titanlike.optimization import build_optimizer, set_lr
 from titanlike.parallel.device import peak_memory, resident_memory
 from titanlike.parallel.initialize import initialize

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -20,8 +19,9 @@ from torch import nn
 from titanlike.automatic import shared_times
 from titanlike.config.schema import Config
 from titanlike.data.sources import Data
-from titanlike.draft import Draft, build_model, draft, start_of
+from titanlike.draft import Draft, draft
 from titanlike.loss import Loss, build_loss
+from titanlike.model import build_model, start_of
 from titanlike.optimization import Part, build_optimizer
 from titanlike.parallel.batchnorm import BatchNorms
 from titanlike.parallel.initialize import initialize, piece_seed
@@ -29,7 +29,7 @@ from titanlike.parallel.mesh import Mesh
 from titanlike.parallel.sharding import shard_stage
 from titanlike.parallel.tied import tie
 from titanlike.pipeline.blueprint import Fields, fields_of, shapes
-from titanlike.pipeline.cut import StageGraph, message
+from titanlike.pipeline.cut import StageGraph, messages, same_messages
 from titanlike.pipeline.run import Pipeline
 from titanlike.pipeline.stage import Stage, gather_groups
 from titanlike.pipeline.tail import loss_of_output
@@ -46,6 +46,7 @@ class Run:
     parts: list[Part]
     pipeline: Pipeline
     norms: BatchNorms
+    origin: str  # of the initial weights, in words
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
@@ -85,7 +86,8 @@ def build(config: Config, mesh: Mesh, data: Data | None = None) -> Run:
         if stage.state_dict():  # a batch norm without weights still has something to save
             optimizer = build_optimizer(stage, config.optimizer)
             parts[index] = Part(stage, optimizer, names, frozenset(owned))
-    del start
+    origin = start.origin
+    del start  # of some models it holds all weights
     holders = {
         name: [stage for stage, held in enumerate(plan.held) if name in held]
         for name in canonical.values()
@@ -103,7 +105,7 @@ def build(config: Config, mesh: Mesh, data: Data | None = None) -> Run:
     norms = BatchNorms(mine, mesh)
     count = partial(_count, plan, loss)
     pipeline = Pipeline(mine, runtime_for, loss, mesh, tied, norms, count)
-    return Run(mesh, plan, mine, list(parts.values()), pipeline, norms)
+    return Run(mesh, plan, mine, list(parts.values()), pipeline, norms, origin)
 
 
 def _runtime(
@@ -119,11 +121,9 @@ def _runtime(
     wrapped = []
     for index, stage in stages.items():
         graph, other = training[index], evaluation[index]
-        messages = [[message(node) for node in flow] for flow in (graph.arrives, graph.sends)]
-        evaluated = [[message(node) for node in flow] for flow in (other.arrives, other.sends)]
-        assert _like(messages) == _like(evaluated), "a model sends the same in both modes"
+        assert same_messages(graph, other), "the draft has looked"
         stage.learn(shapes(fields), {True: graph, False: other}, index, mesh.device)
-        arrives, sends = messages
+        arrives, sends = messages(graph)
         wrapped.append(
             make_stage(
                 stage,
@@ -165,10 +165,6 @@ def _count(plan: Draft, loss: Loss, batch: dict[str, torch.Tensor]) -> torch.Ten
         terms = loss.terms(plan.blueprint.output(fields_of(batch), True), part)
         count = torch.tensor(terms * (len(targets) // rows), device=targets.device)
     return count
-
-
-def _like(messages: Iterable[Iterable[torch.Tensor]]) -> list[list[tuple[object, object]]]:
-    return [[(tensor.shape, tensor.dtype) for tensor in flow] for flow in messages]
 
 
 def _owner(plan: Draft, name: str) -> int:

@@ -6,19 +6,13 @@ mistakes before a worker starts (`preflight`), and every rank drafts it again be
 
 from __future__ import annotations
 
-import inspect
 import os
-import typing
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from titanlike.automatic import Automatic, Timing, automatic
-from titanlike.config.errors import ConfigError, Problem, nearest
-from titanlike.config.parse import convert
+from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import (
     AutoSplit,
     ChunkedCrossEntropy,
@@ -28,19 +22,17 @@ from titanlike.config.schema import (
     PointSplit,
     TraceSplit,
 )
-from titanlike.data.checks import vocab_size
 from titanlike.data.errors import DataError
 from titanlike.data.example import example, field_problems
 from titanlike.data.sources import Data
-from titanlike.imports import load
 from titanlike.loss import Loss, build_loss, check_loss
+from titanlike.model import build_model, problems_of, resolve_model
 from titanlike.parallel.batchnorm import leave_statistics, norm_problems, shared_norm_problems
 from titanlike.parallel.device import choose_device
-from titanlike.parallel.initialize import Constructed, Drawn, Start, parameters_on_meta
 from titanlike.parallel.sharding import compute_dtype
 from titanlike.pipeline.blueprint import Blueprint, Fields, fields_of
 from titanlike.pipeline.costs import Profile
-from titanlike.pipeline.cut import StageGraph, cut, problem_of
+from titanlike.pipeline.cut import StageGraph, cut, problem_of, same_messages
 from titanlike.pipeline.order import Order
 from titanlike.pipeline.partition import SplitError, partition
 from titanlike.pipeline.record import RecordError
@@ -53,12 +45,6 @@ from titanlike.pipeline.schedules import (
 )
 from titanlike.pipeline.tail import HeadInside, find_tail, with_loss
 from titanlike.pipeline.units import units
-
-MODELS = {
-    "llama": "titanlike.models.llama.Llama",
-    "gpt2": "titanlike.models.gpt2.Gpt2",
-    "hf": "titanlike.models.hf.hf",
-}
 
 
 @dataclass(frozen=True)
@@ -91,65 +77,6 @@ class Draft:
         return sum({name: size for held in self.held for name, size in held.items()}.values())
 
 
-def resolve_model(config: Config) -> Custom:
-    """The model's name and arguments, with what is left to the data filled in."""
-    args = dict(config.model.args)
-    if args.get("vocab_size", 0) is None:
-        args["vocab_size"] = vocab_size(config)
-    if args.get("max_seq_len", 0) is None:
-        args["max_seq_len"] = config.seq_len
-    return Custom(config.model.name, args)
-
-
-def build_model(model: Custom, device: str = "meta") -> nn.Module:
-    """The whole model on a device, from a name and arguments that are resolved.
-
-    Raises ConfigError with every problem of its keys.
-    """
-    path = MODELS.get(model.name, model.name)
-    try:
-        family = load(path)
-    except ValueError as error:
-        near = nearest(model.name, MODELS)
-        fix = f"model.name={near}" if near else f"model.name={' or '.join(MODELS)}"
-        raise ConfigError([Problem("model.name", model.name, str(error), fix)]) from None
-    known = inspect.signature(family).parameters
-    try:
-        inspect.signature(family).bind(**model.args)
-    except TypeError as error:
-        raise ConfigError(_argument_problems(model, known, str(error))) from None
-    hints = typing.get_type_hints(family.__init__ if inspect.isclass(family) else family)
-    wrong: list[Problem] = []
-    for key, value in model.args.items():
-        if hints.get(key) in (int, float, bool, str):
-            convert(hints[key], value, f"model.{key}", wrong)
-    if wrong:
-        raise ConfigError(wrong)
-    try:
-        with torch.device(device):
-            return family(**model.args)
-    except ValueError as error:
-        found = [Problem.parse("model", str(text)) for text in error.args]
-        named = [replace(p, key=f"model.{p.key}") if p.key in known else p for p in found]
-        raise ConfigError(named) from None
-    except (TypeError, RuntimeError, ArithmeticError) as error:
-        reason = f"building it raised {type(error).__name__}: {error}"
-        raise ConfigError([Problem("model", model.name, reason, "other sizes")]) from error
-
-
-def _argument_problems(
-    model: Custom, known: Mapping[str, inspect.Parameter], error: str
-) -> list[Problem]:
-    """Keys that the constructor does not take, or that it needs."""
-    problems = []
-    for key in model.args.keys() - known.keys():
-        near = nearest(key, known)
-        fix = f"model.{near}=..." if near else f"a key of {model.name}: {', '.join(known)}"
-        reason = f"{model.name} has no such argument"
-        problems.append(Problem(f"model.{key}", model.args[key], reason, fix))
-    return problems or [Problem("model", model.name, error, f"its keys: {', '.join(known)}")]
-
-
 def draft(config: Config, data: Data | None = None, timing: Timing | None = None) -> Draft:
     """Decide stages, order and sharding. Raises ConfigError with every problem found.
 
@@ -158,7 +85,7 @@ def draft(config: Config, data: Data | None = None, timing: Timing | None = None
     """
     resolved = resolve_model(config)
     model = build_model(resolved)
-    problems = _model_problems(config, resolved, model) + norm_problems(config, model)
+    problems = problems_of(model, config) + norm_problems(config, model)
     rows = 1
     try:
         microbatches, why = _microbatches(config)
@@ -197,13 +124,16 @@ def draft(config: Config, data: Data | None = None, timing: Timing | None = None
         else:
             split = EvenSplit() if isinstance(config.split, AutoSplit) else config.split
             blueprint.stages = partition(blueprint.units, split, order.stages)
-        graphs = blueprint.graphs(fields, True)
+        graphs, evaluated = (blueprint.graphs(fields, on) for on in (True, False))
     except SplitError as error:
         raise ConfigError([_split_problem(error)]) from None
     except RecordError as error:  # of the end of the last stage
         problem = Problem("loss.name", config.loss.name, error.reason, error.fix)
         raise ConfigError([problem]) from None
-    if reasons := [text for graph in graphs if (text := problem_of(graph))]:
+    reasons = [text for graph in graphs if (text := problem_of(graph))]
+    if not all(map(same_messages, graphs, evaluated)):
+        reasons.append("a stage would send other tensors in evaluation than in training")
+    if reasons:
         fix = "split=points with points elsewhere"
         raise ConfigError([Problem("split", config.split.name, reasons[0], fix)])
     if problems := shared_norm_problems(config, model, [graph.units for graph in graphs]):
@@ -241,6 +171,7 @@ def _blueprint(
         while chunked and (inside := _in_head(blueprint, build_loss(config.loss))):
             points = [*points, *inside]
             blueprint = Blueprint(meta, fields, rows, points, traced=traced)
+        blueprint.recording(fields, False)
         return blueprint
     except RecordError as error:
         problem = Problem("model.name", model.name, error.reason, error.fix)
@@ -291,24 +222,6 @@ def _split_problem(error: SplitError) -> Problem:
     return Problem(error.key, error.value, error.reason, error.fix.removeprefix("write "))
 
 
-def start_of(model: Custom, seed: int) -> Start:
-    """Initial values of a model by name, see `titanlike.parallel.initialize`."""
-    meta = build_model(model)
-    if hasattr(meta, "starting_values"):
-        return meta.starting_values(seed)
-    initial = getattr(meta, "initial", None)
-    buffers = next(meta.buffers(), None) is not None
-    if initial is not None and not buffers:
-        return Drawn(initial, seed, {})
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        if initial is None:
-            return Constructed(build_model(model, "cpu"))
-        with parameters_on_meta():
-            real = build_model(model, "cpu")
-    return Drawn(initial, seed, dict(real.named_buffers(remove_duplicate=False)))
-
-
 def preflight(config: Config) -> list[Problem]:
     """Every problem that takes the model to be found; allocates nothing."""
     problems = []
@@ -350,45 +263,6 @@ def _sharding_problems(config: Config, order: Order) -> list[Problem]:
         reason = f"dp={config.dp} replicate={config.replicate} shards nothing"
         fix = f"fsdp.zero=auto, or dp={2 * config.replicate}"
         return [Problem("fsdp.zero", config.fsdp.zero, reason, fix)]
-    return []
-
-
-def _model_problems(config: Config, resolved: Custom, model: nn.Module) -> list[Problem]:
-    problems: list[Problem] = []
-
-    def wrong(key: str, value: Any, reason: str, fix: str) -> None:
-        problems.append(Problem(key, value, reason, fix))
-
-    if hasattr(model, "initial"):
-        problems += _initial_problems(config, model)
-    longest = getattr(model, "max_seq_len", None)
-    if longest is not None and longest < config.seq_len:
-        wrong(
-            "seq_len",
-            config.seq_len,
-            f"is longer than the model's max_seq_len={longest}",
-            f"seq_len={longest} or model.max_seq_len={config.seq_len}",
-        )
-    if config.model.args.get("vocab_size") is not None:
-        needed, given = vocab_size(config), config.model.args["vocab_size"]
-        if given < needed:
-            wrong(
-                "model.vocab_size",
-                given,
-                f"is smaller than the {needed} token ids of data={config.data.name}",
-                "model.vocab_size=null (taken from the data)",
-            )
-    return problems
-
-
-def _initial_problems(config: Config, model: nn.Module) -> list[Problem]:
-    for name, _ in model.named_parameters():
-        answer = model.initial(name)
-        pair = isinstance(answer, tuple) and len(answer) == 2
-        if not pair or not all(isinstance(number, (int, float)) for number in answer):
-            reason = f"its initial({name!r}) returned {answer!r}"
-            fix = "return (mean, standard deviation) of the normal distribution it starts from"
-            return [Problem("model.name", config.model.name, reason, fix)]
     return []
 
 

@@ -40,6 +40,7 @@ def opening(
         ("device", f"{mesh.device.type} with {mesh.backend} ({mesh.reason})"),
         ("mesh", shape if mesh.world_size > 1 else "one process"),
         ("model", f"{config.model.name}, {units.count(draft.parameters)} parameters"),
+        ("weights", "" if start or config.checkpoint.start_from else run.origin),
         ("precision", config.precision.name),
         ("data", data.description),
         ("batch", f"{config.batch_size} x {config.seq_len} = {most}{units.count(tokens)} tokens"),
@@ -148,6 +149,8 @@ def _ranks(pp_rank: int, dp: int) -> str:
 
 def _span(names: list[str]) -> str:
     """embedding, layers.0 ... layers.3"""
+    if not names:
+        return "none: sends on what arrives"
     blocks = [name for name in names if "." in name]
     if len(blocks) < 3:
         return ", ".join(names)

@@ -28,7 +28,7 @@ from titanlike.config.schema import (
 )
 from titanlike.data.example import example
 from titanlike.data.loader import batches, open_data
-from titanlike.draft import build_model, resolve_model, start_of
+from titanlike.model import build_model, resolve_model, start_of
 from titanlike.parallel.initialize import initialize
 from titanlike.verification import verify
 

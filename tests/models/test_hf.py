@@ -17,8 +17,9 @@ from world import RankError, run_world
 from titanlike.build import build
 from titanlike.config.errors import ConfigError
 from titanlike.config.schema import Config, Custom, EvenSplit, Precision
-from titanlike.draft import build_model, preflight, start_of
+from titanlike.draft import preflight
 from titanlike.launch.worker import Worker
+from titanlike.model import build_model, start_of
 from titanlike.models import hf, hf_weights
 from titanlike.models.hf_config import FAMILIES
 from titanlike.models.hf_start import watch

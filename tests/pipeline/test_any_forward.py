@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from world import run_world
 
 from titanlike.config.schema import Custom, EvenSplit, SyntheticData
+from titanlike.draft import preflight
 from titanlike.pipeline.blueprint import Blueprint, Field
 from titanlike.pipeline.cut import message, problem_of
 from titanlike.pipeline.partition import partition
@@ -100,6 +101,7 @@ def test_a_cut_model_computes_what_the_whole_one_does(name: str, stages: int) ->
         ("Dense", "dualpipev"),
         ("InPlace", "zbvzerobubble"),
         ("Normed", "interleavedzerobubble"),
+        ("Frozen", "zbvzerobubble"),
     ],
 )
 def test_the_same_in_torchs_pipeline(name: str, schedule: str, tmp_path: Path) -> None:
@@ -141,6 +143,16 @@ class Autocast(LooksAtValues):
             return self.second(self.first(x))
 
 
+class CountsCalls(LooksAtValues):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.second(self.first(x))
+
+
 class LooseTensor(LooksAtValues):
     def __init__(self) -> None:
         super().__init__()
@@ -156,6 +168,7 @@ class LooseTensor(LooksAtValues):
         (LooksAtValues, "looks at the values"),
         (Autocast, "turns autocast on"),
         (LooseTensor, "neither a parameter nor a buffer"),
+        (CountsCalls, "changes the buffer calls"),
     ],
 )
 def test_a_forward_that_cannot_be_cut_is_refused_with_the_reason(family, reason) -> None:
@@ -163,3 +176,10 @@ def test_a_forward_that_cannot_be_cut_is_refused_with_the_reason(family, reason)
         model = family()
     with pytest.raises(RecordError, match=reason):
         record(model, {"inputs": torch.empty(2, 4, device="meta")}, ["first", "second"])
+
+
+def test_a_model_that_sends_something_else_in_evaluation_is_refused_where_it_is_cut() -> None:
+    config = tiny(3, 1, model=Custom("forwards_for_tests.OtherInEvaluation"))
+    (problem,) = preflight(config)
+    assert "other tensors in evaluation" in problem.reason
+    assert not preflight(tiny(1, 2, model=config.model))

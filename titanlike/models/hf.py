@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from titanlike.models.hf_config import needs_eager, routes, settings_of
 from titanlike.models.hf_start import Scratch
-from titanlike.models.hf_weights import Folder, has_weights
+from titanlike.models.hf_weights import INDEX, SINGLE, Folder, has_weights, other_weights
 from titanlike.models.packing import attention_inputs
 
 if TYPE_CHECKING:
@@ -74,6 +74,13 @@ def hf(
     if weights == "load" and not (path and has_weights(Path(path))):
         where = f"{path} has no safetensors" if path else "there is no path"
         raise ValueError(f"weights=load: {where}; write model.weights=scratch")
+    if weights == "auto" and path and not has_weights(Path(path)):
+        if others := other_weights(Path(path)):
+            raise ValueError(
+                f"path={path}: has weights in {others[0]}, and {SINGLE} or {INDEX} are read; "
+                "write model.weights=scratch to leave them, or save it as safetensors "
+                "(save_pretrained does)"
+            )
     eager = needs_eager(transformers, settings)
     if attention == "sdpa" and eager:
         raise ValueError(

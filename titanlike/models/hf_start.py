@@ -34,6 +34,8 @@ class Write:
 class Scratch:
     """A `Start`: what transformers' own initialization gives, drawn from (seed, name)."""
 
+    origin = "from scratch: transformers' initialization, drawn from seed and name"
+
     def __init__(self, build: Callable[[], Any], seed: int, everything: bool = True) -> None:
         """build: makes the model on the device of the context; everything: parameters too, else
         only buffers."""

@@ -27,6 +27,12 @@ def has_weights(folder: Path) -> bool:
     return (folder / INDEX).is_file() or (folder / SINGLE).is_file()
 
 
+def other_weights(folder: Path) -> list[str]:
+    """Files that hold weights in a way that is not read here."""
+    kinds = (".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".safetensors")
+    return sorted(path.name for path in folder.glob("*") if path.suffix in kinds)
+
+
 @dataclass
 class Experts:
     """A parameter [experts, out, in] that is stored as matrices, [rows of out, in] each."""
@@ -45,6 +51,7 @@ class Folder:
         Raises ValueError.
         """
         self._folder, self._model, self._buffer = folder, model, buffer
+        self.origin = f"from {folder}"
         self._files = _files(folder)  # name in the files -> file
         self._open: dict[str, Any] = {}
         self._sources = self._find_sources()

@@ -50,6 +50,8 @@ def draw(shape: torch.Size, rows: slice, seed: int, name: str, mean: float, std:
 class Start(Protocol):
     """Where the values of parameters and buffers come from before the first step."""
 
+    origin: str  # in words
+
     def rows(self, name: str, shape: torch.Size, rows: slice) -> Tensor:
         """Rows of a parameter, fp32 on the CPU; `name` is its name in the whole model."""
 
@@ -59,6 +61,8 @@ class Start(Protocol):
 
 class Drawn:
     """From (seed, name) alone; the model's `initial(name)` says from which distribution."""
+
+    origin = "drawn from seed and name"
 
     def __init__(
         self, initial: Callable[[str], tuple[float, float]], seed: int, buffers: dict[str, Tensor]
@@ -74,6 +78,8 @@ class Drawn:
 
 class Constructed:
     """As the model's constructor leaves them: the whole model is in this process's memory."""
+
+    origin = "the constructor's (each rank builds the whole model once)"
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = dict(model.named_parameters(remove_duplicate=False))

@@ -167,3 +167,18 @@ def message(node: Node) -> Tensor:
     """
     dtype = node.value.dtype if node.value.is_floating_point() else torch.float64
     return torch.empty(node.value.shape, dtype=dtype, device="meta").requires_grad_()
+
+
+def messages(graph: StageGraph) -> tuple[list[Tensor], list[Tensor]]:
+    """What arrives at a stage and what it sends."""
+    return [message(node) for node in graph.arrives], [message(node) for node in graph.sends]
+
+
+def same_messages(graph: StageGraph, other: StageGraph) -> bool:
+    """Whether two stages can take each other's place in a pipeline."""
+    pairs = zip(messages(graph), messages(other), strict=True)
+    return all(
+        [(tensor.shape, tensor.dtype) for tensor in flow]
+        == [(tensor.shape, tensor.dtype) for tensor in others]
+        for flow, others in pairs
+    )

@@ -96,6 +96,7 @@ def record(model: nn.Module, batch: dict[str, Tensor], units: Sequence[str]) -> 
         recorder.add(Node("input", name, value=tensor))
     others = {name: tensor for name, tensor in batch.items() if name != "inputs"}
     first = (batch["inputs"],) if "inputs" in batch else ()
+    versions = {name: buffer._version for name, buffer in model.named_buffers()}
     with recorder.listening():
         try:
             output = model(*first, **others)
@@ -109,6 +110,13 @@ def record(model: nn.Module, batch: dict[str, Tensor], units: Sequence[str]) -> 
                 "does is not known before it runs",
                 "write it without .item(), .tolist() and `if tensor:` between the modules, or pp=1",
             ) from error
+    for name, buffer in model.named_buffers():
+        if buffer._version != versions[name]:
+            raise RecordError(
+                f"its forward changes the buffer {name}, once a microbatch and on each dp rank by "
+                "itself: its values would depend on the layout",
+                "a model that changes it outside of its forward, or torch's batch norm",
+            )
     return recorder.finish(output)
 
 
@@ -166,9 +174,9 @@ class _Recorder(TorchFunctionMode):
         drew, self._drew = self._drew, False
         result = function(*args, **kwargs)
         leaves = pytree.tree_leaves(result)
-        if known is not None and (any(isinstance(x, Tensor) for x in leaves) or result is None):
-            if result is not None or name == "__setitem__":
-                self._did(Node("function", *_as_function(function, *known)), result, drew)
+        gives = any(isinstance(leaf, Tensor) for leaf in leaves) or name == "__setitem__"
+        if known is not None and gives:
+            self._did(Node("function", *_as_function(function, *known)), result, drew)
         return result
 
     def _enter(self, name: str) -> Any:
