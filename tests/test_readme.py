@@ -23,7 +23,7 @@ INSTALLING = [line for line in COMMANDS if line.startswith("pip install")]
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that looks like the checkout and takes what the commands write."""
     folder = tmp_path_factory.mktemp("readme")
-    for name in ("train.py", "tools", "conf", "titanlike", "constraints.txt"):
+    for name in ("train.py", "tools", "conf", "titanlike", "examples", "constraints.txt"):
         (folder / name).symlink_to(ROOT / name)
     return folder
 

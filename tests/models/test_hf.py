@@ -344,6 +344,10 @@ def test_damaged_folders_are_found_before_a_worker_starts(tmp_path: Path) -> Non
     shard = tmp_path / index["weight_map"][name]
     shard.write_bytes(shard.read_bytes()[:-100])
     told(f"{shard.name} cannot be read")
+    for path in tmp_path.glob("*.safetensors*"):
+        path.unlink()
+    (tmp_path / "pytorch_model.bin").touch()
+    told("has weights in pytorch_model.bin")  # and not silently from scratch
 
 
 def test_config_keys_reach_the_model() -> None:

@@ -74,13 +74,12 @@ def hf(
     if weights == "load" and not (path and has_weights(Path(path))):
         where = f"{path} has no safetensors" if path else "there is no path"
         raise ValueError(f"weights=load: {where}; write model.weights=scratch")
-    if weights == "auto" and path and not has_weights(Path(path)):
-        if others := other_weights(Path(path)):
-            raise ValueError(
-                f"path={path}: has weights in {others[0]}, and {SINGLE} or {INDEX} are read; "
-                "write model.weights=scratch to leave them, or save it as safetensors "
-                "(save_pretrained does)"
-            )
+    others = other_weights(Path(path)) if path and not has_weights(Path(path)) else []
+    if others and weights == "auto":
+        raise ValueError(
+            f"path={path}: has weights in {others[0]}, and {SINGLE} or {INDEX} are read; write "
+            "model.weights=scratch to leave them, or save it as safetensors (save_pretrained does)"
+        )
     eager = needs_eager(transformers, settings)
     if attention == "sdpa" and eager:
         raise ValueError(
