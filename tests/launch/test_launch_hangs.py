@@ -82,17 +82,21 @@ def test_a_rank_that_does_not_answer_is_named_with_its_process(tmp_path: Path) -
 def test_a_command_whose_model_hangs_says_where(tmp_path: Path) -> None:
     (tmp_path / "hanging.py").write_text(
         "import os, time\n"
-        "from titanlike.models.llama import Llama\n"
-        "class Hanging(Llama):\n"
+        "from titanlike.models.llama import Block, Llama\n"
+        "class HangingBlock(Block):\n"
         "    calls = 0\n"
-        "    def forward(self, x):\n"
-        "        if self.embedding is None and x.device.type == 'cpu':\n"
+        "    def forward(self, x, *others):\n"
+        "        if x.device.type == 'cpu':\n"
         "            self.calls += 1\n"
         "            if self.calls == 4 * 2 + 3:\n"
         "                time.sleep(100)\n"
-        "        return super().forward(x)\n"
+        "        return super().forward(x, *others)\n"
+        "def hanging(*, vocab_size: int, dim: int, **sizes):\n"
+        "    model = Llama(vocab_size=vocab_size, dim=dim, **sizes)\n"
+        "    model.layers[3].__class__ = HangingBlock\n"
+        "    return model\n"
     )
-    words = "pp=2 schedule.microbatches=4 model.name=hanging.Hanging model.dim=32 model.ffn_dim=64 "
+    words = "pp=2 schedule.microbatches=4 model.name=hanging.hanging model.dim=32 model.ffn_dim=64 "
     words += "model.layers=4 seq_len=16 batch_size=8 data=synthetic validation.every=0 logger=none "
     words += "launch.step_timeout=2 run_dir=run checkpoint.last=false steps=5"
     start = time.monotonic()
