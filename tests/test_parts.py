@@ -150,6 +150,7 @@ def test_a_405b_model_is_drafted_in_seconds() -> None:
         (tiny(model=Custom("llama", {"vocab_size": None, "dim": 30, "heads": 4})), r"model.dim=32"),
         (tiny(model=Custom("llama", {"vocab_size": None, "heads": 6, "dim": 48, "kv_heads": 4})), r"model.kv_heads=3"),
         (tiny(model=Custom("llama", {"vocab_size": None, "width": 4})), r"width"),
+        (tiny(model=Custom("llama", {"vocab_size": None, "dimm": 64})), r"model.dim=64"),
         (tiny(model=Custom("lama", {})), r"llama"),
         (tiny(model=Custom("no.such.module", {})), r"no\.such"),
         (tiny(model=Custom("llama", {"vocab_size": 10})), r"model.vocab_size=null"),

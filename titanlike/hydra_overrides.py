@@ -68,8 +68,8 @@ def prepare(args: argparse.Namespace, conf: Path, plugin_confs: list[str]) -> No
             extra = [*(value if isinstance(value, list) else [value]), *extra]
         elif text.startswith("+experiment="):
             overrides.append(text[1:])  # it is in the defaults list; both spellings are common
-        elif text.startswith(("model.config.", "model.config=")):
-            overrides.append(f"++{text}")  # of model=hf: what its keys are is not for a file to say
+        elif text.startswith("model."):
+            overrides.append(f"++{text}")  # the model's keys are its constructor's to say
         else:
             overrides.append(text)
     if extra:

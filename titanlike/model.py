@@ -44,6 +44,9 @@ def build_model(model: Custom, device: str = "meta") -> nn.Module:
 
     Raises ConfigError with every problem of its keys.
     """
+    if model.name == "???":
+        fix = "model=own model.name=package.module.Class"
+        raise ConfigError([Problem("model.name", "???", "a model of your own has a name", fix)])
     path = MODELS.get(model.name, model.name)
     try:
         family = load(path)
@@ -82,7 +85,11 @@ def _argument_problems(
     problems = []
     for key in model.args.keys() - known.keys():
         near = nearest(key, known)
-        fix = f"model.{near}=..." if near else f"a key of {model.name}: {', '.join(known)}"
+        fix = (
+            f"model.{near}={model.args[key]}"
+            if near
+            else f"a key of {model.name}: {', '.join(known)}"
+        )
         reason = f"{model.name} has no such argument"
         problems.append(Problem(f"model.{key}", model.args[key], reason, fix))
     return problems or [Problem("model", model.name, error, f"its keys: {', '.join(known)}")]

@@ -55,7 +55,6 @@ def test_mistakes_of_every_kind_are_reported_together(tmp_path: Path) -> None:
         ("microbatches=4", "schedule.microbatches=4"),
         ("lr=3e-4", "optimizer.lr=0.0003"),
         ("model=lama_tiny", "model=llama_tiny"),
-        ("model.dimm=64", "model.dim=64"),
         ("checkpoint.evry=5", "checkpoint.every=5"),
         ("hydra/launcher=basik", "hydra/launcher=basic"),
         ("schedule.stages_per_rank=4", "schedule=interleaved1f1b schedule.stages_per_rank=4"),

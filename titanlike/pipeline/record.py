@@ -108,7 +108,8 @@ def record(model: nn.Module, batch: dict[str, Tensor], units: Sequence[str]) -> 
             raise RecordError(
                 f"its forward looks at the values of tensors ({_first_line(error)}), so what it "
                 "does is not known before it runs",
-                "write it without .item(), .tolist() and `if tensor:` between the modules, or pp=1",
+                "it without .item(), .tolist() and `if tensor:` between its modules (inside of blocks "
+                "they do no harm)",
             ) from error
     for name, buffer in model.named_buffers():
         if buffer._version != versions[name]:
@@ -256,7 +257,7 @@ class _Recorder(TorchFunctionMode):
             raise RecordError(
                 f"its forward uses a tensor of shape {tuple(tensor.shape)} that is neither a "
                 "parameter nor a buffer nor computed from the batch",
-                "register it: self.register_buffer('name', tensor)",
+                "self.register_buffer('name', tensor) in its constructor",
             )
         self.add(Node("weight", name, value=tensor, weighs=isinstance(tensor, nn.Parameter)))
 
