@@ -55,10 +55,18 @@ def build_model(model: Custom, device: str = "meta") -> nn.Module:
         fix = f"model.name={near}" if near else f"model.name={' or '.join(MODELS)}"
         raise ConfigError([Problem("model.name", model.name, str(error), fix)]) from None
     known = inspect.signature(family).parameters
+    if unknown := _unknown(model, known):
+        rest = {key: value for key, value in model.args.items() if key in known}
+        try:  # what else is wrong, in one go
+            build_model(Custom(model.name, rest), device)
+        except ConfigError as error:
+            unknown += [problem for problem in error.problems if problem.key != "model"]
+        raise ConfigError(unknown)
     try:
         inspect.signature(family).bind(**model.args)
     except TypeError as error:
-        raise ConfigError(_argument_problems(model, known, str(error))) from None
+        fix = f"its keys: {', '.join(known)}"
+        raise ConfigError([Problem("model", model.name, str(error), fix)]) from None
     hints = typing.get_type_hints(family.__init__ if inspect.isclass(family) else family)
     wrong: list[Problem] = []
     for key, value in model.args.items():
@@ -78,21 +86,18 @@ def build_model(model: Custom, device: str = "meta") -> nn.Module:
         raise ConfigError([Problem("model", model.name, reason, "other sizes")]) from error
 
 
-def _argument_problems(
-    model: Custom, known: Mapping[str, inspect.Parameter], error: str
-) -> list[Problem]:
-    """Keys that the constructor does not take, or that it needs."""
+def _unknown(model: Custom, known: Mapping[str, inspect.Parameter]) -> list[Problem]:
+    """Keys that the constructor does not take."""
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        return []
     problems = []
     for key in model.args.keys() - known.keys():
         near = nearest(key, known)
-        fix = (
-            f"model.{near}={model.args[key]}"
-            if near
-            else f"a key of {model.name}: {', '.join(known)}"
-        )
+        own = f"a key of {model.name}: {', '.join(known)}"
+        fix = f"model.{near}={model.args[key]}" if near else own
         reason = f"{model.name} has no such argument"
         problems.append(Problem(f"model.{key}", model.args[key], reason, fix))
-    return problems or [Problem("model", model.name, error, f"its keys: {', '.join(known)}")]
+    return problems
 
 
 def start_of(model: Custom, seed: int) -> Start:
