@@ -46,7 +46,9 @@ def assert_proven(config: Config, folder: Path) -> None:
     assert {result["exit_code"] for result in results} == {0}, (folder / "rank0.out").read_text()
 
 
-@pytest.mark.parametrize("pp, dp", [pytest.param(2, 1, marks=pytest.mark.slow), (2, 2), (4, 2)])
+@pytest.mark.parametrize(
+    "pp, dp", [pytest.param(2, dp, marks=pytest.mark.slow) for dp in (1, 2)] + [(4, 2)]
+)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_on_a_mesh(schedule: str, pp: int, dp: int, tmp_path: Path) -> None:
     # tied: in a V embedding and head are on one rank, else on two
