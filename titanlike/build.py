@@ -26,7 +26,7 @@ from titanlike.optimization import Part, build_optimizer
 from titanlike.parallel.batchnorm import BatchNorms
 from titanlike.parallel.initialize import initialize, piece_seed
 from titanlike.parallel.mesh import Mesh
-from titanlike.parallel.sharding import shard_stage
+from titanlike.parallel.sharding import reach_all, shard_stage
 from titanlike.parallel.tied import tie
 from titanlike.pipeline.blueprint import Fields, fields_of, shapes
 from titanlike.pipeline.cut import StageGraph, messages, same_messages
@@ -59,8 +59,12 @@ class Run:
         return [p for part in self.parts for n, p in part.parameters() if part.answers_for(n)]
 
     def train_mode(self, on: bool) -> None:
+        modes = self.draft.blueprint.modes[on]
         for stage in self.stages:
             stage.train(on)
+            for name, module in stage.named_modules():
+                if name in modes and name:
+                    module.training = modes[name]
 
 
 def build(config: Config, mesh: Mesh, data: Data | None = None) -> Run:
@@ -70,15 +74,18 @@ def build(config: Config, mesh: Mesh, data: Data | None = None) -> Run:
     """
     plan = draft(config, data, partial(shared_times, config, mesh))
     start = start_of(plan.model, config.seed)
+    holds = plan.blueprint.held()
     graphs = plan.blueprint.graphs(plan.fields, True)
     canonical = plan.blueprint.canonical()
     stages: dict[int, Stage] = {}
     parts: dict[int, Part] = {}
     for index in plan.order.local(mesh.pp_rank):
-        graph = graphs[index]
-        stage = stages[index] = Stage(build_model(plan.model), graph.units, graph.weights)
-        units = [unit for unit in plan.blueprint.units if unit.name in graph.units]
-        shard_stage(stage, gather_groups(stage, units, graph.weights), config, mesh, plan.zero)
+        held, weights = holds[index]
+        stage = stages[index] = Stage(build_model(plan.model), held, weights)
+        if config.dp > 1:
+            reach_all([stage.get_submodule(n.target) for n in graphs[index].nodes if n.tried])
+        units = [unit for unit in plan.blueprint.units if unit.name in held]
+        shard_stage(stage, gather_groups(stage, units, weights), config, mesh, plan.zero)
         everything = stage.named_parameters(remove_duplicate=False)
         names = {name: canonical[name] for name, _ in everything}
         initialize(stage, start, _home(config, mesh), names)
@@ -105,7 +112,9 @@ def build(config: Config, mesh: Mesh, data: Data | None = None) -> Run:
     norms = BatchNorms(mine, mesh)
     count = partial(_count, plan, loss)
     pipeline = Pipeline(mine, runtime_for, loss, mesh, tied, norms, count)
-    return Run(mesh, plan, mine, list(parts.values()), pipeline, norms, origin)
+    run = Run(mesh, plan, mine, list(parts.values()), pipeline, norms, origin)
+    run.train_mode(True)
+    return run
 
 
 def _runtime(
@@ -122,6 +131,10 @@ def _runtime(
     for index, stage in stages.items():
         graph, other = training[index], evaluation[index]
         assert same_messages(graph, other), "the draft has looked"
+        for which in (graph, other):
+            if lost := [name for name in which.units if not _has(stage, name)]:
+                shown = ", ".join(f"{name} {list(field.shape)}" for name, field in fields.items())
+                raise ValueError(f"model: for a batch of {shown} its forward also uses {lost[0]}")
         stage.learn(shapes(fields), {True: graph, False: other}, index, mesh.device)
         arrives, sends = messages(graph)
         wrapped.append(
@@ -148,9 +161,13 @@ def _runtime(
     return OrderRuntime(plan.order, wrapped, loss_of, sorted(wanted), zero=plan.zero)
 
 
+def _has(stage: Stage, name: str) -> bool:
+    return any(name == here for here, _ in stage.named_modules())
+
+
 def _may_split(plan: Draft, index: int, graph: StageGraph) -> bool:
     """Whether a schedule may compute a stage's gradients of weights later than those of inputs."""
-    if any(node.tail is not None or node.checkpointed for node in graph.nodes):
+    if any(node.tail is not None or node.checkpointed or node.tried for node in graph.nodes):
         return False  # it would compute what both are made of twice
     return bool(plan.held[index]) and not plan.blueprint.repeats(graph)
 

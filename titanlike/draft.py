@@ -180,7 +180,7 @@ def _blueprint(
         reason = f"its forward cannot be called with what the data gives ({given}): {error}"
         fix = "a forward with these arguments, or data with those that it needs"
         problem = Problem("model.name", model.name, reason, fix)
-    except (RuntimeError, ValueError, IndexError, AssertionError) as error:
+    except Exception as error:  # whatever a forward raises
         told = ", ".join(f"{name} {[rows, *field.shape]}" for name, field in fields.items())
         reason = f"its forward on {told} raised {type(error).__name__}: {error}"
         fix = "sizes of model and data that fit each other"

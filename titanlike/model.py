@@ -20,7 +20,7 @@ from titanlike.config.parse import convert
 from titanlike.config.schema import Config, Custom
 from titanlike.data.checks import vocab_size
 from titanlike.imports import load
-from titanlike.parallel.initialize import Constructed, Drawn, Start, parameters_on_meta
+from titanlike.parallel.initialize import Constructed, Drawn, Start, parameters_on_meta, seeded
 
 MODELS = {
     "llama": "titanlike.models.llama.Llama",
@@ -76,14 +76,25 @@ def build_model(model: Custom, device: str = "meta") -> nn.Module:
         raise ConfigError(wrong)
     try:
         with torch.device(device):
-            return family(**model.args)
+            built = family(**model.args)
     except ValueError as error:
         found = [Problem.parse("model", str(text)) for text in error.args]
         named = [replace(p, key=f"model.{p.key}") if p.key in known else p for p in found]
         raise ConfigError(named) from None
-    except (TypeError, RuntimeError, ArithmeticError) as error:
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a constructor raises
         reason = f"building it raised {type(error).__name__}: {error}"
         raise ConfigError([Problem("model", model.name, reason, "other sizes")]) from error
+    if not isinstance(built, nn.Module):
+        reason = f"it returned a {type(built).__name__} and no torch.nn.Module"
+        raise ConfigError(
+            [Problem("model.name", model.name, reason, "a module, or what makes one")]
+        )
+    for parameter in built.parameters():  # master weights, whatever the constructor thinks
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.float()
+    return built
 
 
 def _unknown(model: Custom, known: Mapping[str, inspect.Parameter]) -> list[Problem]:
@@ -109,8 +120,7 @@ def start_of(model: Custom, seed: int) -> Start:
     buffers = next(meta.buffers(), None) is not None
     if initial is not None and not buffers:
         return Drawn(initial, seed, {})
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         if initial is None:
             return Constructed(build_model(model, "cpu"))
         with parameters_on_meta():
@@ -127,6 +137,15 @@ def problems_of(model: nn.Module, config: Config) -> list[Problem]:
 
     if hasattr(model, "initial"):
         problems += _initial_problems(config, model)
+    scalars = [name for name, p in model.named_parameters() if p.dim() == 0]
+    if scalars and (config.dp > 1 or config.precision.name == "bf16" or config.fsdp.cpu_offload):
+        reason = f"its parameter {scalars[0]} has no dimension, which FSDP cannot shard"
+        wrong("model.name", config.model.name, reason, "a parameter of shape [1]")
+    loose = _loose_tensor(model)
+    if loose is not None:
+        reason = f"its attribute {loose} is a tensor and no buffer, which would stay on meta"
+        fix = f"self.register_buffer('{loose.rpartition('.')[2]}', ..., persistent=False)"
+        wrong("model.name", config.model.name, reason, fix)
     longest = getattr(model, "max_seq_len", None)
     if longest is not None and longest < config.seq_len:
         wrong(
@@ -145,6 +164,16 @@ def problems_of(model: nn.Module, config: Config) -> list[Problem]:
                 "model.vocab_size=null (taken from the data)",
             )
     return problems
+
+
+def _loose_tensor(model: nn.Module) -> str | None:
+    """A plain tensor that a module keeps, which no stage would find on its device."""
+    known = {id(t) for t in (*model.parameters(), *model.buffers())}
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and id(value) not in known:
+                return f"{name}.{attribute}".lstrip(".")
+    return None
 
 
 def _initial_problems(config: Config, model: nn.Module) -> list[Problem]:

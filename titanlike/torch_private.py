@@ -7,6 +7,7 @@ Versions are told apart by features, never by number. Each fence says what torch
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -317,6 +318,25 @@ def read_newer_checkpoints() -> None:
 
     cut.cut = True  # type: ignore[attr-defined]
     TensorProperties.__setstate__ = cut  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def custom_functions_told(tell: Callable[..., Any]) -> Iterator[None]:
+    """Within it, `Function.apply(*args)` of torch.autograd is tell(the class, apply, args).
+
+    Function modes see the calls inside of its forward, where there is no autograd, and not itself.
+    """
+    base = torch.autograd.Function
+    before = vars(base)["apply"]
+
+    def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        return tell(kind, functools.partial(before.__get__(None, kind), **kwargs), args)
+
+    base.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        base.apply = before
 
 
 @contextlib.contextmanager

@@ -66,10 +66,10 @@ def run_tensors(parts: list[Part], *, copies: bool = False) -> Tensors:
 
 
 def fill_copies(parts: list[Part]) -> None:
-    """Give tied weights that two stages of this rank hold the value of the first."""
+    """Give tied weights and buffers that two stages of this rank hold the value of the first."""
     seen: dict[str, Tensor] = {}
     for part in parts:
-        for name, parameter in part.parameters():
+        for name, parameter in (*part.parameters(), *part.stage.named_buffers()):
             if name in seen:
                 parameter.data.copy_(seen[name].data)
             seen.setdefault(name, parameter)

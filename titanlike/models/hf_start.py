@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from titanlike.parallel.initialize import draw, parameters_on_meta
+from titanlike.parallel.initialize import draw, parameters_on_meta, seeded
 
 _CONSTANT = {"zero_": 0.0, "zeros_": 0.0, "ones_": 1.0}
 
@@ -48,10 +48,9 @@ class Scratch:
             (type(meta.get_submodule(name.rpartition(".")[0])), name.rpartition(".")[2])
             for name in custom
         }
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            with parameters_on_meta(lambda m, name: (type(m), name) in kept), torch.device("cpu"):
-                real = build()
+        on_meta = parameters_on_meta(lambda module, name: (type(module), name) in kept)
+        with seeded(seed), on_meta, torch.device("cpu"):
+            real = build()
         values = dict(real.named_parameters())
         self._custom = {name: values[name].detach() for name in custom}
         self._buffers = dict(real.named_buffers(remove_duplicate=False))

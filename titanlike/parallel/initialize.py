@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -91,6 +93,21 @@ class Constructed:
 
     def buffer(self, name: str) -> Tensor:
         return self._buffers[name]
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Within it torch's, numpy's and Python's generators begin at the seed; then they go on."""
+    before = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
 
 
 @contextlib.contextmanager

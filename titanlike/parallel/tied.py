@@ -37,6 +37,8 @@ class Tied:
     def add_gradients(self) -> None:
         """Give every copy the sum of all copies' gradients. Collective among their ranks."""
         for copies in self._copies:
+            if not copies.parameters[0].requires_grad:
+                continue
             mine = [_local(p.grad) for p in copies.parameters if p.grad is not None]
             if copies.group is None and len(mine) < 2:
                 continue

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from titanlike.pipeline.cut import StageGraph, cut
+from titanlike.pipeline.cut import StageGraph, calls_before, cut
 from titanlike.pipeline.partition import Unit
 from titanlike.pipeline.record import Node, Recording, record
 from titanlike.pipeline.structure import replaced
@@ -51,6 +51,8 @@ class Blueprint:
         found = {unit.name: unit for unit in units(model, points)}
         self._names, self._traced = list(found), traced
         self._recordings: dict[tuple[object, bool], Recording] = {}
+        # of each module, in training and in evaluation: a model's own train() may say otherwise
+        self.modes: dict[bool, dict[str, bool]] = {}
         self.fields = fields
         # in the order in which they run
         names = self.recording(fields, True).units
@@ -68,6 +70,7 @@ class Blueprint:
                 for name, field in fields.items()
             }
             self.model.train(training)
+            self.modes[training] = {name: m.training for name, m in self.model.named_modules()}
             if self._traced:
                 self._recordings[key] = trace(self.model, batch)
             else:
@@ -76,8 +79,21 @@ class Blueprint:
 
     def graphs(self, fields: Fields, training: bool) -> list[StageGraph]:
         """What each of `stages` does with such a microbatch."""
-        *others, last = cut(self.recording(fields, training), self.stages)
+        first = self.recording(self.fields, True)
+        back = calls_before(first, self.stages)
+        *others, last = cut(self.recording(fields, training), self.stages, back)
         return [*others, self.end(last)]
+
+    def held(self) -> list[tuple[list[str], list[str]]]:
+        """Units and weights of each stage, of what it does in training or in evaluation."""
+        both = (self.graphs(self.fields, training) for training in (True, False))
+        return [
+            (
+                list(dict.fromkeys([*graph.units, *other.units])),
+                list(dict.fromkeys([*graph.weights, *other.weights])),
+            )
+            for graph, other in zip(*both, strict=True)
+        ]
 
     def output(self, fields: Fields, training: bool) -> Any:
         """What the model returns for such a microbatch, on meta."""
@@ -104,7 +120,7 @@ class Blueprint:
             if node.kind == "unit":
                 used.update(id(p) for p in self.model.get_submodule(node.target).parameters())
             used.update(id(use.value) for use in node.uses if use.kind == "weight" and use.weighs)
-        return max(used.values(), default=0) > 1
+        return max(used.values(), default=0) > 1 or any(node.repeats for node in graph.nodes)
 
     def canonical(self) -> dict[str, str]:
         """Every name of every parameter -> the one that the whole model lists it by."""

@@ -8,7 +8,7 @@ else is made from the batch alone itself, for every rank of a pipeline holds the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -44,22 +44,18 @@ class StageGraph:
         return list(dict.fromkeys(node.target for node in self.nodes if node.kind == "weight"))
 
 
-def cut(recording: Recording, stages: Sequence[Sequence[str]]) -> list[StageGraph]:
+def cut(
+    recording: Recording, stages: Sequence[Sequence[str]], back: Sequence[int] | None = None
+) -> list[StageGraph]:
     """One graph for each stage; stages: the names of its units, in the recording's order.
 
-    A stage without units sends on what arrives.
+    A stage without units sends on what arrives. back: see `calls_before`; None = found anew.
     """
     position = {node: at for at, node in enumerate(recording.nodes)}
-    first = dict(recording.begins)
-    for node in recording.nodes:
-        if node.kind == "unit":
-            first.setdefault(node.target, position[node])
     everywhere = _everywhere(recording)
     output = [leaf for leaf in flatten(recording.output)[0] if isinstance(leaf, Node)]
-    edges = [len(position)]
-    for units in reversed(stages[1:]):
-        edges.append(min((first[name] for name in units), default=edges[-1]))
-    edges = [0, *(_cheapest(recording, at, everywhere) for at in reversed(edges[1:])), edges[0]]
+    back = calls_before(recording, stages) if back is None else back
+    edges = [0, *_edges(recording, stages, back), len(position)]
     wanted: list[set[Node]] = []  # of each stage: what it uses and does not make itself
     graphs: list[list[Node]] = []
     for start, stop in pairwise(edges):
@@ -92,6 +88,42 @@ def cut(recording: Recording, stages: Sequence[Sequence[str]]) -> list[StageGrap
         )
         for stage, nodes in enumerate(graphs)
     ]
+
+
+def calls_before(recording: Recording, stages: Sequence[Sequence[str]]) -> list[int]:
+    """How many calls before its first unit each stage but the first begins.
+
+    To be found once for a model: with other shapes something else may be the cheapest place, and
+    weights that the calls use would move to another stage.
+    """
+    everywhere = _everywhere(recording)
+    firsts = _first_calls(recording, stages)
+    return [at - _cheapest(recording, at, everywhere) for at in firsts]
+
+
+def _edges(
+    recording: Recording, stages: Sequence[Sequence[str]], back: Sequence[int]
+) -> Iterator[int]:
+    """Where each stage but the first begins."""
+    for at, more in zip(_first_calls(recording, stages), back, strict=True):
+        between = recording.nodes[max(0, at - more) : at]
+        # of another mode's recording the calls may be others: never into the unit before
+        units = [place for place, node in enumerate(between, 1) if node.kind == "unit"]
+        yield at - len(between) + (units[-1] if units else 0)
+
+
+def _first_calls(recording: Recording, stages: Sequence[Sequence[str]]) -> list[int]:
+    """Where the first unit of each stage but the first is called."""
+    first: dict[str, int] = {}
+    for at, node in enumerate(recording.nodes):
+        if node.kind == "unit":
+            first.setdefault(node.target, at)
+    first = first or recording.begins
+    places = [len(recording.nodes)]
+    for units in reversed(stages[1:]):
+        # a unit that runs in training alone is not there in evaluation
+        places.append(min((first[name] for name in units if name in first), default=places[-1]))
+    return places[:0:-1]
 
 
 def starts(recording: Recording) -> list[int]:

@@ -13,6 +13,7 @@ shapes, and in contrast to `torch.export` a unit stays a module: it may do what 
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -23,13 +24,16 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from titanlike.pipeline.side_effects import Dice, SideEffect, described, undone
 from titanlike.pipeline.structure import fields, flatten, is_record, replaced
 from titanlike.pipeline.tryout import try_out
-from titanlike.torch_private import checkpoints_told
+from titanlike.torch_private import checkpoints_told, custom_functions_told
 
 # Functions that draw random numbers: run twice they do not give the same tensor.
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "exponential_")
 _RANDOM += ("uniform_", "cauchy_", "geometric_", "log_normal_", "rrelu", "gumbel_softmax")
+# What acts on a tensor and gives none: the stages would not do it.
+_UNSEEN = ("register_hook", "retain_grad", "backward", "register_post_accumulate_grad_hook")
 
 
 class DEVICE:
@@ -57,6 +61,8 @@ class Node:
     random: bool = False  # draws from a generator: done twice it gives something else
     weighs: bool = False  # is a parameter, or has some
     mutated: bool = False  # something later changes its result in place
+    tried: bool = False  # a unit that meta tensors cannot run: what it does depends on values
+    repeats: bool = False  # a unit that uses a weight more than once
     checkpointed: bool = False  # its activations are computed again in the backward
     tail: Any = None  # of the last stage: computes the loss, see `tail.py`
 
@@ -96,29 +102,21 @@ def record(model: nn.Module, batch: dict[str, Tensor], units: Sequence[str]) -> 
         recorder.add(Node("input", name, value=tensor))
     others = {name: tensor for name, tensor in batch.items() if name != "inputs"}
     first = (batch["inputs"],) if "inputs" in batch else ()
-    versions = {name: buffer._version for name, buffer in model.named_buffers()}
-    with recorder.listening():
-        try:
+    try:
+        with undone(model, units), recorder.listening():
             output = model(*first, **others)
-        except RecordError:
-            raise
-        except (RuntimeError, NotImplementedError) as error:
-            if "meta" not in str(error):
-                raise
+            return recorder.finish(output)
+    except SideEffect as effect:
+        raise RecordError(effect.reason, effect.fix) from None
+    except (RuntimeError, NotImplementedError) as error:
+        if "meta" in str(error).lower():
             raise RecordError(
                 f"its forward looks at the values of tensors ({_first_line(error)}), so what it "
                 "does is not known before it runs",
                 "it without .item(), .tolist() and `if tensor:` between its modules (inside of blocks "
                 "they do no harm)",
             ) from error
-    for name, buffer in model.named_buffers():
-        if buffer._version != versions[name]:
-            raise RecordError(
-                f"its forward changes the buffer {name}, once a microbatch and on each dp rank by "
-                "itself: its values would depend on the layout",
-                "a model that changes it outside of its forward, or torch's batch norm",
-            )
-    return recorder.finish(output)
+        raise
 
 
 class _Recorder(TorchFunctionMode):
@@ -131,7 +129,10 @@ class _Recorder(TorchFunctionMode):
         self._node: dict[int, Node] = {}  # by the id of its tensor
         self._versions: list[tuple[Node, int]] = []  # these keep the tensors, and so their ids
         self._inside: list[str] = []  # the unit that is running
-        self._drew = False
+        self._given: tuple[Any, Any, list[Any]] = ((), {}, [])  # its arguments, as they were
+        self._used: Counter[int] = Counter()  # parameters, by id, in the unit that is running
+        self._dice = Dice()
+        self._drew = self._tried = False
         self._checkpoints = 0  # that are running, of torch.utils.checkpoint
         self._names = {
             id(tensor): name for name, tensor in [*model.named_buffers(), *model.named_parameters()]
@@ -147,9 +148,10 @@ class _Recorder(TorchFunctionMode):
                 after = module.register_forward_hook(self._leave(name), with_kwargs=True)
                 stack.callback(before.remove)
                 stack.callback(after.remove)
-                stack.enter_context(_on_meta_or_tried_out(module))
+                stack.enter_context(self._on_meta_or_tried_out(module))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(checkpoints_told(self._checkpoint))
+            stack.enter_context(custom_functions_told(self._custom))
             stack.enter_context(self)
             # within: factory functions say to the recorder that they mean the stage's device
             stack.enter_context(torch.device("meta"))
@@ -167,9 +169,19 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
-        self._drew |= name.startswith(_RANDOM) and kwargs.get("training", True) is not False
+        random = name.startswith(_RANDOM) or "dropout" in name
+        self._drew |= random and kwargs.get("training", True) is not False
+        _refuse_running_statistics(name, args, kwargs)
         if self._inside:
+            if name != "__get__":
+                given = pytree.tree_leaves((args, kwargs))
+                self._used.update(id(leaf) for leaf in given if isinstance(leaf, nn.Parameter))
             return function(*args, **kwargs)
+        if name in _UNSEEN:
+            raise RecordError(
+                f"its forward calls {name} between its modules, which the stages would not do",
+                "it inside of a block",
+            )
         # before the call, which may change its arguments in place
         known = None if name == "__get__" and not _is_view(function) else self._known(args, kwargs)
         drew, self._drew = self._drew, False
@@ -184,9 +196,21 @@ class _Recorder(TorchFunctionMode):
         def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
             if not self._inside:
                 self._drew = False
+                self._refuse_dice()
+                self._used.clear()
+                # now: the unit may change a list that it is given
+                self._given = (*self._known(args, kwargs), _states(args, kwargs))
             self._inside.append(name)
 
         return hook
+
+    def _refuse_dice(self) -> None:
+        if self._dice.look():
+            raise RecordError(
+                "its forward draws random numbers of Python or numpy between its modules, which "
+                "would be drawn once for all steps",
+                "torch.rand, or draw inside of a block",
+            )
 
     def _leave(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
@@ -196,14 +220,43 @@ class _Recorder(TorchFunctionMode):
             if name not in self._order:
                 self._order.append(name)
             weighs = next(module.parameters(), None) is not None
-            node = Node("unit", name, *self._known(args, kwargs), weighs=weighs)
+            args_before, kwargs_before, states = self._given
+            if _states(args, kwargs) != states:
+                raise RecordError(
+                    f"its {name} changes an object, list or dict that it is given, which is made "
+                    "once, when the forward is recorded",
+                    "a block that returns what it made",
+                )
+            self._dice.look()  # what a unit draws is drawn at run time, too
+            node = Node("unit", name, args_before, kwargs_before, weighs=weighs)
             node.checkpointed = self._checkpoints > 0
+            node.tried = self._tried
+            node.repeats = max(self._used.values(), default=0) > 1
+            self._tried = False
             self._did(node, result, self._drew)
 
         return hook
 
     def _checkpoint(self, depth: int) -> None:
         self._checkpoints += depth
+
+    def _custom(self, kind: Any, call: Any, args: tuple[Any, ...]) -> Any:
+        """A torch.autograd.Function: its backward is its own, so it is one call."""
+        if self._inside:
+            return call(*args)
+        known, _ = self._known(args, {})
+        self._inside.append(kind.__name__)
+        try:
+            result = call(*args)
+        finally:
+            self._inside.pop()
+
+        def apply(*real: Any) -> Any:
+            return kind.apply(*real)
+
+        # whether it draws is not seen: a stage sends what it made
+        self._did(Node("function", apply, known, {}), result, random=True)
+        return result
 
     def _did(self, node: Node, result: Any, random: bool) -> None:
         node.grad, node.random = torch.is_grad_enabled(), random
@@ -242,6 +295,12 @@ class _Recorder(TorchFunctionMode):
                 return DEVICE
             if isinstance(leaf, str) and leaf == "meta":
                 return DEVICE
+            if isinstance(leaf, nn.Module):
+                raise RecordError(
+                    f"its forward hands a {type(leaf).__name__} to another module, and a stage has "
+                    "modules of its own",
+                    "a module that holds it",
+                )
             if not isinstance(leaf, Tensor):
                 return leaf
             if id(leaf) not in self._node:
@@ -264,32 +323,63 @@ class _Recorder(TorchFunctionMode):
     def finish(self, output: Any) -> Recording:
         for node, version in self._versions:
             node.mutated = node.value._version != version
+            if node.mutated and node.kind == "input":
+                raise RecordError(
+                    f"its forward changes the batch's {node.target} in place",
+                    f"{node.target} = {node.target}.clone() before",
+                )
+        self._refuse_dice()
         (output,), _ = self._known((output,), {})
         return Recording(self._nodes, self._order, output)
 
+    @contextmanager
+    def _on_meta_or_tried_out(self, module: nn.Module) -> Iterator[None]:
+        """Within it, a unit that cannot run on meta is tried on the CPU, for the shapes it returns."""
+        forward, own = module.forward, vars(module).get("forward")
 
-@contextmanager
-def _on_meta_or_tried_out(module: nn.Module) -> Iterator[None]:
-    """Within it, a unit that cannot run on meta is tried on the CPU, for what shapes it returns."""
-    forward, own = module.forward, vars(module).get("forward")
+        def on_meta_or_tried_out(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return forward(*args, **kwargs)
+            except (RuntimeError, NotImplementedError) as error:
+                if "meta" not in str(error).lower():
+                    raise
+                self._tried = True
+                if own is None:
+                    vars(module).pop("forward", None)
+                return try_out(module, args, kwargs)
 
-    def on_meta_or_tried_out(*args: Any, **kwargs: Any) -> Any:
+        module.forward = on_meta_or_tried_out
         try:
-            return forward(*args, **kwargs)
-        except (RuntimeError, NotImplementedError) as error:
-            if "meta" not in str(error):
-                raise
-            if own is None:
-                del module.forward
-            return try_out(module, args, kwargs)
+            yield
+        finally:
+            vars(module).pop("forward", None)
+            if own is not None:
+                module.forward = own
 
-    module.forward = on_meta_or_tried_out
-    try:
-        yield
-    finally:
-        vars(module).pop("forward", None)
-        if own is not None:
-            module.forward = own
+
+def _states(args: Any, kwargs: Any) -> list[Any]:
+    """What is in arguments, by identity, to be compared."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    return [(id(leaf), described(leaf) if _is_object(leaf) else 0) for leaf in leaves]
+
+
+def _is_object(leaf: Any) -> bool:
+    return not isinstance(leaf, (Tensor, nn.Module, type)) and not callable(leaf)
+
+
+def _refuse_running_statistics(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Of batch_norm and instance_norm, called by hand with buffers that they change."""
+    if name not in ("batch_norm", "instance_norm"):
+        return
+    running = kwargs.get("running_mean", args[1] if len(args) > 1 else None)
+    training = kwargs.get(
+        "training", kwargs.get("use_input_stats", args[5] if len(args) > 5 else False)
+    )
+    if isinstance(running, Tensor) and training:
+        raise RecordError(
+            f"its forward calls {name} with running statistics, which would depend on the layout",
+            "nn.BatchNorm1d, 2d or 3d, whose statistics are those of the whole batch",
+        )
 
 
 def _is_view(function: Any) -> bool:
