@@ -56,62 +56,70 @@ def test_every_schedule_on_a_mesh(schedule: str, pp: int, dp: int, tmp_path: Pat
     assert_proven(tiny(pp, dp, schedule_of(schedule, pp, tmp_path), tied=tied), tmp_path)
 
 
+WAYS = {
+    "one process": tiny(),
+    "FSDP": tiny(dp=4),
+    "HSDP": tiny(dp=4, replicate=2),
+    "HSDP and zero bubble": tiny(2, 4, "zbvzerobubble", replicate=2),
+    "ZeRO 3 in a pipeline": tiny(2, 2, "interleaved1f1b", fsdp=Fsdp(3)),
+    "CPU offload": tiny(2, 2, fsdp=Fsdp(cpu_offload=True)),
+    "three stages a rank, uneven": tiny(2, 2, LoopedSchedule("loopedbfs", None, 3), layers=7),
+    "split by balance": tiny(2, 2, split=BalanceSplit(balance=[5, 3])),
+    "fewer microbatches than stages": tiny(4, 1, Schedule("1f1b", 2)),
+    "several stages in one process": tiny(1, 1, "interleaved1f1b"),
+    "gradient accumulation": tiny(1, 2, Schedule("1f1b", 4)),
+    "SGD": tiny(2, 2, optimizer=Sgd(momentum=0.9)),
+    "GPT-2": tiny(2, 2, family="gpt2"),
+    "clipping and HSDP": tiny(dp=4, replicate=2, optimizer=Sgd(clip=0.01)),
+    "unequal valid tokens": tiny(2, 2, data=UNEVEN),
+    "tied and FSDP": tiny(dp=2, tied=True),
+    "tied and HSDP in a V": tiny(2, 4, "zbvzerobubble", replicate=2, tied=True),
+    "tied and ZeRO 3": tiny(2, 2, "interleaved1f1b", fsdp=Fsdp(3), tied=True),
+    "tied in bf16": tiny(2, 2, precision=BF16, tied=True),
+    "two blocks on four ranks": tiny(4, 1, layers=2),
+    "two blocks in eight stages": tiny(4, 1, "interleaved1f1b", layers=2),
+    "an empty stage": tiny(3, 2, layers=2, split=BalanceSplit(balance=[1, 0, 1])),
+    "split inside of blocks": tiny(
+        3, 2, split=PointSplit(points=["layers.2.ffn", "layers.5.attention.wo"])
+    ),
+    "bf16": tiny(precision=BF16),
+    "bf16 in a pipeline": tiny(2, 2, precision=BF16),
+    "bf16 and HSDP": tiny(dp=4, replicate=2, precision=BF16),
+}
+MORE_WAYS = {  # of the same kinds
+    "replication": tiny(dp=4, replicate=4),
+    "HSDP in a pipeline": tiny(pp=2, dp=4, replicate=2),
+    "replication in a pipeline": tiny(pp=2, dp=2, replicate=2),
+    "replication and zero bubble": tiny(2, 2, "interleavedzerobubble", replicate=2),
+    "ZeRO 1 in a pipeline": tiny(2, 2, fsdp=Fsdp(1)),
+    "ZeRO 2 without a pipeline": tiny(dp=2, fsdp=Fsdp(2)),
+    "four stages a rank": tiny(2, 1, LoopedSchedule("interleaved1f1b", None, 4)),
+    "uneven even split": tiny(3, 1, layers=7, batch_size=6),
+    "split by points": tiny(2, 1, split=PointSplit(points=["layers.3"])),
+    "one microbatch": tiny(2, 2, Schedule("gpipe", 1)),
+    "GPT-2 and zero bubble": tiny(2, 2, "zbvzerobubble", family="gpt2"),
+    "clipping": tiny(2, 2, optimizer=Sgd(clip=0.01)),
+    "clipping and CPU offload": tiny(dp=2, optimizer=Sgd(clip=0.01), fsdp=Fsdp(cpu_offload=True)),
+    "unequal valid tokens and FSDP": tiny(1, 4, Schedule("1f1b", 2), data=UNEVEN),
+    "tied in one process": tiny(tied=True),
+    "tied and CPU offload": tiny(2, 2, fsdp=Fsdp(cpu_offload=True), tied=True),
+    "two blocks in a V of eight": tiny(4, 1, "zbvzerobubble", layers=2),
+    "bf16 and zero bubble": tiny(2, 2, "zbvzerobubble", precision=BF16),
+}
+
+
 @pytest.mark.parametrize(
     "config",
-    {
-        "one process": tiny(),
-        "FSDP": tiny(dp=4),
-        "HSDP": tiny(dp=4, replicate=2),
-        "replication": tiny(dp=4, replicate=4),
-        "HSDP in a pipeline": tiny(pp=2, dp=4, replicate=2),
-        "replication in a pipeline": tiny(pp=2, dp=2, replicate=2),
-        "HSDP and zero bubble": tiny(2, 4, "zbvzerobubble", replicate=2),
-        "replication and zero bubble": tiny(2, 2, "interleavedzerobubble", replicate=2),
-        "ZeRO 3 in a pipeline": tiny(2, 2, "interleaved1f1b", fsdp=Fsdp(3)),
-        "ZeRO 1 in a pipeline": tiny(2, 2, fsdp=Fsdp(1)),
-        "ZeRO 2 without a pipeline": tiny(dp=2, fsdp=Fsdp(2)),
-        "CPU offload": tiny(2, 2, fsdp=Fsdp(cpu_offload=True)),
-        "three stages a rank, uneven": tiny(2, 2, LoopedSchedule("loopedbfs", None, 3), layers=7),
-        "four stages a rank": tiny(2, 1, LoopedSchedule("interleaved1f1b", None, 4)),
-        "uneven even split": tiny(3, 1, layers=7, batch_size=6),
-        "split by balance": tiny(2, 2, split=BalanceSplit(balance=[5, 3])),
-        "split by points": tiny(2, 1, split=PointSplit(points=["layers.3"])),
-        "fewer microbatches than stages": tiny(4, 1, Schedule("1f1b", 2)),
-        "one microbatch": tiny(2, 2, Schedule("gpipe", 1)),
-        "several stages in one process": tiny(1, 1, "interleaved1f1b"),
-        "gradient accumulation": tiny(1, 2, Schedule("1f1b", 4)),
-        "SGD": tiny(2, 2, optimizer=Sgd(momentum=0.9)),
-        "GPT-2": tiny(2, 2, family="gpt2"),
-        "GPT-2 and zero bubble": tiny(2, 2, "zbvzerobubble", family="gpt2"),
-        "clipping": tiny(2, 2, optimizer=Sgd(clip=0.01)),
-        "clipping and HSDP": tiny(dp=4, replicate=2, optimizer=Sgd(clip=0.01)),
-        "clipping and CPU offload": tiny(
-            dp=2, optimizer=Sgd(clip=0.01), fsdp=Fsdp(cpu_offload=True)
+    [
+        *(pytest.param(config, id=name) for name, config in WAYS.items()),
+        *(
+            pytest.param(config, id=name, marks=pytest.mark.slow)
+            for name, config in MORE_WAYS.items()
         ),
-        "unequal valid tokens": tiny(2, 2, data=UNEVEN),
-        "unequal valid tokens and FSDP": tiny(1, 4, Schedule("1f1b", 2), data=UNEVEN),
-        "tied in one process": tiny(tied=True),
-        "tied and FSDP": tiny(dp=2, tied=True),
-        "tied and HSDP in a V": tiny(2, 4, "zbvzerobubble", replicate=2, tied=True),
-        "tied and ZeRO 3": tiny(2, 2, "interleaved1f1b", fsdp=Fsdp(3), tied=True),
-        "tied and CPU offload": tiny(2, 2, fsdp=Fsdp(cpu_offload=True), tied=True),
-        "tied in bf16": tiny(2, 2, precision=BF16, tied=True),
-        "two blocks on four ranks": tiny(4, 1, layers=2),
-        "two blocks in eight stages": tiny(4, 1, "interleaved1f1b", layers=2),
-        "two blocks in a V of eight": tiny(4, 1, "zbvzerobubble", layers=2),
-        "an empty stage": tiny(3, 2, layers=2, split=BalanceSplit(balance=[1, 0, 1])),
-        "split inside of blocks": tiny(
-            3, 2, split=PointSplit(points=["layers.2.ffn", "layers.5.attention.wo"])
-        ),
-        "bf16": tiny(precision=BF16),
-        "bf16 in a pipeline": tiny(2, 2, precision=BF16),
-        "bf16 and zero bubble": tiny(2, 2, "zbvzerobubble", precision=BF16),
-        "bf16 and HSDP": tiny(dp=4, replicate=2, precision=BF16),
-    }.items(),
-    ids=lambda item: item[0],
+    ],
 )
-def test_every_way_to_lay_out_a_model(config: tuple[str, Config], tmp_path: Path) -> None:
-    assert_proven(config[1], tmp_path)
+def test_every_way_to_lay_out_a_model(config: Config, tmp_path: Path) -> None:
+    assert_proven(config, tmp_path)
 
 
 # --- verify must be able to fail ---------------------------------------------------------------
@@ -254,8 +262,8 @@ def stop_after_three(config: Config, worker: Worker) -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        tiny(1, 4, tied=True),
-        tiny(4, 1, "interleaved1f1b", tied=True),
+        pytest.param(tiny(1, 4, tied=True), marks=pytest.mark.slow),
+        pytest.param(tiny(4, 1, "interleaved1f1b", tied=True), marks=pytest.mark.slow),
         tiny(2, 2, "zbvzerobubble", replicate=2, tied=True),
     ],
 )

@@ -88,7 +88,13 @@ def left_alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], lis
     return numbers_of
 
 
-@pytest.mark.parametrize("mesh, signum", [("pp=1", signal.SIGTERM), ("pp=2", signal.SIGINT)])
+@pytest.mark.parametrize(
+    "mesh, signum",
+    [
+        pytest.param("pp=1", signal.SIGTERM, marks=pytest.mark.slow),
+        ("pp=2", signal.SIGINT),
+    ],
+)
 def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint_to_go_on_from(
     mesh: str, signum: signal.Signals, tmp_path: Path, left_alone
 ) -> None:

@@ -151,7 +151,17 @@ def test_masks_and_positions_are_taken() -> None:
 # --- from a folder -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe", "mixtral", "gemma3_text"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        "qwen3_moe",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("gpt2", "mixtral", "gemma3_text")
+        ),
+    ],
+)
 def test_a_folders_weights_are_loaded_into_stages(family: str, tmp_path: Path) -> None:
     saved = folder_of(family, tmp_path / "model")
     assert (tmp_path / "model" / hf_weights.INDEX).is_file()  # several shards

@@ -84,7 +84,11 @@ def longer(seq_len: int) -> Data:
     [
         (config("Looking"), "model.name", "looks at the values of tensors"),
         (config("Unused"), "model.name", "does not use the parameter spare.weight, spare.bias"),
-        (config("Unregistered"), "model.name", "self.register_buffer('table', ..., persistent=False)"),
+        (
+            config("Unregistered"),
+            "model.name",
+            "self.register_buffer('table', ..., persistent=False)",
+        ),
         (config("Misshapen"), "model", "its forward on inputs [16, 16] raised RuntimeError"),
         (
             replace(config("Deep"), data=Custom("pipeline.test_any_model.longer")),
