@@ -5,6 +5,7 @@ Each takes ids [B, T] below 64 and gives logits [B, T, 64] (`Vit`: images to 10 
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -249,6 +250,92 @@ class Frozen(Blocks):
         for block in self.blocks:
             x = x + block(x).tanh()
         return self.out(x)
+
+
+class _Reverse(torch.autograd.Function):
+    """The same forward, the opposite gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+class Reversed(Blocks):
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(DIM, DIM) for _ in range(4)))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = _Reverse.apply(block(x))
+        return self.out(x)
+
+
+class Lazy(Blocks):
+    """A mask that is made when it is first needed, and kept."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(DIM, DIM) for _ in range(4)))
+        self.mask: Tensor | None = None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.mask is None:
+            self.mask = torch.ones(ids.size(1), 1, device=ids.device).cumsum(0) / ids.size(1)
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = x + block(x) * self.mask
+        return self.out(x)
+
+
+class HalfAsleep(Reversed):
+    """Two blocks have a dropout that its own train() leaves in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks[:2]:
+            block.dropout = nn.Dropout(0.5)
+            block.register_forward_hook(lambda module, _, out: module.dropout(out))
+
+    def train(self, mode: bool = True) -> HalfAsleep:
+        super().train(mode)
+        for block in self.blocks[:2]:
+            block.eval()
+        return self
+
+
+class _TwoUses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.linear(self.norm(x)))
+
+
+class NormedTwice(Blocks):
+    """A weight that is used twice in a block."""
+
+    def __init__(self) -> None:
+        super().__init__(*(_TwoUses() for _ in range(4)))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+class Shuffled(Blocks):
+    """A buffer from numpy's generator, weights in half precision."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(DIM, DIM))
+        self.register_buffer("order", torch.from_numpy(np.random.permutation(64)))
+        self.to(torch.bfloat16)
 
 
 class OtherInEvaluation(Blocks):

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections import Counter
 from pathlib import Path
 
 import forwards_for_tests as forwards
 import pytest
 import torch
+import torch.nn.functional as F
 from forwards_for_tests import VOCAB
 from models_for_tests import tiny
 from torch import Tensor, nn
 from world import run_world
 
-from titanlike.config.schema import Custom, EvenSplit, SyntheticData
+from titanlike.config.schema import Custom, EvenSplit, Sgd, SyntheticData
 from titanlike.draft import preflight
+from titanlike.model import build_model, start_of
 from titanlike.pipeline.blueprint import Blueprint, Field
 from titanlike.pipeline.cut import message, problem_of
 from titanlike.pipeline.partition import partition
@@ -37,6 +40,8 @@ MODELS = {
     "dense skips": forwards.Dense,
     "no lists": forwards.Flat,
     "no gradients": forwards.WithoutGradient,
+    "gradient of its own": forwards.Reversed,
+    "made when needed": forwards.Lazy,
     "ViT": forwards.Vit,
 }
 
@@ -102,6 +107,8 @@ def test_a_cut_model_computes_what_the_whole_one_does(name: str, stages: int) ->
         ("InPlace", "zbvzerobubble"),
         ("Normed", "interleavedzerobubble"),
         ("Frozen", "zbvzerobubble"),
+        ("HalfAsleep", "1f1b"),
+        ("NormedTwice", "zbvzerobubble"),
     ],
 )
 def test_the_same_in_torchs_pipeline(name: str, schedule: str, tmp_path: Path) -> None:
@@ -153,6 +160,80 @@ class CountsCalls(LooksAtValues):
         return self.second(self.first(x))
 
 
+class Hooked(LooksAtValues):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        y.register_hook(lambda gradient: 2 * gradient)
+        return self.second(y)
+
+
+class InPlaceInput(LooksAtValues):
+    def forward(self, x: Tensor) -> Tensor:
+        x[:, 0] = 1.0
+        return self.second(self.first(x))
+
+
+class CountsSteps(LooksAtValues):
+    steps = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return self.second(self.first(x)) * self.steps
+
+
+class Dice(LooksAtValues):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)) if random.random() < 2 else x
+
+
+class Appends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, seen: list[Tensor]) -> Tensor:
+        seen.append(x)
+        return self.linear(x) + sum(seen)
+
+
+class ListGiven(LooksAtValues):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Appends(), Appends()
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen: list[Tensor] = []
+        return self.second(self.first(x, seen), seen)
+
+
+class TakesModule(nn.Module):
+    def forward(self, x: Tensor, module: nn.Module) -> Tensor:
+        return module(x)
+
+
+class ModuleGiven(LooksAtValues):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop = TakesModule(), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x, self.drop))
+
+
+class OwnStatistics(LooksAtValues):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("var", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(F.batch_norm(self.first(x), self.mean, self.var, training=True))
+
+
 class LooseTensor(LooksAtValues):
     def __init__(self) -> None:
         super().__init__()
@@ -169,6 +250,13 @@ class LooseTensor(LooksAtValues):
         (Autocast, "turns autocast on"),
         (LooseTensor, "neither a parameter nor a buffer"),
         (CountsCalls, "changes the buffer calls"),
+        (Hooked, "calls register_hook"),
+        (InPlaceInput, "changes the batch's inputs"),
+        (CountsSteps, "changes self.steps"),
+        (Dice, "random numbers of Python"),
+        (ListGiven, "first changes an object, list or dict"),
+        (ModuleGiven, "hands a Dropout to another module"),
+        (OwnStatistics, "batch_norm with running statistics"),
     ],
 )
 def test_a_forward_that_cannot_be_cut_is_refused_with_the_reason(family, reason) -> None:
@@ -183,3 +271,20 @@ def test_a_model_that_sends_something_else_in_evaluation_is_refused_where_it_is_
     (problem,) = preflight(config)
     assert "other tensors in evaluation" in problem.reason
     assert not preflight(tiny(1, 2, model=config.model))
+
+
+def test_experts_that_one_rank_alone_reaches_learn_what_one_process_learns(tmp_path: Path) -> None:
+    """One sequence a rank: FSDP would add up gradients of different experts."""
+    for seed in (1, 3):
+        config = tiny(1, 2, batch_size=2, seq_len=1, optimizer=Sgd(), seed=seed)
+        config.model = Custom("forwards_for_tests.Routed")
+        results = run_world(verify, config, tmp_path / str(seed))
+        told = (tmp_path / str(seed) / "rank0.out").read_text()
+        assert {result["exit_code"] for result in results} == {0}, told
+
+
+def test_a_constructors_random_numbers_and_dtypes_do_not_depend_on_the_process() -> None:
+    model = Custom("forwards_for_tests.Shuffled")
+    first, again, other = (start_of(model, seed).buffer("order") for seed in (0, 0, 1))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert {p.dtype for p in build_model(model).parameters()} == {torch.float32}
