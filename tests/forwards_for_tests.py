@@ -68,6 +68,8 @@ class Experts(nn.Module):
         out = torch.zeros_like(flat)
         for number, expert in enumerate(self.experts):
             rows = torch.where(chosen[:, 0] == number)[0]
+            if not len(rows):
+                continue
             out[rows] = expert(flat[rows]) * weight[rows]
         return x + out.view_as(x)
 
