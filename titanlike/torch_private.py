@@ -105,12 +105,14 @@ class _ShardingStage(PipelineStage):
 def halves_are_exact(stage: nn.Module) -> bool:
     """Whether torch's split backward gives a stage's gradients of weights right.
 
-    2.11's is wrong for a weight that is used in parts, as in an LSTM or torch's own attention.
+    2.11's is wrong for a weight that is used in parts, as in an LSTM or torch's own attention, and
+    fails where some are frozen.
     """
     if hasattr(PipelineStage, "_post_metadata_inference_cleanup"):  # 2.13
         return True
     in_parts = (nn.RNNBase, nn.MultiheadAttention)
-    return not any(isinstance(module, in_parts) for module in stage.modules())
+    frozen = not all(parameter.requires_grad for parameter in stage.parameters())
+    return not (frozen or any(isinstance(module, in_parts) for module in stage.modules()))
 
 
 def _lower(order: Order, resident: int) -> dict[int, list[Any]]:
