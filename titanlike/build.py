@@ -147,7 +147,8 @@ def _runtime(
                 inputs=[example["inputs"]] if index == 0 else arrives,
                 outputs=sends,
                 zero=plan.zero,
-                splits_weights=_may_split(plan, index, graph) and halves_are_exact(stage),
+                splits_weights=_may_split(plan, index, graph)
+                and halves_are_exact(stage, plan.blueprint.model),
             )
         )
     used = [training[index].fields | evaluation[index].fields for index in stages]

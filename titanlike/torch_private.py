@@ -102,16 +102,16 @@ class _ShardingStage(PipelineStage):
         return stage_backward(*(bwd_kwargs[name] for name in names)), None
 
 
-def halves_are_exact(stage: nn.Module) -> bool:
+def halves_are_exact(stage: nn.Module, model: nn.Module) -> bool:
     """Whether torch's split backward gives a stage's gradients of weights right.
 
     2.11's is wrong for a weight that is used in parts, as in an LSTM or torch's own attention, and
-    fails where some are frozen.
+    fails where some weights of the model are frozen.
     """
     if hasattr(PipelineStage, "_post_metadata_inference_cleanup"):  # 2.13
         return True
     in_parts = (nn.RNNBase, nn.MultiheadAttention)
-    frozen = not all(parameter.requires_grad for parameter in stage.parameters())
+    frozen = not all(parameter.requires_grad for parameter in model.parameters())
     return not (frozen or any(isinstance(module, in_parts) for module in stage.modules()))
 
 
