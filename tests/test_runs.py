@@ -136,6 +136,7 @@ def test_the_framework_costs_at_most_3_percent(tmp_path: Path) -> None:
     assert ratio < 1.03
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(
     finished: tuple[Path, str], tmp_path: Path
 ) -> None:

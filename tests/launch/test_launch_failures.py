@@ -14,7 +14,8 @@ def result(run_dir: Path) -> dict:
     return json.loads((run_dir / "result.json").read_text())
 
 
-@pytest.mark.parametrize("torchrun", [pytest.param(0, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("torchrun", [0, 4])
 def test_of_four_ranks_the_one_that_crashed_is_named(tmp_path: Path, torchrun: int) -> None:
     launched = Launched("one_crashes", "pp=2", "dp=2", f"run_dir={tmp_path}", torchrun=torchrun)
     code, _, err = launched.wait()
@@ -50,7 +51,9 @@ def test_a_signal_to_the_driver_ends_all_workers(
         assert result(tmp_path)["status"] == "interrupted"
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
+)
 def test_a_signal_to_torchrun_ends_all_ranks_and_is_in_the_result(
     tmp_path: Path, signum: signal.Signals
 ) -> None:

@@ -19,7 +19,7 @@ def result(run_dir: Path) -> dict:
     return json.loads((run_dir / "result.json").read_text())
 
 
-@pytest.mark.parametrize("mesh", ["pp=1", "pp=2"])
+@pytest.mark.parametrize("mesh", [pytest.param("pp=1", marks=pytest.mark.slow), "pp=2"])
 def test_a_second_signal_ends_at_once_but_the_same_one_twice_is_one(
     mesh: str, tmp_path: Path
 ) -> None:

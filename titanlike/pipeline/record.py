@@ -24,7 +24,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from titanlike.pipeline.side_effects import Dice, SideEffect, described, undone
+from titanlike.pipeline.side_effects import (
+    Dice,
+    SideEffect,
+    refuse_running_statistics,
+    states_of,
+    undone,
+)
 from titanlike.pipeline.structure import fields, flatten, is_record, replaced
 from titanlike.pipeline.tryout import try_out
 from titanlike.torch_private import checkpoints_told, custom_functions_told
@@ -171,7 +177,7 @@ class _Recorder(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         random = name.startswith(_RANDOM) or "dropout" in name
         self._drew |= random and kwargs.get("training", True) is not False
-        _refuse_running_statistics(name, args, kwargs)
+        refuse_running_statistics(name, args, kwargs)
         if self._inside:
             if name != "__get__":
                 given = pytree.tree_leaves((args, kwargs))
@@ -199,7 +205,7 @@ class _Recorder(TorchFunctionMode):
                 self._refuse_dice()
                 self._used.clear()
                 # now: the unit may change a list that it is given
-                self._given = (*self._known(args, kwargs), _states(args, kwargs))
+                self._given = (*self._known(args, kwargs), states_of(args, kwargs))
             self._inside.append(name)
 
         return hook
@@ -221,7 +227,7 @@ class _Recorder(TorchFunctionMode):
                 self._order.append(name)
             weighs = next(module.parameters(), None) is not None
             args_before, kwargs_before, states = self._given
-            if _states(args, kwargs) != states:
+            if states_of(args, kwargs) != states:
                 raise RecordError(
                     f"its {name} changes an object, list or dict that it is given, which is made "
                     "once, when the forward is recorded",
@@ -355,31 +361,6 @@ class _Recorder(TorchFunctionMode):
             vars(module).pop("forward", None)
             if own is not None:
                 module.forward = own
-
-
-def _states(args: Any, kwargs: Any) -> list[Any]:
-    """What is in arguments, by identity, to be compared."""
-    leaves = pytree.tree_leaves((args, kwargs))
-    return [(id(leaf), described(leaf) if _is_object(leaf) else 0) for leaf in leaves]
-
-
-def _is_object(leaf: Any) -> bool:
-    return not isinstance(leaf, (Tensor, nn.Module, type)) and not callable(leaf)
-
-
-def _refuse_running_statistics(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Of batch_norm and instance_norm, called by hand with buffers that they change."""
-    if name not in ("batch_norm", "instance_norm"):
-        return
-    running = kwargs.get("running_mean", args[1] if len(args) > 1 else None)
-    training = kwargs.get(
-        "training", kwargs.get("use_input_stats", args[5] if len(args) > 5 else False)
-    )
-    if isinstance(running, Tensor) and training:
-        raise RecordError(
-            f"its forward calls {name} with running statistics, which would depend on the layout",
-            "nn.BatchNorm1d, 2d or 3d, whose statistics are those of the whole batch",
-        )
 
 
 def _is_view(function: Any) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 _PLAIN = (bool, int, float, str)
 OUTSIDE = "a model that changes it outside of its forward, or torch's batch norm"
@@ -105,8 +106,27 @@ class Dice:
         return used
 
 
-def described(value: Any) -> Any:
-    """What tells whether an object was changed: its attributes, by identity."""
-    return (
-        {name: id(part) for name, part in vars(value).items()} if hasattr(value, "__dict__") else 0
-    )
+def states_of(args: Any, kwargs: Any) -> list[Any]:
+    """What is in arguments, and what their objects hold, by identity: to be compared."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    return [(id(leaf), _attributes(leaf)) for leaf in leaves]
+
+
+def _attributes(leaf: Any) -> dict[str, int]:
+    if isinstance(leaf, (Tensor, nn.Module, type)) or callable(leaf):
+        return {}
+    return {name: id(part) for name, part in getattr(leaf, "__dict__", {}).items()}
+
+
+def refuse_running_statistics(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Of batch_norm and instance_norm, called by hand with buffers that they change."""
+    if name not in ("batch_norm", "instance_norm"):
+        return
+    running = kwargs.get("running_mean", args[1] if len(args) > 1 else None)
+    positional = args[5] if len(args) > 5 else False
+    training = kwargs.get("training", kwargs.get("use_input_stats", positional))
+    if isinstance(running, Tensor) and training:
+        raise SideEffect(
+            f"its forward calls {name} with running statistics, which would depend on the layout",
+            "nn.BatchNorm1d, 2d or 3d, whose statistics are those of the whole batch",
+        )
