@@ -102,6 +102,7 @@ def test_the_line_that_a_run_ends_with_trains_on(finished: tuple[Path, str]) -> 
     assert losses(run) == before
 
 
+@pytest.mark.slow
 def test_torchrun_with_its_default_of_one_process_starts_the_others(
     finished: tuple[Path, str], tmp_path: Path
 ) -> None:
@@ -111,6 +112,7 @@ def test_torchrun_with_its_default_of_one_process_starts_the_others(
     assert losses(tmp_path / "two") == pytest.approx(losses(finished[0]), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_verify_leaves_a_runs_files_alone_and_ends_with_a_verdict(
     finished: tuple[Path, str],
 ) -> None:

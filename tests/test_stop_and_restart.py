@@ -134,6 +134,7 @@ def test_a_killed_rank_comes_back_and_the_run_goes_on(tmp_path: Path, left_alone
     assert numbers(tmp_path) == left_alone(tmp_path)
 
 
+@pytest.mark.slow
 def test_under_torchrun_a_killed_rank_comes_back_in_the_same_folder_and_a_signal_stops_all(
     tmp_path: Path, left_alone
 ) -> None:
