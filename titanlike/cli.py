@@ -1,10 +1,12 @@
-"""The command line: from overrides to a job on all ranks. With `hydra_overrides`, the only room that knows Hydra.
+"""The command line: from overrides to a job on all ranks. With `hydra_overrides` and `hydra_plugins/`,
+the only room that knows Hydra.
 
 1. `--help` is answered from the schema's own words.
 2. Where torchrun or srun started all ranks, the others than rank 0 follow it (`launch.follow`).
-3. The whole command line is checked; every mistake is shown at once (exit code 2).
+3. The whole command line is checked; every mistake is shown at once (exit code 2). `--check` ends here.
 4. Hydra composes: once, or once a job of a sweep (`-m`).
-5. Each job is launched, and its end is written to run_dir/result.json.
+5. Each job is launched, and its end is written to run_dir/result.json (`lead`).
+6. A sweep ends with a table of its jobs (`sweeps.ending`).
 
 Exit codes:
     0    done
@@ -13,7 +15,8 @@ Exit codes:
     75   stopped early, by a signal or by max_time, and saved: the same command goes on.
          Where torchrun would take that for a failure and start the ranks again (--max-restarts), 0
     130  Ctrl-C ended it at once; 143 SIGTERM, 138 SIGUSR1, 129 SIGHUP did
-A sweep goes on after max_time, for its job has had its time, and ends after a signal.
+A sweep goes on after a job that fails, is invalid or has had its max_time, and ends with 1 if any
+failed; it ends after a signal, with 75 where the jobs that ran have stopped with a checkpoint.
 """
 
 from __future__ import annotations
@@ -22,35 +25,38 @@ import os
 import signal
 import sys
 import time
-from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from titanlike.config.errors import ConfigError, Problem
-from titanlike.config.parse import parse, to_plain
-from titanlike.config.schema import Config
-from titanlike.launch.environment import is_restart, will_restart
-from titanlike.launch.failures import Failure, JobFailed, describe, root_cause
+from titanlike.config.errors import ConfigError, Problem, quoted
+from titanlike.config.folder import conf_dir
+from titanlike.launch.environment import is_restart
+from titanlike.launch.failures import JobFailed
 from titanlike.launch.follow import StartedRanks, adopt_slurm, record_for_torchrun
-from titanlike.launch.job import Job
 from titanlike.launch.kept import Kept
-from titanlike.launch.local import run_local
 from titanlike.launch.signals import Interrupted, die_with_parent, exit_now, interruptible
-from titanlike.launch.stop import TIME_IS_UP, Stop, name_of_wish
+from titanlike.lead import End, Lead, Report, refuse, senseless
 
 if TYPE_CHECKING:
     import argparse
 
     from omegaconf import DictConfig
 
+    from titanlike.hydra_overrides import Findings
+    from titanlike.metrics.result import Status
+    from titanlike.sweeps.context import Context
 
-def main(job: str = "titanlike.training:train", folder: str = "") -> None:
+
+def main(
+    job: str = "titanlike.training:train", folder: str = "", result_dir: str | None = None
+) -> None:
     """Run `job`, a function `(config, worker) -> dict | None`, as the command line says.
 
     Of what it returns on rank 0, "value" is what a sweep compares and "exit_code" how this
     process ends (0 where there is none). `folder`: a tool's own place inside run_dir, so that it
-    may be given a run's command line without touching the run's files.
+    may be given a run's command line without touching the run's files. `result_dir`: of a sweep's
+    job, where it leaves result.json also when it is refused.
     """
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # the user's own models
@@ -66,275 +72,234 @@ def main(job: str = "titanlike.training:train", folder: str = "") -> None:
     code: int | str | None = 1
     try:
         with interruptible():
-            code = _run(job, folder)
+            code = _run(job, folder, result_dir)
     except Interrupted as interrupted:
         print(f"\n{interrupted}", file=sys.stderr)
         exit_now(interrupted.exit_code)
     sys.exit(code)
 
 
-def conf_dir() -> Path:
-    """The shipped config folder: inside the package when installed, else at the repository's root."""
-    package = Path(__file__).parent
-    for folder in (package / "conf", package.parent / "conf"):
-        if folder.is_dir():
-            return folder
-    raise FileNotFoundError(f"neither {package}/conf nor {package.parent}/conf exists")
-
-
-def _run(function: str, folder: str) -> int | str | None:
-    """Steps 2 to 5; the exit code."""
+def _run(function: str, folder: str, result_dir: str | None) -> int | str | None:
+    """Steps 2 to 6; the exit code."""
     adopt_slurm()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid(), signal.SIGTERM)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return _drive(function, folder, None, Kept.of_one_process())
+        kept = Kept.of_one_process()
+        return _drive(Lead(function, folder, None, kept, is_restart()), result_dir)
     ranks = StartedRanks()
     if ranks.rank > 0:
         return ranks.follow()
     code: int | str | None = 1
     try:
-        code = _drive(function, folder, ranks, ranks.kept)
+        code = _drive(Lead(function, folder, ranks, ranks.kept, is_restart()), result_dir)
         return code
     finally:
         ranks.dismiss(code if isinstance(code, int) else int(code is not None))
 
 
-def _drive(function: str, folder: str, ranks: StartedRanks | None, kept: Kept) -> int | str | None:
+def _drive(lead: Lead, result_dir: str | None) -> int | str | None:
     from hydra._internal.utils import _run_hydra, get_args_parser
 
     from titanlike import hydra_overrides
 
     parser = get_args_parser()
-    args = parser.parse_args()
+    parser.add_argument("--check", action="store_true", help="find mistakes, start nothing")
+    args, raw = parser.parse_args(), sys.argv[1:]
     hydra_overrides.prepare(args, conf_dir(), _plugin_confs())
-    asks_hydra = args.cfg or args.info or args.hydra_help or args.shell_completion
-    world_size = ranks.world_size if ranks else None
-    earlier = _kept_folder(kept)
-    restart = is_restart() or bool(earlier)
-    if not asks_hydra:
+    context, task = None, Task(lead)
+    if not (args.cfg or args.info or args.hydra_help or args.shell_completion):
+        earlier = _kept_folder(lead.kept)
         args.overrides += earlier
+        lead = task.lead = Lead(
+            lead.function, lead.folder, lead.ranks, lead.kept, lead.restart or bool(earlier)
+        )
+        findings = hydra_overrides.examine(args)
         try:
-            problems = _problems(args, world_size, restart)
+            problems = _problems(args, findings, lead)
+            if findings.multirun and not problems:
+                context, problems = _open_sweep(args, raw, findings, lead)
         except JobFailed as failed:
             print(failed, file=sys.stderr)
             record_for_torchrun(failed)
+            _leave_result(result_dir, args, "failed", failed.error)
             return 1
         if problems:
-            return _refuse(problems)
-
-    def task(composed: DictConfig) -> float | None:
-        return _run_job(composed, function, folder, ranks, kept, restart)
+            _leave_result(result_dir, args, "invalid", str(ConfigError(problems)))
+            return refuse(problems)
+        if args.check and context is None:
+            print("no mistake found; nothing was started (--check)")
+            return 0
+        task.context = context
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra passes errors on; showing them is done here
+    code: int | str | None = 0
     try:
         _run_hydra(args, parser, task, args.config_path, args.config_name)
+        code = task.end.code if task.end is not None else 0
     except SystemExit as end:
-        return end.code
+        code = end.code
     except JobFailed:
-        return 1  # shown when it happened
+        code = 1  # shown when it happened
     except ConfigError as error:
-        return _refuse(error.problems)
+        code = refuse(error.problems)
     except Exception as error:
-        if not type(error).__module__.startswith(("hydra", "omegaconf")):
+        if not _known(error):
             raise
-        return _refuse([Problem("config", "", " ".join(str(error).split()))])
+        code = refuse([Problem("config", "", " ".join(str(error).split()))])
     finally:
         del os.environ["HYDRA_FULL_ERROR"]
-    return 0
+        if context is not None:
+            code = context.close(code)
+    return code
+
+
+def _leave_result(
+    result_dir: str | None, args: argparse.Namespace, status: Status, error: str
+) -> None:
+    """Leave result.json of a sweep's job that was refused before it had a run directory."""
+    if result_dir is not None:
+        Report(Path(result_dir), args.overrides, 1).write(status, error=error)
+
+
+def _known(error: Exception) -> bool:
+    """Whether an error is what a library tells a user, and not a fault of the program."""
+    raised_in = type(error).__module__, error.__traceback__
+    last = raised_in[1]
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    module = last.tb_frame.f_globals.get("__name__", "") if last is not None else ""
+    return raised_in[0].startswith(("hydra", "omegaconf")) or module.startswith("optuna")
+
+
+class Task:
+    """What Hydra calls with a composed config: of a run, or in this process of a sweep's job."""
+
+    def __init__(self, lead: Lead) -> None:
+        self.lead = lead
+        self.context: Context | None = None  # of a sweep
+        self.end: End | None = None  # of a run
+        self._pid = os.getpid()
+
+    def __call__(self, composed: DictConfig) -> float | None:
+        """The value that a sweeper compares. Raises JobFailed where a sweep's job failed."""
+        from hydra.core.hydra_config import HydraConfig
+        from omegaconf import OmegaConf
+
+        hydra = HydraConfig.get()
+        run_dir, overrides = Path(hydra.runtime.output_dir), list(hydra.overrides.task)
+        plain = OmegaConf.to_container(composed, resolve=True)
+        assert isinstance(plain, dict)
+        if self.context is None:
+            self.lead.kept.keep("hydra.run.dir", str(run_dir))
+            self.lead.kept.keep("started", str(time.time()))
+            self.end = self.lead.run(plain, run_dir, overrides)
+            return self.end.value
+        name = self.context.group, self.context.name_of(overrides)
+        if os.getpid() != self._pid:  # a launcher like submitit brought it to another machine
+            end = _elsewhere(self.lead, plain, run_dir, overrides, name)
+        else:
+            end = self.lead.run(plain, run_dir, overrides, name)
+        if end.ends_sweep:
+            raise SystemExit(end.code or 75)
+        if end.code in (0, 75):
+            return end.value
+        raise JobFailed(end.error, end.error)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "lead": Lead(self.lead.function, self.lead.folder)}
+
+
+def _elsewhere(
+    lead: Lead,
+    plain: dict[str, object],
+    run_dir: Path,
+    overrides: list[str],
+    name: tuple[str, str],
+) -> End:
+    """Run a job in a process that is no driver, alone or as one of the ranks that srun started."""
+    adopt_slurm()
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return lead.run(plain, run_dir, overrides, name)
+    ranks = StartedRanks()
+    if ranks.rank > 0:
+        return End(ranks.follow())
+    end = End(1)
+    try:
+        end = Lead(lead.function, lead.folder, ranks).run(plain, run_dir, overrides, name)
+        return end
+    finally:
+        ranks.dismiss(end.code)
 
 
 def _kept_folder(kept: Kept) -> list[str]:
     """The overrides by which a restart writes where the first start did."""
     paths = {key: kept.get(key) for key in ("hydra.run.dir", "hydra.sweep.dir")}
-    return [f"{key}='{_escaped(path)}'" for key, path in paths.items() if path is not None]
+    return [f"{key}={quoted(path)}" for key, path in paths.items() if path is not None]
 
 
-def _escaped(path: str) -> str:
-    return path.replace("\\", "\\\\").replace("'", "\\'")
-
-
-def _problems(args: argparse.Namespace, world_size: int | None, restart: bool) -> list[Problem]:
+def _problems(args: argparse.Namespace, findings: Findings, lead: Lead) -> list[Problem]:
     """Every mistake in the command line; a sweep's jobs are checked for sense one by one, later."""
-    from titanlike import hydra_overrides
     from titanlike.check import secrets_in_command
+    from titanlike.config.validate import sweep_problems
 
-    findings = hydra_overrides.examine(args)
     if secrets := secrets_in_command(args.overrides, findings.config):
         return secrets
-    if findings.multirun or findings.config is None:
-        return findings.problems
-    config = findings.config
-    if restart:
+    config, known = findings.config, findings.problems
+    if config is None:
+        return known
+    if findings.multirun:
+        return known + list(sweep_problems(config))
+    if lead.restart:
         from titanlike.restart import going_on
 
         config, _ = going_on(config)
-    return findings.problems + _senseless(config, world_size, findings.problems)
+    world_size = lead.ranks.world_size if lead.ranks else None
+    return known + senseless(config, world_size, known)
 
 
-def _senseless(config: Config, world_size: int | None, known: list[Problem]) -> list[Problem]:
-    """What is well-formed but cannot work, apart from what follows from `known` problems."""
-    from titanlike.check import problems as check
+def _open_sweep(
+    args: argparse.Namespace, raw: list[str], findings: Findings, lead: Lead
+) -> tuple[Context, list[Problem]]:
+    """Begin a sweep: fix its directory, and what its sweeper is to know of the config."""
+    from titanlike.sweeps.context import Context
 
-    try:
-        found = check(config, world_size)
-    except Exception as error:
-        if not known:  # by a function of the user's own, which a check calls
-            failure = describe(0, error)
-            text = f"{failure.error}\n{failure.frames}".rstrip()
-            raise JobFailed(text, failure.error) from error
-        return []  # defaults stand in for what could not be read, and need not fit together
-    wrong = {problem.key.lstrip("+~") for problem in known}
-    told = {str(problem): problem for problem in found if problem.key not in wrong}
-    return list(told.values())
-
-
-def _refuse(problems: list[Problem]) -> int:
-    error = ConfigError(problems)
-    count = "a mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
-    lines = "\n".join(f"  {problem}" for problem in error.problems)
-    print(f"{count} in the config; nothing was started\n{lines}", file=sys.stderr)
-    record_for_torchrun(error)
-    return 2
-
-
-def _run_job(
-    composed: DictConfig,
-    function: str,
-    folder: str,
-    ranks: StartedRanks | None,
-    kept: Kept,
-    restart: bool,
-) -> float | None:
-    """One job, from Hydra's composed config to result.json; the value that a sweeper compares.
-
-    Ends a single run by SystemExit with the exit code. In a sweep, raises JobFailed.
-    """
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
-    from omegaconf import OmegaConf
-
-    from titanlike.restart import going_on, going_on_after
-
-    hydra = HydraConfig.get()
-    run_dir = Path(hydra.runtime.output_dir) / folder
-    run_dir.mkdir(parents=True, exist_ok=True)
-    overrides = list(hydra.overrides.task)
-    sweep = hydra.mode == RunMode.MULTIRUN
-    plain = OmegaConf.to_container(composed, resolve=True)
-    assert isinstance(plain, dict)
-    config, problems = parse({**plain, "run_dir": str(run_dir)})
-    world_size = ranks.world_size if ranks else None
-    end = _Ending(run_dir, overrides, config.world_size)
-    stop = Stop()
-    if sweep:
-        kept.keep("hydra.sweep.dir", str(Path(hydra.sweep.dir).absolute()))
-    else:
-        kept.keep("hydra.run.dir", str(hydra.runtime.output_dir))
-        kept.keep("started", str(time.time()))
-    with interruptible(end.interrupted, stop):
-        try:
-            if restart:
-                config, _ = going_on(config)
-            if sweep:
-                problems += _senseless(config, world_size, problems)
-            if problems:
-                raise ConfigError(problems)
-            _write_config(config, run_dir)
-            started = None if sweep else kept.get("started")
-            job = Job(function, config, run_dir, overrides, float(started or time.time()))
-            if ranks:
-                result = ranks.lead(job, stop, end.failed)
-            else:  # a tool's job is not for being started again
-                again = None if folder else partial(going_on_after, config)
-                result = run_local(job, stop, end.failed, again)
-        except Interrupted as interrupted:
-            end.interrupted(interrupted)
-            raise
-        except ConfigError as error:
-            end.write("failed", error=str(error))
-            if not sweep:
-                raise
-            _refuse(error.problems)
-            raise JobFailed(str(error), str(error)) from None
-        except JobFailed as failed:
-            end.write("failed", error=failed.error)
-            print(f"\n{failed}", file=sys.stderr)
-            record_for_torchrun(failed)
-            if sweep and not failed.ends_sweep:
-                raise
-            raise SystemExit(1) from None
-    stopped, code = result.get("stopped"), result.get("exit_code", 0)
-    if stopped:
-        why = f"stopped early by {stopped}, with a checkpoint; the same command goes on"
-        end.write("stopped", value=result.get("value"), error=why)
-        if stopped != name_of_wish(TIME_IS_UP) or not sweep:  # the user wants out of a sweep, too
-            raise SystemExit(0 if will_restart() else code)
-        return result.get("value")
-    end.write("completed", value=result.get("value"))
-    if code and not sweep:
-        raise SystemExit(code)
-    if code:
-        raise JobFailed(f"exit code {code}", f"exit code {code}")
-    return result.get("value")
-
-
-class _Ending:
-    """Writes result.json when a job ends, from whichever thread learns of it."""
-
-    def __init__(self, run_dir: Path, overrides: list[str], world_size: int) -> None:
-        self._world_size = world_size
-        self._run_dir, self._overrides, self._start = run_dir, overrides, time.monotonic()
-        (run_dir / "result.json").unlink(missing_ok=True)  # of an earlier run
-
-    def write(self, status: Any, value: float | None = None, error: str | None = None) -> None:
-        from titanlike.metrics.result import write_result
-
-        try:
-            write_result(
-                self._run_dir,
-                status=status,
-                value=value,
-                error=error,
-                seconds=time.monotonic() - self._start,
-                overrides=self._overrides,
-            )
-        except OSError as problem:  # a full disk must not hide what happened
-            print(f"result.json could not be written: {problem}", file=sys.stderr)
-
-    def interrupted(self, interrupted: Interrupted) -> None:
-        """A signal; torchrun sends one, too, when another rank has failed."""
-        cause = root_cause(self._run_dir)
-        if cause is None or cause.transport:
-            self.write("interrupted", error=str(interrupted))
-        else:
-            self.write("failed", error=f"rank {cause.rank} failed: {cause.error}")
-            print(f"\n{cause.to_job_failed(self._run_dir, 2)}", file=sys.stderr)
-
-    def failed(self, failure: Failure) -> None:
-        """The job hangs, and this process is about to end itself."""
-        cause = root_cause(self._run_dir) or failure
-        told = cause.to_job_failed(self._run_dir, self._world_size)
-        self.write("failed", error=told.error)
-        print(f"\n{told}", file=sys.stderr, flush=True)
-
-
-def _write_config(config: Config, run_dir: Path) -> None:
-    """Leave run_dir/config.yaml, from which the run can be launched again."""
-    import yaml
-    from omegaconf import OmegaConf
-
-    own = yaml.safe_load((conf_dir() / "config.yaml").read_text(encoding="utf-8"))
-    overrides = [item for item in own["defaults"] if str(item).startswith("{'override")]
-    settings = yaml.safe_dump({"defaults": ["_self_", *overrides], "hydra": own["hydra"]})
-    text = (
-        "# The whole config of this run. Launch it again, with any key=value after it:\n"
-        f"#   python train.py --config-path '{run_dir}'\n"
-        f"{settings}\n{OmegaConf.to_yaml(to_plain(config))}"
+    config, shape = findings.config, findings.sweep
+    assert config is not None and shape is not None
+    context = Context(
+        folder=shape.folder,
+        settings=config.sweep,
+        value=config.value or ("val_loss" if config.validation.every else "loss"),
+        program=Path(sys.argv[0]).name,
+        options=_options(raw),
+        command=raw,
+        inner=lead.folder,
+        grid=shape.grid,
+        fixed=shape.fixed,
+        restart=lead.restart,
+        check=args.check,
     )
-    unfinished = run_dir / "config.yaml.tmp"
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(run_dir / "config.yaml")
+    lead.kept.keep("hydra.sweep.dir", str(shape.folder))
+    args.overrides.append(f"hydra.sweep.dir={quoted(str(shape.folder))}")
+    args.overrides += shape.settings(config)
+    return context, context.open()
+
+
+def _options(words: list[str]) -> list[str]:
+    """What of a sweep's command line each of its jobs is given, too, besides its overrides."""
+    of_sweep = ("hydra.sweep", "hydra.launcher", "hydra.run.", "hydra.mode", "hydra/")
+    options, words = [], [*words]
+    while words:
+        word = words.pop(0)
+        if word.partition("=")[0] in ("--config-path", "-cp", "--config-name", "-cn") or (
+            word.partition("=")[0] in ("--config-dir", "-cd")
+        ):
+            options.append(word)
+            if "=" not in word and words:
+                options.append(words.pop(0))
+        elif word.lstrip("+~").startswith("hydra.") and not word.startswith(of_sweep):
+            options.append(word)
+    return options
 
 
 def _plugin_confs() -> list[str]:

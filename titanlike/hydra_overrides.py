@@ -39,6 +39,36 @@ from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config
 CONFIG_NAME = "config"
 
 
+@dataclass(frozen=True)
+class SweepShape:
+    """What is known of a sweep before Hydra runs."""
+
+    folder: Path  # its directory, absolute
+    sweeper: DictConfig  # hydra.sweeper
+    given: frozenset[str]  # keys of all overrides
+    fixed: frozenset[str]  # keys that are the same in all jobs: not swept over
+
+    @property
+    def grid(self) -> bool:
+        """Whether all jobs are known from the start."""
+        return str(self.sweeper.get("_target_")).startswith("hydra_plugins.titanlike_sweeps.")
+
+    def settings(self, config: Config) -> list[str]:
+        """Overrides for a search (Optuna's): what it maximizes, and that it outlives a failed job."""
+        from titanlike.sweeps.summary import VALUES
+
+        wanted = {
+            "direction": "maximize" if VALUES[config.value or "val_loss"] else "minimize",
+            "max_failure_rate": "1.0",
+            "n_jobs": str(config.sweep.parallel or 1),
+        }
+        return [
+            f"hydra.sweeper.{key}={value}"
+            for key, value in wanted.items()
+            if key in self.sweeper and f"hydra.sweeper.{key}" not in self.given
+        ]
+
+
 @dataclass
 class Findings:
     """What is known of a command line before Hydra runs."""
@@ -46,6 +76,7 @@ class Findings:
     multirun: bool
     problems: list[Problem] = field(default_factory=list)
     config: Config | None = None  # of the overrides that are good; None where nothing composes
+    sweep: SweepShape | None = None  # where multirun
 
     def add(self, problem: Problem) -> None:
         if problem not in self.problems:
@@ -142,14 +173,38 @@ class _Examination:
             else:
                 values.append(override)
         swept = {o.key_or_group for o in (*groups, *values) if o.is_sweep_override()}
+        self.overrides = overrides
         for choices in itertools.product(*(_each(override) for override in groups)):
             try:
                 composed = self._compose([*lines, *choices])
             except (HydraException, OmegaConfBaseException) as error:
                 self.findings.add(Problem(" ".join(choices) or "config", "", _text(error)))
                 continue
+            swept |= self._params(composed)
             self._apply(composed, values)
             self._parse(composed, swept)
+
+    def _params(self, composed: DictConfig) -> set[str]:
+        """Judge the overrides of a sweep that is written in a file; the keys that they vary."""
+        self.findings.multirun |= composed.hydra.mode == RunMode.MULTIRUN
+        swept: set[str] = set()
+        if not self.findings.multirun:
+            return swept
+        values = []
+        for key, value in (composed.hydra.sweeper.get("params") or {}).items():
+            text = f"++{key}={value}" if key.startswith("model.") else f"{key}={value}"
+            override = _parse_override(text, self.loader)
+            if override is None:
+                reason = "hydra.sweeper.params is not of the form key: values"
+                self.findings.add(Problem(str(key), value, reason, f"{key}: a,b"))
+            elif self.repository.group_exists(override.key_or_group):
+                self._choice_exists(override)
+                swept.add(override.key_or_group)
+            else:
+                values.append(override)
+                swept.add(override.key_or_group)
+        self._apply(copy.deepcopy(composed), values)
+        return swept
 
     def _compose(self, lines: list[str]) -> DictConfig:
         return self.loader.load_configuration(self.config_name, lines, RunMode.RUN)
@@ -197,6 +252,14 @@ class _Examination:
 
     def _parse(self, composed: DictConfig, swept: set[str]) -> None:
         HydraConfig.instance().set_config(composed)  # for ${hydra:...} in values
+        if self.findings.multirun:
+            given = [override.key_or_group for override in self.overrides]
+            self.findings.sweep = SweepShape(
+                Path(composed.hydra.sweep.dir).absolute(),
+                composed.hydra.sweeper,
+                frozenset(given),
+                frozenset(given) - swept,
+            )
         task = copy.copy(composed)
         OmegaConf.set_struct(task, False)
         task.pop("hydra")

@@ -34,6 +34,7 @@ from titanlike.optimization import clip_gradients, gradient_norm, learning_rate,
 from titanlike.parallel.device import deterministic, peak_flops, peak_memory
 from titanlike.parallel.mesh import Mesh, close_mesh, open_mesh
 from titanlike.parallel.sharding import compute_dtype
+from titanlike.sweeps.summary import summary, value_of
 
 PREPARATION = 24 * 3600.0  # seconds that one rank may work on its own before all begin
 STOPPED_EARLY = 75  # exit code of a run that was asked to end and can go on (EX_TEMPFAIL)
@@ -65,7 +66,7 @@ class Session:
 def train(config: Config, worker: Worker) -> dict[str, Any]:
     """Train to the last step, or until the run is asked to end.
 
-    Returns {"value": last validation loss (or loss)}, and of a run that was asked to end early
+    Returns {"value": last validation loss (or loss), or what `config.value` names}, and of a run that was asked to end early
     also "stopped" (by what) and "exit_code".
     """
     data = open_on_every_rank(config, worker)
@@ -106,11 +107,14 @@ def train(config: Config, worker: Worker) -> dict[str, Any]:
             console.close()
             for sink in sinks:
                 sink.close(status)
+    value = progress.value
     if worker.rank == 0:
         report.closing(console, config, worker, start, progress, saver.newest, name_of_wish(wish))
+        if config.value is not None:
+            value = value_of(config.value, summary(worker.run_dir))
     close_mesh()
     ending = {"stopped": name_of_wish(wish), "exit_code": STOPPED_EARLY} if wish else {}
-    return {"value": progress.value, **ending}
+    return {"value": value, **ending}
 
 
 def train_steps(s: Session, progress: Progress) -> tuple[Progress, int]:

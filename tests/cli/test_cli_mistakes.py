@@ -8,7 +8,7 @@ import pytest
 from hydra._internal.utils import get_args_parser
 from launch.launched import Launched
 
-from titanlike.cli import conf_dir
+from titanlike.config.folder import conf_dir
 from titanlike.hydra_overrides import Findings, examine, prepare
 
 

@@ -10,7 +10,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from titanlike.cli import conf_dir
+from titanlike.config.folder import conf_dir
 from titanlike.config.parse import parse, to_plain
 from titanlike.config.schema import VARIANTS, Config
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlike.cli import conf_dir
+from titanlike.config.folder import conf_dir
 from titanlike.config.help import help_text
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import VARIANTS, Config

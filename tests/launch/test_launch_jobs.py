@@ -43,10 +43,14 @@ def test_a_failing_job_does_not_stop_a_sweep(tmp_path: Path, torchrun: int) -> N
     assert results(tmp_path) == ["completed", "failed", "completed"]
 
 
-def test_nothing_of_a_job_is_left_for_the_next_of_a_sweep(tmp_path: Path) -> None:
-    code, out, _ = Launched("leaks", "-m", "seed=0,1", f"run_dir={tmp_path}").wait()
-    assert code == 0 and out.splitlines() == ["found (None, 0)"] * 2
-    assert (tmp_path / "0/logs/rank0.log").read_text() == "found (None, 0)\n"
+def test_nothing_of_a_job_is_left_for_the_next_on_the_same_ranks(tmp_path: Path) -> None:
+    sweep = Launched("leaks", "-m", "seed=0,1", "pp=2", f"run_dir={tmp_path}", torchrun=2)
+    code, out, _ = sweep.wait()
+    found = [line for line in out.splitlines() if line.startswith("found")]
+    assert code == 0 and found == ["found (None, 0)"] * 2
+    for number, rank in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        log = tmp_path / str(number) / "logs" / f"rank{rank}.log"
+        assert log.read_text() == "found (None, 0)\n"
 
 
 def test_a_job_chooses_the_exit_code(tmp_path: Path) -> None:

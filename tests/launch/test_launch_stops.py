@@ -64,9 +64,11 @@ def test_a_mistake_is_not_tried_again(tmp_path: Path) -> None:
     assert (tmp_path / "starts0").read_text() == "x"
 
 
-def test_a_sweep_goes_on_after_max_time_and_ends_after_a_signal(tmp_path: Path) -> None:
-    launched = Launched("stops", "-m", "seed=0,1,2", f"run_dir={tmp_path}")
-    assert launched.wait()[0] == 75
+def test_on_started_ranks_a_sweep_goes_on_after_max_time_and_ends_after_a_signal(
+    tmp_path: Path,
+) -> None:
+    launched = Launched("stops", "-m", "seed=0,1,2", "pp=2", f"run_dir={tmp_path}", torchrun=2)
+    launched.wait()
     assert [path.parent.name for path in sorted(tmp_path.rglob("result.json"))] == ["0", "1"]
     assert (result(tmp_path / "0")["status"], result(tmp_path / "0")["value"]) == ("stopped", 0.0)
     assert "max_time" in result(tmp_path / "0")["error"]

@@ -68,6 +68,12 @@ def override_text(value: Any) -> str:
     return str(value)
 
 
+def quoted(text: str) -> str:
+    """A text as the value of an override, whatever is in it."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word most like `word`, or None where nothing is near."""
 

@@ -342,6 +342,23 @@ class Launch:
 
 
 @dataclass
+class Sweep:
+    """How the jobs of a sweep (`-m`) are run."""
+
+    resume: bool = key(False, "run what is not done of the sweep in run_dir; stopped jobs go on")
+    parallel: int = key(1, "jobs at a time on this machine; 0 = as many as have a device (a core)")
+    submit: str | None = key(
+        None, "hand each job to this command instead, 'sbatch tools/slurm/train.sbatch'"
+    )
+    wait: Seconds | None = key(
+        None, "with submit: wait so long (12h) for the jobs' ends; null = not at all"
+    )
+    share: str | None = key(
+        None, "i/n: run only every n-th job, from the i-th (0 = first) on; for job arrays"
+    )
+
+
+@dataclass
 class Config:
     """One run."""
 
@@ -374,6 +391,13 @@ class Config:
         "outputs/run",
         "where everything is written; started again, it goes on; left out = outputs/DATE/TIME",
     )
+    value: (
+        Literal["val_loss", "loss", "tokens_per_second", "step_seconds", "mfu", "memory_bytes"]
+        | None
+    ) = key(
+        None,
+        "what a sweep compares, result.json's value; null = val_loss, or loss without validation",
+    )
     log_every: int = key(10, "steps between printed lines (metrics.jsonl has every step)")
     # the model's keys are its constructor's arguments: see titanlike/models
     model: Custom = key(lambda: Custom("llama"), "model family or import path, and its arguments")
@@ -389,6 +413,7 @@ class Config:
     checkpoint: Checkpoint = key(Checkpoint, "what is kept of a run")
     logger: Wandb | TensorBoard | NoLogger = key(Wandb, "where metrics go besides metrics.jsonl")
     launch: Launch = key(Launch, "starting and watching the workers")
+    sweep: Sweep = key(Sweep, "many runs by one command (-m)")
 
     @property
     def world_size(self) -> int:

@@ -6,6 +6,8 @@ What needs the model to be built (layers against stages, heads against dims) is
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from math import gcd, inf, log
@@ -24,7 +26,46 @@ _MOST_MESHES = 3  # that an error names
 def problems(config: Config, world_size: int | None = None) -> list[Problem]:
     """Every problem of a config that was parsed; world_size: processes that were started for it."""
     found = [*_mesh(config, world_size), *_positive(config), *_ranges(config), *_batch(config)]
-    return [*found, *_resume(config)]
+    return [*found, *_resume(config), *_value(config), *sweep_problems(config)]
+
+
+def sweep_problems(config: Config) -> Iterator[Problem]:
+    """What is wrong with how a sweep is to be run, whatever its jobs are."""
+    sweep = config.sweep
+    if sweep.parallel < 0:
+        yield Problem("sweep.parallel", sweep.parallel, "must be at least 0", "sweep.parallel=0")
+    if sweep.wait is not None and not 0 < sweep.wait < inf:
+        yield Problem("sweep.wait", sweep.wait, "must be above 0, finite", "sweep.wait=12h")
+    if sweep.wait is not None and sweep.submit is None:
+        reason = "there is nothing to wait for without sweep.submit"
+        yield Problem("sweep.wait", sweep.wait, reason, "sweep.wait=null")
+    if sweep.submit is not None:
+        try:
+            empty = not shlex.split(sweep.submit)
+        except ValueError as error:
+            empty, reason = True, f"is no shell command: {error}"
+        else:
+            reason = "is empty"
+        if empty:
+            fix = "sweep.submit='sbatch tools/slurm/train.sbatch'"
+            yield Problem("sweep.submit", sweep.submit, reason, fix)
+    if sweep.share is not None and part_of(sweep.share) is None:
+        reason = "must be i/n: job i and every n-th after it, i from 0 to n - 1"
+        yield Problem("sweep.share", sweep.share, reason, "sweep.share=0/4")
+
+
+def part_of(share: str) -> tuple[int, int] | None:
+    """sweep.share's i and n; None where it is not of that form."""
+    found = re.fullmatch(r"(\d+)/(\d+)", share)
+    if found is None or not int(found[1]) < int(found[2]):
+        return None
+    return int(found[1]), int(found[2])
+
+
+def _value(config: Config) -> Iterator[Problem]:
+    if config.value == "val_loss" and config.validation.every == 0:
+        reason = "nothing is validated with validation.every=0"
+        yield Problem("value", "val_loss", reason, "value=loss")
 
 
 def _mesh(config: Config, world_size: int | None) -> Iterator[Problem]:

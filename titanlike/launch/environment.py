@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 _PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "PET_")
@@ -21,9 +21,8 @@ def workers_environment(workers: int) -> Iterator[None]:
     them unless the user has set OMP_NUM_THREADS.
     """
     before = dict(os.environ)
-    for name in before:
-        if name in _NAMES or name.startswith(_PREFIXES):
-            del os.environ[name]
+    for name in before.keys() - without_ranks(before).keys():
+        del os.environ[name]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // workers)))
     try:
@@ -31,6 +30,12 @@ def workers_environment(workers: int) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def without_ranks(env: Mapping[str, str]) -> dict[str, str]:
+    """An environment without what makes a process a rank of an outer launcher's job."""
+    ours = {name for name in env if name in _NAMES or name.startswith(_PREFIXES)}
+    return {name: value for name, value in env.items() if name not in ours}
 
 
 def is_restart() -> bool:

@@ -8,8 +8,9 @@ from typing import Any, Literal
 from titanlike import files
 from titanlike.config.credentials import redact, redact_override
 
+# invalid: a mistake in the config, nothing was started;
 # stopped: ended early by a wish, with a checkpoint; interrupted: ended at once by a signal
-Status = Literal["completed", "stopped", "failed", "interrupted"]
+Status = Literal["completed", "stopped", "failed", "invalid", "interrupted"]
 
 
 def write_result(

@@ -1,0 +1,161 @@
+"""The sweeper and the launcher behind `train.py -m`. Hydra takes them from this package alone.
+
+The sweeper (`hydra/sweeper=grid`) says which jobs there are, the launcher (`hydra/launcher=jobs`)
+how each is run: as a process of this machine, by a submit command, or on the ranks that torchrun
+has started. Each works with others in the other's place, as hydra/sweeper=optuna or
+hydra/launcher=submitit_slurm.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+if TYPE_CHECKING:
+    from titanlike.cli import Task
+    from titanlike.config.schema import Config
+    from titanlike.sweeps.plan import Job
+
+
+# what hydra.sweeper and hydra.launcher are; `params` are the overrides of a sweep that is written in
+# a file, all else is set in the config's own group `sweep`
+_HERE = "hydra_plugins.titanlike_sweeps"
+_store = ConfigStore.instance().store
+_store("grid", {"_target_": f"{_HERE}.GridSweeper", "params": None}, group="hydra/sweeper")
+_store("jobs", {"_target_": f"{_HERE}.JobLauncher"}, group="hydra/launcher")
+
+
+class GridSweeper(BasicSweeper):
+    """Every combination of the values."""
+
+    def __init__(self, params: DictConfig | None = None) -> None:
+        super().__init__(None, {str(key): value for key, value in (params or {}).items()})
+
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
+        super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
+        self.task: Task = task_function  # type: ignore[assignment]
+
+    def sweep(self, arguments: list[str]) -> Any:
+        """Run what is to be run. A job that fails is the launcher's to tell."""
+        assert self.hydra_context is not None and self.launcher is not None
+        context = self.task.context
+        assert context is not None, "only a sweep has a sweeper"
+        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
+        overrides = parser.parse_overrides([*self._parse_config(), *arguments])
+        (combinations,) = self.split_arguments(overrides, None)
+        jobs = context.todo(combinations)
+        lists = [[*_prepared(job.overrides), f"hydra.sweep.subdir={job.folder}"] for job in jobs]
+        return self.launcher.launch(lists, initial_job_idx=0) if lists else []
+
+    def _parse_config(self) -> list[str]:
+        return _prepared(f"{key}={value}" for key, value in self.params.items())
+
+
+class JobLauncher(Launcher):
+    """Runs jobs as `config.sweep` says."""
+
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
+        self.hydra_context, self.config = hydra_context, config
+        self.task: Task = task_function  # type: ignore[assignment]
+
+    def launch(
+        self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+    ) -> Sequence[JobReturn]:
+        """Run a batch of jobs to their ends; a failed one's return_value raises."""
+        from titanlike.sweeps.run import Prepared, run_jobs
+
+        setup_globals()
+        context = self.task.context
+        assert context is not None, "only a sweep has a launcher"
+        prepared, composed = [], {}
+        for index, overrides in enumerate(job_overrides):
+            job = context.job_of(list(overrides), context.base + initial_job_idx + index)
+            config, problems = None, []
+            try:
+                composed[job.number] = self._compose(list(overrides), job)
+                config, problems = _parsed(composed[job.number], context.folder / job.folder)
+            except Exception as error:
+                if not type(error).__module__.startswith(("hydra", "omegaconf")):
+                    raise
+                problems = [_problem(error)]
+            prepared.append(Prepared(job, config, problems))
+
+        def here(job: Job) -> float | None:
+            ended = run_job(
+                hydra_context=self.hydra_context,
+                task_function=self.task,
+                config=composed[job.number],
+                job_dir_key="hydra.sweep.dir",
+                job_subdir_key="hydra.sweep.subdir",
+                configure_logging=False,
+            )
+            return ended._return_value if ended.status == JobStatus.COMPLETED else _raise(ended)
+
+        ends = run_jobs(context, self.task.lead, prepared, here)
+        returns = []
+        for item, end in zip(prepared, ends, strict=True):
+            failed = isinstance(end, Exception)
+            status = JobStatus.FAILED if failed else JobStatus.COMPLETED
+            ended = Returned(overrides=item.job.overrides, working_dir=os.getcwd(), status=status)
+            ended.return_value = end
+            returns.append(ended)
+        return returns
+
+    def _compose(self, overrides: list[str], job: Job) -> DictConfig:
+        config = self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
+        with open_dict(config):
+            config.hydra.job.id = config.hydra.job.num = job.number
+            config.hydra.sweep.subdir = job.folder
+        return config
+
+
+class Returned(JobReturn):
+    """What became of a job. Unlike Hydra's own it is quiet: the user was told when it ended."""
+
+    @property
+    def return_value(self) -> Any:
+        if self.status == JobStatus.COMPLETED:
+            return self._return_value
+        raise self._return_value
+
+    @return_value.setter
+    def return_value(self, value: Any) -> None:
+        self._return_value = value
+
+
+def _prepared(overrides: Any) -> list[str]:
+    """Overrides as Hydra needs them: the model's keys are its constructor's to say."""
+    return [f"++{text}" if text.startswith("model.") else text for text in overrides]
+
+
+def _parsed(composed: DictConfig, run_dir: Path) -> tuple[Config, list[Any]]:
+    from titanlike.config.parse import parse
+
+    task = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
+    plain = OmegaConf.to_container(task, resolve=True)
+    assert isinstance(plain, dict)
+    return parse({**plain, "run_dir": str(run_dir)})
+
+
+def _problem(error: Exception) -> Any:
+    from titanlike.config.errors import Problem
+
+    return Problem("config", "", " ".join(str(error).split()))
+
+
+def _raise(ended: JobReturn) -> Any:
+    raise ended._return_value

@@ -1,0 +1,125 @@
+"""sweep.jsonl: what a sweep is going to run. A header, then a line a job, in the sweep's directory.
+
+The directory may be written by several processes at once (the tasks of a job array, a search that
+adds jobs as it goes), so jobs are appended, and the reader takes a job that comes twice once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from titanlike import files
+from titanlike.config.credentials import redact, redact_override
+
+FILE = "sweep.jsonl"
+_PATIENCE = 10.0  # seconds for another process's few lines
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job of a sweep."""
+
+    number: int
+    folder: str  # relative to the sweep's directory, "3"
+    overrides: list[str]  # all of the job's
+    swept: list[str]  # those of them that the sweep varies
+    skipped: str | None = None  # why it is not started at all
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A sweep: how it is run again, and what its jobs are compared by."""
+
+    command: str  # shell line that runs it again, into the same directory
+    value: str  # the objective, one of `summary.VALUES`
+    inner: str = ""  # a tool's own place in each job's folder, "verify"
+    jobs: list[Job] = field(default_factory=list)  # by number
+
+
+def write_plan(folder: Path, plan: Plan) -> None:
+    """Write folder/sweep.jsonl, whole or not at all; what was there is gone.
+
+    Credentials in the command and in overrides are written as ***.
+    """
+    header = {"command": redact(plan.command), "value": plan.value, "inner": plan.inner}
+    lines = [files.dumps(header), *map(_line, plan.jobs)]
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder):
+        files.replace_file(folder / FILE, "\n".join(lines) + "\n")
+
+
+def add_jobs(folder: Path, jobs: list[Job]) -> None:
+    """Append jobs; several processes may. A number that is there already is replaced.
+
+    Raises FileNotFoundError where there is no plan.
+    """
+    with _locked(folder), (folder / FILE).open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - 1))
+        torn = file.read(1) not in (b"\n", b"")  # by a process that was killed while it wrote
+        text = ("\n" if torn else "") + "".join(_line(job) + "\n" for job in jobs)
+        with (folder / FILE).open("ab", buffering=0) as appended:  # one write: no line is torn
+            appended.write(text.encode())
+
+
+def read_plan(folder: Path) -> Plan | None:
+    """The plan of a sweep's directory; None where there is none.
+
+    Raises ValueError where the file's first line is no header of a sweep.
+    """
+    try:
+        text = (folder / FILE).read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    first, *rest = text.split("\n")
+    try:
+        header = files.loads(first)
+        command, value, inner = header["command"], header["value"], header["inner"]
+    except (ValueError, KeyError):
+        raise ValueError(f"{folder / FILE}: its first line is no header of a sweep") from None
+    jobs = {job.number: job for job in map(_job, rest) if job}
+    return Plan(command, value, inner, [jobs[number] for number in sorted(jobs)])
+
+
+def _line(job: Job) -> str:
+    plain: dict[str, Any] = asdict(job)
+    for key in ("overrides", "swept"):
+        plain[key] = [redact_override(text) for text in plain[key]]
+    plain["skipped"] = job.skipped and redact(job.skipped)
+    return files.dumps(plain)
+
+
+def _job(line: str) -> Job | None:
+    try:
+        plain = files.loads(line)
+        return Job(**{key: plain[key] for key in Job.__dataclass_fields__})
+    except (ValueError, KeyError):  # torn, or empty
+        return None
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One writer at a time. Where the file system has no locks, appended lines must do."""
+    deadline = time.monotonic() + _PATIENCE
+    handle = os.open(folder / f".{FILE}.lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.01)
+            except OSError:
+                break
+        yield
+    finally:
+        os.close(handle)

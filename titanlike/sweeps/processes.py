@@ -1,0 +1,257 @@
+"""A sweep's jobs as processes of this machine: one after another, or several at a time.
+
+Each job is a command of its own, as if the user had typed it: whatever becomes of its process, the
+next one starts in a clean one. One after another they share the terminal; several at a time, each
+writes to its own output.log, and a line says when it begins and ends.
+
+Several share the devices: each job gets as many GPUs as it has ranks (CUDA_VISIBLE_DEVICES), or on
+the CPU as many cores' worth of threads. A job that needs more than there are runs alone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from typing import IO
+
+from titanlike.launch.environment import import_path, without_ranks
+from titanlike.launch.signals import Interrupted, interruptible
+from titanlike.launch.stop import Stop
+from titanlike.metrics.result import read_result, write_result
+
+OUTPUT = "output.log"  # of a job that has no terminal
+_LOOK = 0.05  # seconds between looks
+_PATIENCE = 30.0  # seconds that a job gets to end after a second signal
+_STOPPED = 75  # exit code of a run that has stopped with a checkpoint
+_LAST = 2000  # characters of a job's output that are shown where it left no result
+
+
+@dataclass(frozen=True)
+class Command:
+    """One job: what is run, and where its result will be."""
+
+    name: str  # for the user: "3: schedule=gpipe"
+    function: str  # what `cli.main` takes
+    inner: str
+    arguments: list[str]  # of the command line
+    overrides: list[str]  # for result.json, where the job itself leaves none
+    folder: Path  # where it writes result.json
+    ranks: int
+    device: str  # auto, cpu or cuda
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job's process ended."""
+
+    command: Command
+    code: int  # negative: the signal that killed it
+    status: str  # as in result.json
+    error: str
+    value: float | None
+    seconds: float
+
+    @property
+    def good(self) -> bool:
+        """Whether it counts as done: completed, or stopped by max_time, which is its own."""
+        return self.status == "completed" or (self.status == "stopped" and "max_time" in self.error)
+
+
+class Processes:
+    """Runs commands, at most `parallel` at a time (0 = as many as there are devices for)."""
+
+    def __init__(
+        self, parallel: int, begun: Callable[[Command], None], ended: Callable[[Ended], None]
+    ) -> None:
+        self._parallel, self._begun, self._told = parallel, begun, ended
+        self._running: dict[subprocess.Popen[bytes], _Running] = {}
+
+    def run(self, commands: list[Command]) -> list[Ended]:
+        """Run them all; how each ended, in their order.
+
+        Raises SystemExit(75) where a signal has stopped the jobs that ran, and Interrupted where it
+        has ended them.
+        """
+        ended: dict[int, Ended] = {}
+        waiting = dict(enumerate(commands))
+        stop = _PassedOn(self._pass_on)
+        free = [] if self._parallel == 1 else devices(commands)
+        total = len(free)
+        with interruptible(stop=stop):
+            try:
+                while waiting or self._running:
+                    for number, command in list(waiting.items()):
+                        if stop.asked or len(self._running) >= (self._parallel or inf):
+                            break
+                        need = min(command.ranks, total)
+                        if self._parallel != 1 and need > len(free):
+                            continue  # a smaller one behind it may fit
+                        taken, free = free[:need], free[need:]
+                        del waiting[number]
+                        self._start(number, command, taken, total)
+                    for process in [p for p in self._running if p.poll() is not None]:
+                        running = self._running.pop(process)
+                        free += running.taken
+                        ended[running.number] = self._end(running, process.returncode)
+                    if stop.asked and not self._running:
+                        break
+                    stop.lose_patience(self._running)
+                    time.sleep(_LOOK)
+            finally:
+                for process in self._running:  # an error of our own
+                    process.kill()
+        if stop.asked:
+            if all(end.code in (0, _STOPPED) for end in ended.values()):
+                raise SystemExit(_STOPPED)
+            raise Interrupted(stop.wish())
+        return [ended[number] for number in sorted(ended)]
+
+    def _start(self, number: int, command: Command, taken: list[str], total: int) -> None:
+        command.folder.mkdir(parents=True, exist_ok=True)
+        (command.folder / "result.json").unlink(missing_ok=True)
+        self._begun(command)
+        output = None if self._parallel == 1 else (command.folder / OUTPUT).open("ab")
+        process = subprocess.Popen(
+            [sys.executable, "-c", _program(command), *command.arguments],
+            env=_environment(command, taken, self._parallel, total),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=None if output is None else subprocess.STDOUT,
+        )
+        self._running[process] = _Running(number, command, taken, time.monotonic(), output)
+
+    def _end(self, running: _Running, code: int) -> Ended:
+        command, seconds = running.command, time.monotonic() - running.start
+        if running.output is not None:
+            running.output.close()
+        try:
+            result = read_result(command.folder)
+        except ValueError:
+            result = None
+        if result is None:
+            error = _death(code) + _last_words(command.folder if running.output else None)
+            write_result(
+                command.folder,
+                status="failed",
+                value=None,
+                error=error,
+                seconds=seconds,
+                overrides=command.overrides,
+            )
+            result = {"status": "failed", "value": None, "error": error}
+        ended = Ended(
+            command, code, result["status"], result["error"] or "", result["value"], seconds
+        )
+        self._told(ended)
+        return ended
+
+    def _pass_on(self, signum: int) -> bool:
+        for process in list(self._running):
+            process.send_signal(signum)
+        return bool(self._running)
+
+
+@dataclass(frozen=True)
+class _Running:
+    number: int
+    command: Command
+    taken: list[str]  # devices
+    start: float
+    output: IO[bytes] | None
+
+
+class _PassedOn(Stop):
+    """Signals go on to the jobs, which end by themselves: first after a step, then at once."""
+
+    def __init__(self, pass_on: Callable[[int], bool]) -> None:
+        super().__init__()
+        self._pass_on = pass_on
+        self._last, self._times, self._wish = -inf, 0, 0
+
+    def request(self, signum: int) -> bool:
+        """Pass a signal on; False where there is nobody to end first."""
+        now = time.monotonic()
+        if now - self._last < 1.0:  # Ctrl-C comes to every process of a terminal at once
+            return True
+        self._last, self._wish = now, signum
+        self._times += 1
+        return self._pass_on(signum)
+
+    @property
+    def asked(self) -> bool:
+        return bool(self._wish)
+
+    def wish(self, max_time: float | None = None) -> int:
+        return self._wish
+
+    def lose_patience(self, running: dict[subprocess.Popen[bytes], _Running]) -> None:
+        """Kill what has not ended long after a second signal."""
+        if self._times > 1 and time.monotonic() - self._last > _PATIENCE:
+            for process in running:
+                process.kill()  # its workers end with it
+
+
+def devices(commands: list[Command]) -> list[str]:
+    """What jobs are given a share of: GPUs by name, or cores of the CPU."""
+    if any(command.device != "cpu" for command in commands):
+        import torch
+
+        if torch.cuda.is_available():
+            named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+            return named or [str(index) for index in range(torch.cuda.device_count())]
+    return [f"core {index}" for index in range(cores())]
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _environment(command: Command, taken: list[str], parallel: int, total: int) -> dict[str, str]:
+    env = without_ranks(os.environ)
+    if parallel == 1:
+        return env
+    if taken and not taken[0].startswith("core "):
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(taken)
+        at_once = max(1, total // command.ranks)
+    else:
+        at_once = parallel or max(1, total // command.ranks)
+    env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // (at_once * command.ranks))))
+    return env
+
+
+def _program(command: Command) -> str:
+    """What a job's process runs: the same as the sweep's own, whatever that was started by."""
+    call = f"main({command.function!r}, {command.inner!r}, {str(command.folder)!r})"
+    return (
+        f"import sys; sys.path[:] = {import_path()!r}; sys.argv[0] = {sys.argv[0]!r}; "
+        "from signal import SIGTERM; from titanlike.launch.signals import die_with_parent; "
+        f"die_with_parent({os.getpid()}, SIGTERM); "  # a wish to stop, where it trains
+        f"from titanlike.cli import main; {call}"
+    )
+
+
+def _death(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code} and no result"
+    name = signal.Signals(-code).name
+    hint = "; often the kernel when memory runs out" if name == "SIGKILL" else ""
+    return f"killed by {name}{hint}"
+
+
+def _last_words(folder: Path | None) -> str:
+    """The last lines that a job without a terminal has printed."""
+    if folder is None:
+        return ""
+    text = (folder / OUTPUT).read_text(encoding="utf-8", errors="replace")[-_LAST:]
+    lines = [line for line in text.splitlines() if line.strip()]
+    return "".join(f"\n  {line}" for line in lines[-5:])

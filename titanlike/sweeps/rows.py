@@ -1,0 +1,269 @@
+"""What became of each job of a sweep, told from the files in its directory. Imports no torch.
+
+A job that is running has left no result.json yet. Whether somebody is at work on it is told from the
+age of what a run rewrites all the time (heartbeats, metrics.jsonl): to wait for a beat's number to
+change would take 10 s and more a look. Ages are by the clock of the file system alone: the clock
+of the machine on which the job runs need not agree with ours.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import tempfile
+import time
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from titanlike.config.credentials import hide
+from titanlike.metrics.result import read_result
+from titanlike.sweeps.plan import Job, Plan, read_plan
+from titanlike.sweeps.summary import VALUES, Summary, summary, value_of
+
+DONE = ("completed", "skipped")
+HEARTBEAT = 10.0  # seconds, where config.yaml does not say
+STARTING = 60.0  # seconds from config.yaml to a first heartbeat: processes start, torch is imported
+_KILLED = re.compile(r"(rank \d+ failed: )?killed by ")
+_LEFT_BY_RUNS = ("result.json", "config.yaml", "metrics.jsonl")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A job and what it came to. Statuses:
+
+    completed, failed, interrupted and stopped (early by a wish: it can go on), as result.json says;
+    invalid: a mistake in its config, nothing was started; killed: it ended without a word, or a
+    signal killed one of its processes; running; waiting: not started yet; skipped: never will be.
+    """
+
+    job: Job
+    run_dir: Path
+    status: str
+    error: str | None
+    seconds: float | None  # wall time of its last start
+    summary: Summary
+    value: float | None  # the objective, of whatever it has come to
+    settings: dict[str, str]  # those of its overrides that differ between the jobs
+
+    @property
+    def done(self) -> bool:
+        return self.status in DONE
+
+
+def read_rows(folder: Path, plan: Plan | None, ended: Collection[int] = ()) -> list[Row]:
+    """A row a job: those of the plan, and others that are found in the folder, by number.
+
+    ended: numbers of jobs whose processes are known to have ended; they are not taken for running.
+    Raises OSError where something cannot be read.
+    """
+    place = _Place(folder)
+    value = plan.value if plan else "val_loss"
+    rows = []
+    for job in [*(plan.jobs if plan else ()), *_others(folder, plan)]:
+        run_dir = folder / job.folder / (plan.inner if plan else "")
+        rows.append(_row(job, run_dir, value, place, job.number in ended))
+    unknown = [
+        row for row in rows if not row.job.overrides and (row.run_dir / "config.yaml").exists()
+    ]
+    if unknown:
+        rows = _from_configs(rows, unknown)
+    return _with_settings(sorted(rows, key=lambda row: row.job.number))
+
+
+def _row(job: Job, run_dir: Path, value: str, place: _Place, ended: bool) -> Row:
+    result = _result(run_dir)
+    numbers = summary(run_dir)
+    error: str | None = result.get("error")
+    if result:
+        status = str(result.get("status"))
+        if status == "failed" and _KILLED.match(error or ""):
+            status = "killed"
+    elif job.skipped is not None:
+        status, error = "skipped", job.skipped
+    elif not any((run_dir / name).exists() for name in (*_LEFT_BY_RUNS, "logs")):
+        status = "waiting"
+    elif not ended and _alive(run_dir, place):
+        status = "running"
+    else:
+        status, error = "killed", "it ended without a word: no result.json"
+    own = result.get("value") if status == "completed" else None
+    if not isinstance(own, (int, float)):
+        own = value_of(value, numbers) if value in VALUES else None
+    overrides = job.overrides or list(result.get("overrides") or ())
+    return Row(
+        replace(job, overrides=overrides),
+        run_dir,
+        status,
+        error,
+        result.get("seconds"),
+        numbers,
+        own,
+        {},
+    )
+
+
+def best(rows: Iterable[Row], value: str) -> Row | None:
+    """The completed job with the best objective; None where there is none to be compared."""
+    if value not in VALUES:
+        return None
+    sign = -1 if VALUES[value] else 1
+    finite = [
+        (sign * row.value, row.job.number, row)
+        for row in rows
+        if row.status == "completed" and row.value is not None and math.isfinite(row.value)
+    ]
+    return min(finite)[2] if finite else None
+
+
+def left(rows: Iterable[Row]) -> list[Row]:
+    """The jobs that are not done: all but the completed and the skipped ones."""
+    return [row for row in rows if not row.done]
+
+
+# --- which jobs --------------------------------------------------------------------------------
+
+
+def is_sweep(folder: Path) -> bool:
+    """Whether a folder holds a sweep's plan, or jobs."""
+    return read_plan(folder) is not None or any(_others(folder, None))
+
+
+def _others(folder: Path, plan: Plan | None) -> Iterator[Job]:
+    """Jobs in subfolders that the plan does not name: of an older sweep, or another sweeper."""
+    known = {Path(job.folder).parts[0] for job in plan.jobs} if plan else set()
+    taken = {job.number for job in plan.jobs} if plan else set()
+    inner = plan.inner if plan else ""
+    with os.scandir(folder) as entries:
+        names = [entry.name for entry in entries if entry.is_dir() and entry.name not in known]
+    found = [
+        name
+        for name in names
+        if any((folder / name / inner / file).exists() for file in _LEFT_BY_RUNS)
+    ]
+    for name in sorted(found, key=lambda name: (not name.isdecimal(), name.zfill(20))):
+        number = int(name) if name.isdecimal() else -1
+        if number < 0 or number in taken:
+            number = max(taken, default=-1) + 1
+        taken.add(number)
+        yield Job(number, name, [], [])
+
+
+def _result(run_dir: Path) -> dict[str, Any]:
+    try:
+        return read_result(run_dir) or {}
+    except (ValueError, NotADirectoryError):  # torn by a copy
+        return {}
+
+
+# --- who is alive ------------------------------------------------------------------------------
+
+
+class _Place:
+    """A folder and its file system's time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @cached_property
+    def now(self) -> float:
+        try:
+            with tempfile.TemporaryFile(dir=self._folder) as file:
+                file.write(b"\n")
+                file.flush()
+                return os.fstat(file.fileno()).st_mtime
+        except OSError:  # it may be read only
+            return time.time()
+
+
+def _alive(run_dir: Path, place: _Place) -> bool:
+    """Whether a run without a result left a sign of life within three heartbeats."""
+    launch = _config(run_dir).get("launch")
+    beat = launch.get("heartbeat") if isinstance(launch, dict) else None
+    beat = float(beat) if isinstance(beat, (int, float)) else HEARTBEAT
+    signs = [*(run_dir / "logs").glob("rank*.heartbeat"), run_dir / "metrics.jsonl"]
+    newest = max(map(_changed, signs))
+    return (
+        place.now - newest <= 3 * beat + 5
+        or place.now - _changed(run_dir / "config.yaml") <= STARTING
+    )
+
+
+def _changed(path: Path) -> float:
+    try:
+        with path.open("rb") as file:  # opened: a network file system may answer a stat from memory
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return -math.inf
+
+
+# --- what differs ------------------------------------------------------------------------------
+
+
+def _with_settings(rows: list[Row]) -> list[Row]:
+    """Give each row those of its overrides that are not the same in all."""
+    own = [_parse(row.job.overrides) for row in rows]
+    keys = dict.fromkeys(key for settings in own for key in settings)
+    differ = [key for key in keys if len({settings.get(key) for settings in own}) > 1]
+    return [
+        replace(row, settings={key: settings[key] for key in differ if key in settings})
+        for row, settings in zip(rows, own, strict=True)
+    ]
+
+
+def _parse(overrides: list[str]) -> dict[str, str]:
+    """key -> value as it was written; ~key -> "deleted". How a sweep is run is no setting of a job."""
+    settings = {}
+    for text in overrides:
+        key, is_, value = text.partition("=")
+        if key.startswith("~"):
+            key, value = key[1:], "deleted"
+        elif not is_:
+            continue
+        settings[key.lstrip("+")] = value
+    return {key: v for key, v in settings.items() if not key.startswith(("sweep.", "hydra."))}
+
+
+def _from_configs(rows: list[Row], unknown: list[Row]) -> list[Row]:
+    """Overrides of `unknown` from their config.yaml: of the keys that others override, else of those that differ."""
+    flat = {id(row): dict(_flat(_config(row.run_dir))) for row in unknown}
+    keys = list(dict.fromkeys(key for row in rows for key in _parse(row.job.overrides)))
+    if not keys:
+        every = dict.fromkeys(key for config in flat.values() for key in config)
+        every.pop("run_dir", None)
+        keys = [key for key in every if len({config.get(key) for config in flat.values()}) > 1]
+    told = []
+    for row in rows:
+        if config := flat.get(id(row)):
+            values = {key: config.get(key, config.get(f"{key}.name")) for key in keys}
+            overrides = [f"{key}={value}" for key, value in values.items() if value is not None]
+            row = replace(row, job=replace(row.job, overrides=overrides))
+        told.append(row)
+    return told
+
+
+def _config(run_dir: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        text = (run_dir / "config.yaml").read_text(encoding="utf-8", errors="replace")
+        plain = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (OSError, yaml.YAMLError):
+        return {}
+    return plain if isinstance(plain, dict) else {}
+
+
+def _flat(plain: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted key, value) of a config, of which `defaults` and `hydra` are how it was launched."""
+    for name, value in plain.items():
+        key = f"{prefix}{name}"
+        if key in ("defaults", "hydra"):
+            continue
+        if isinstance(value, dict):
+            yield from _flat(value, f"{key}.")
+        else:
+            text = "null" if value is None else str(value)
+            yield key, str(hide(key, text.lower() if isinstance(value, bool) else text))

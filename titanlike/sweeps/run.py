@@ -1,0 +1,224 @@
+"""How the jobs of a sweep are run: looked at only, on ranks that are there, submitted, or as processes."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from titanlike.config.credentials import redact
+from titanlike.config.errors import ConfigError, Problem, quoted
+from titanlike.config.schema import Config, Wandb
+from titanlike.launch.failures import JobFailed
+from titanlike.lead import Lead, Report, named, senseless
+from titanlike.metrics.result import read_result
+from titanlike.sweeps.context import Context
+from titanlike.sweeps.plan import Job
+from titanlike.sweeps.processes import Command, Ended, Processes
+
+_SUBMITTING = 120.0  # seconds that a submit command may take
+_POLL = 2.0  # seconds between looks for the results of submitted jobs
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A job, and what its overrides give."""
+
+    job: Job
+    config: Config | None  # None where they do not compose
+    problems: list[Problem]  # of form
+
+    @property
+    def name(self) -> str:
+        return f"{self.job.number}: {','.join(self.job.swept)}".rstrip(": ")
+
+
+# the value of a job that is done, or why there is none
+End = float | None | Exception
+Here = Callable[[Job], float | None]  # runs a job in this process; raises JobFailed
+
+
+def run_jobs(context: Context, lead: Lead, jobs: list[Prepared], here: Here) -> list[End]:
+    """Run jobs to their ends (or, submitted without waiting, to their beginnings)."""
+    for item in jobs:
+        context.ran.add(item.job.number)
+    if context.check:
+        return [_looked_at(context, lead, item) for item in jobs]
+    if lead.ranks is not None:
+        return [_run_here(context, item, here) for item in jobs]
+    if context.settings.submit is not None:
+        return _submitted(context, lead, jobs)
+    return _as_processes(context, lead, jobs)
+
+
+def _looked_at(context: Context, lead: Lead, item: Prepared) -> End:
+    problems = _problems(context, lead, item)
+    if not problems:
+        return None
+    error = ConfigError(problems)
+    context.wrong += 1
+    context.complain(f"job {item.name}\n" + _indented(str(error)))
+    return JobFailed(str(error), str(error))
+
+
+def _problems(context: Context, lead: Lead, item: Prepared) -> list[Problem]:
+    if item.config is None:
+        return item.problems
+    try:
+        found = senseless(item.config, lead.ranks and lead.ranks.world_size, item.problems)
+    except JobFailed as failed:
+        return [Problem("config", "", failed.error)]
+    return item.problems + found
+
+
+def _run_here(context: Context, item: Prepared, here: Here) -> End:
+    context.say(f"\njob {item.name}")
+    try:
+        return here(item.job)
+    except JobFailed as failed:  # was told when it happened
+        return failed
+
+
+def _as_processes(context: Context, lead: Lead, jobs: list[Prepared]) -> list[End]:
+    count = 0
+
+    def begun(command: Command) -> None:
+        nonlocal count
+        count += 1
+        context.say(f"\njob {command.name}" + (f"  ({count} of {len(jobs)})" if jobs[1:] else ""))
+
+    def ended(end: Ended) -> None:
+        if end.good and context.settings.parallel == 1:
+            return  # it has said so itself
+        what = {"completed": "is done"}.get(end.status, end.status)
+        value = f", value {end.value:.6g}" if end.value is not None else ""
+        line = f"job {end.command.name} {what} after {end.seconds:.0f} s{value}"
+        if end.good:
+            context.say(line)
+        else:
+            context.complain(f"{line}\n{_indented(end.error)}" if end.error else line)
+
+    commands = [
+        Command(
+            name=item.name,
+            function=lead.function,
+            inner=lead.folder,
+            arguments=arguments(context, item),
+            overrides=item.job.overrides,
+            folder=context.folder_of(item.job),
+            ranks=item.config.world_size if item.config else 1,
+            device=item.config.device if item.config else "auto",
+        )
+        for item in jobs
+    ]
+    ends = Processes(context.settings.parallel, begun, ended).run(commands)
+    return [end.value if end.good else JobFailed(end.error, end.error) for end in ends]
+
+
+def _submitted(context: Context, lead: Lead, jobs: list[Prepared]) -> list[End]:
+    """Hand each job to the submit command; wait for their results where that was asked for."""
+    assert context.settings.submit is not None
+    ends: dict[int, End] = {}
+    for item in jobs:
+        folder = context.folder_of(item.job)
+        folder.mkdir(parents=True, exist_ok=True)
+        report = Report(folder, item.job.overrides, 1)  # removes an earlier result
+        if problems := _problems(context, lead, item):
+            error = ConfigError(problems)
+            report.write("invalid", error=str(error))
+            context.complain(f"job {item.name} is not submitted\n{_indented(str(error))}")
+            ends[item.job.number] = JobFailed(str(error), str(error))
+            continue
+        command = submit_command(context.settings.submit, arguments(context, item))
+        answer, error_text = _answer(command)
+        if error_text:
+            report.write("failed", error=error_text)
+            context.complain(f"job {item.name} is not submitted\n{_indented(error_text)}")
+            ends[item.job.number] = JobFailed(error_text, error_text)
+        else:
+            context.say(f"job {item.name} submitted: {answer}")
+    if context.settings.wait is not None:
+        ends |= _waited_for(context, [item for item in jobs if item.job.number not in ends])
+    return [ends.get(item.job.number) for item in jobs]
+
+
+def submit_command(submit: str, arguments: list[str]) -> list[str]:
+    """The command with a job's arguments: in place of {args}, as one shell-quoted text, or behind."""
+    words = shlex.split(submit)
+    if any("{args}" in word for word in words):
+        return [word.replace("{args}", shlex.join(arguments)) for word in words]
+    return [*words, *arguments]
+
+
+def _answer(command: list[str]) -> tuple[str, str]:
+    """What a submit command printed; why it did not work."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SUBMITTING, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return "", f"sweep.submit={command[0]}: {error}"
+    printed = " ".join(f"{done.stdout} {done.stderr}".split())
+    if done.returncode:
+        return "", redact(f"sweep.submit={command[0]} ended with {done.returncode}: {printed}")
+    return redact(printed), ""
+
+
+def _waited_for(context: Context, jobs: list[Prepared]) -> dict[int, End]:
+    ends: dict[int, End] = {}
+    assert context.settings.wait is not None
+    deadline = time.monotonic() + context.settings.wait
+    while len(ends) < len(jobs):
+        for item in jobs:
+            if item.job.number in ends:
+                continue
+            end = _result(context.folder_of(item.job))
+            if end is None:
+                if time.monotonic() <= deadline:
+                    continue
+                text = f"has not ended after {context.settings.wait:g} s (sweep.wait)"
+                end = JobFailed(text, text)
+            ends[item.job.number] = end[0] if isinstance(end, tuple) else end
+            if isinstance(end, JobFailed):
+                context.complain(f"job {item.name} failed\n{_indented(end.error)}")
+            else:
+                context.say(f"job {item.name} is done")
+        time.sleep(_POLL if len(ends) < len(jobs) else 0)
+    return ends
+
+
+def _result(folder: Path) -> tuple[float | None] | JobFailed | None:
+    """A job's value, or its failure; None while there is no result.
+
+    One that was stopped by a signal is preempted: whoever runs it starts it again.
+    """
+    try:
+        result = read_result(folder)
+    except ValueError:
+        return None
+    if result is None or result["status"] == "interrupted":
+        return None
+    if result["status"] == "stopped" and "max_time" not in result["error"]:
+        return None
+    if result["status"] in ("completed", "stopped"):
+        return (result["value"],)
+    return JobFailed(result["error"], result["error"])
+
+
+def arguments(context: Context, item: Prepared) -> list[str]:
+    """The command line of a job by itself, after the program's name."""
+    words = [*context.options, *item.job.overrides, "hydra.mode=RUN"]
+    words.append(f"hydra.job.num={item.job.number}")
+    words.append(f"run_dir={quoted(str(context.folder / item.job.folder))}")
+    if item.config is not None and isinstance(item.config.logger, Wandb):
+        logger = named(item.config, context.group, context.name_of(item.job.overrides)).logger
+        words += [f"logger.group={quoted(logger.group)}"]
+        words += [f"logger.run_name={quoted(logger.run_name)}"]
+    return words
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())

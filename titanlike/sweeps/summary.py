@@ -1,0 +1,162 @@
+"""What a run came to, in a few numbers: the end of its metrics.jsonl is read. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from titanlike import files
+
+# What a sweep's jobs can be compared by -> whether higher is better.
+VALUES: dict[str, bool] = {
+    "val_loss": False,
+    "loss": False,
+    "tokens_per_second": True,
+    "step_seconds": False,
+    "mfu": True,
+    "memory_bytes": False,
+}
+
+STEPS = 500  # at most so many count for a median: a table of 1,000 runs takes seconds
+_BLOCK = 1 << 17  # bytes; about 500 records
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run's numbers; None where the run did not come so far, or does not have it."""
+
+    steps: int = 0  # the last one that was logged
+    loss: float | None = None  # the last; may be nan
+    val_loss: float | None = None  # the last
+    grad_norm: float | None = None  # the last
+    tokens_per_second: float | None = None  # this and the next two: a median, see `summary`
+    step_seconds: float | None = None
+    mfu: float | None = None
+    memory_bytes: int | None = None  # peak of the worst rank, since the run's last start
+
+
+def summary(run_dir: Path) -> Summary:
+    """Summarize run_dir/metrics.jsonl, whole lines only; without the file, an empty Summary.
+
+    Speed is the median of the second half of the steps since the run's last start, at most the
+    last `STEPS`: first steps compile and allocate, and a single slow step says nothing.
+    """
+    try:
+        with (Path(run_dir) / "metrics.jsonl").open("rb") as file:
+            records = _last_records(file)
+            # a run may validate more rarely than every STEPS steps
+            val_loss = _newest("val_loss", records) if records else None
+            if val_loss is None:
+                val_loss = _last_val_loss(file)
+    except (FileNotFoundError, NotADirectoryError):
+        return Summary()
+    if not records:
+        return Summary()
+    last = records[-1]["step"]
+    start = _last_resume(Path(run_dir))
+    start = start if start < last else 0  # it was of a run that has since begun anew
+    recent = [record for record in records if record["step"] > start]
+    half = [record for record in recent if record["step"] > start + (last - start) // 2]
+    memory = [record["memory_bytes"] for record in recent if _is_number(record, "memory_bytes")]
+    return Summary(
+        steps=last,
+        loss=_newest("loss", records),
+        val_loss=val_loss,
+        grad_norm=_newest("grad_norm", records),
+        tokens_per_second=_median("tokens_per_second", half),
+        step_seconds=_median("step_seconds", half),
+        mfu=_median("mfu", half),
+        memory_bytes=int(max(memory)) if memory else None,
+    )
+
+
+def value_of(name: str, numbers: Summary) -> float | None:
+    """The number that `name` of VALUES stands for. val_loss of a run without validation: its loss.
+
+    Raises KeyError for another name.
+    """
+    if name not in VALUES:
+        raise KeyError(name)
+    if name == "val_loss" and numbers.val_loss is None:
+        return numbers.loss
+    return getattr(numbers, name)
+
+
+def _last_records(file: BinaryIO) -> list[dict[str, Any]]:
+    """The last records of a metrics.jsonl, STEPS at most, in order."""
+    end = file.seek(0, os.SEEK_END)
+    start, data = end, b""
+    while start > 0 and data.count(b"\n") <= STEPS:
+        size = min(_BLOCK, start)
+        start -= size
+        file.seek(start)
+        data = file.read(size) + data
+    lines = data.split(b"\n")
+    whole = lines[:-1] if start == 0 else lines[1:-1]  # what follows the last newline is torn
+    return list(whole_records(whole[-STEPS:]))
+
+
+def _last_val_loss(file: BinaryIO) -> float | None:
+    """The newest one of the whole file, looked for from its end."""
+    position = file.seek(0, os.SEEK_END)
+    rest = b""  # the part of a line that begins in the block before
+    while position > 0:
+        size = min(8 * _BLOCK, position)
+        position -= size
+        file.seek(position)
+        head, newline, lines = (file.read(size) + rest).partition(b"\n")
+        if position == 0:
+            head, lines = b"", head + newline + lines
+        with_it = [line for line in lines.split(b"\n")[:-1] if b'"val_loss"' in line]
+        for record in whole_records(reversed(with_it)):
+            if _is_number(record, "val_loss"):
+                return record["val_loss"]
+        rest = head + newline
+    return None
+
+
+def whole_records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Those lines of a metrics.jsonl that are records."""
+    for line in lines:
+        try:
+            record = files.loads(line.decode(errors="replace"))
+        except ValueError:
+            continue
+        if isinstance(record.get("step"), int):
+            yield record
+
+
+def _last_resume(run_dir: Path) -> int:
+    """The step from which the run's last start went on, as events.jsonl tells; 0 for a first."""
+    step = 0
+    try:
+        text = (run_dir / "events.jsonl").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return 0
+    for line in text.splitlines():
+        if '"resume"' in line:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if event.get("event") == "resume" and isinstance(event.get("step"), int):
+                step = event["step"]
+    return step
+
+
+def _newest(key: str, records: list[dict[str, Any]]) -> float | None:
+    return next((record[key] for record in reversed(records) if _is_number(record, key)), None)
+
+
+def _median(key: str, records: list[dict[str, Any]]) -> float | None:
+    values = [record[key] for record in records if _is_number(record, key)]
+    return statistics.median(values) if values else None
+
+
+def _is_number(record: dict[str, Any], key: str) -> bool:
+    return isinstance(record.get(key), (int, float))
