@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,6 +98,18 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
         reason = f"cannot be read: {type(error).__name__}: {error}"
         fix = "checkpoint.folder=/another/path"
         yield Problem("checkpoint", str(storage_of(config)), reason, fix)
+
+
+@contextlib.contextmanager
+def leaving_nothing(folder: Path) -> Iterator[None]:
+    """Within it, a check may make `folder` to see whether it can; afterwards it is gone again."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        yield
+    finally:
+        for path in missing:
+            with contextlib.suppress(OSError):  # never made, or somebody has come to use it
+                path.rmdir()
 
 
 def _writable(config: Config) -> Iterator[Problem]:

@@ -25,6 +25,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -84,7 +85,8 @@ def _run(function: str, folder: str, result_dir: str | None) -> int | str | None
     adopt_slurm()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid(), signal.SIGTERM)
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    coming = "--check" in sys.argv[1:] and "RANK" not in os.environ  # WORLD_SIZE ranks, later
+    if coming or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         kept = Kept.of_one_process()
         return _drive(Lead(function, folder, None, kept, is_restart()), result_dir)
     ranks = StartedRanks()
@@ -195,6 +197,7 @@ class Task:
             self.lead.kept.keep("started", str(time.time()))
             self.end = self.lead.run(plain, run_dir, overrides)
             return self.end.value
+        overrides = self.context.planned_here(overrides, hydra.job.num, run_dir)
         name = self.context.group, self.context.name_of(overrides)
         if os.getpid() != self._pid:  # a launcher like submitit brought it to another machine
             end = _elsewhere(self.lead, plain, run_dir, overrides, name)
@@ -240,7 +243,7 @@ def _kept_folder(kept: Kept) -> list[str]:
 
 def _problems(args: argparse.Namespace, findings: Findings, lead: Lead) -> list[Problem]:
     """Every mistake in the command line; a sweep's jobs are checked for sense one by one, later."""
-    from titanlike.check import secrets_in_command
+    from titanlike.check import leaving_nothing, secrets_in_command
     from titanlike.config.validate import sweep_problems
 
     if secrets := secrets_in_command(args.overrides, findings.config):
@@ -254,8 +257,10 @@ def _problems(args: argparse.Namespace, findings: Findings, lead: Lead) -> list[
         from titanlike.restart import going_on
 
         config, _ = going_on(config)
-    world_size = lead.ranks.world_size if lead.ranks else None
-    return known + senseless(config, world_size, known)
+    started = int(os.environ.get("WORLD_SIZE", "1"))  # or to be started, where this is a --check
+    world_size = started if started > 1 else None
+    with leaving_nothing(Path(config.run_dir)) if args.check else nullcontext():
+        return known + senseless(config, world_size, known)
 
 
 def _open_sweep(
@@ -281,8 +286,12 @@ def _open_sweep(
     )
     lead.kept.keep("hydra.sweep.dir", str(shape.folder))
     args.overrides.append(f"hydra.sweep.dir={quoted(str(shape.folder))}")
-    args.overrides += shape.settings(config)
-    return context, context.open()
+    problems = [*shape.problems(context.value, config.sweep.resume)] or context.open()
+    if not problems and not shape.grid:
+        args.overrides += shape.settings(config, context.value, context.done)
+        if context.base:  # jobs of a search are new ones, whatever numbers a launcher gives them
+            args.overrides.append(f"hydra.sweep.subdir='{context.base}+${{hydra.job.num}}'")
+    return context, problems
 
 
 def _options(words: list[str]) -> list[str]:

@@ -53,20 +53,47 @@ class SweepShape:
         """Whether all jobs are known from the start."""
         return str(self.sweeper.get("_target_")).startswith("hydra_plugins.titanlike_sweeps.")
 
-    def settings(self, config: Config) -> list[str]:
-        """Overrides for a search (Optuna's): what it maximizes, and that it outlives a failed job."""
-        from titanlike.sweeps.summary import VALUES
+    def settings(self, config: Config, value: str, done: int) -> list[str]:
+        """Overrides for a search (Optuna's), where the user has not said otherwise.
+
+        It looks for the best `value`, outlives failed jobs, finds the same by the same command, and
+        is kept on the disk: run again, it has as many trials left as are not `done`.
+        """
+        from titanlike.metrics.summary import VALUES
 
         wanted = {
-            "direction": "maximize" if VALUES[config.value or "val_loss"] else "minimize",
+            "direction": "maximize" if VALUES[value] else "minimize",
             "max_failure_rate": "1.0",
             "n_jobs": str(config.sweep.parallel or 1),
+            "storage": f"'sqlite:///{self.folder}/optuna.db'",
+            "study_name": "sweep",
         }
-        return [
-            f"hydra.sweeper.{key}={value}"
-            for key, value in wanted.items()
-            if key in self.sweeper and f"hydra.sweeper.{key}" not in self.given
+        if "seed" in (self.sweeper.get("sampler") or {}):
+            wanted["sampler.seed"] = str(config.seed + done)
+        settings = [
+            f"hydra.sweeper.{key}={text}"
+            for key, text in wanted.items()
+            if key.partition(".")[0] in self.sweeper and f"hydra.sweeper.{key}" not in self.given
         ]
+        if done and "n_trials" in self.sweeper:
+            settings.append(f"hydra.sweeper.n_trials={max(0, self.sweeper.n_trials - done)}")
+        return settings
+
+    def problems(self, value: str, goes_on: bool) -> Iterator[Problem]:
+        """What a search is told to do that it cannot."""
+        from titanlike.metrics.summary import VALUES
+
+        best = "maximize" if VALUES[value] else "minimize"
+        said = self.sweeper.get("direction")
+        if "hydra.sweeper.direction" in self.given and getattr(said, "name", said) != best:
+            reason = f"the best {value} is the {'highest' if VALUES[value] else 'lowest'} one"
+            yield Problem(
+                "hydra.sweeper.direction", said, reason, f"hydra.sweeper.direction={best}"
+            )
+        if goes_on and "hydra.sweeper.storage" in self.given and not self.sweeper.get("storage"):
+            reason = "a search that is kept nowhere cannot be gone on with"
+            fix = "sweep.resume=false, and another run_dir"
+            yield Problem("hydra.sweeper.storage", "null", reason, fix)
 
 
 @dataclass
@@ -130,7 +157,6 @@ def examine(args: argparse.Namespace) -> Findings:
             findings.add(Problem(key, value, reason, f"\"{key}='{value}'\""))
         else:
             overrides.append(parsed)
-            findings.multirun |= text == "hydra.mode=MULTIRUN"
     _Examination(args.config_name, loader, findings).run(overrides)
     return findings
 
@@ -147,6 +173,7 @@ class _Examination:
 
     def __init__(self, config_name: str, loader: ConfigLoaderImpl, findings: Findings) -> None:
         self.config_name, self.loader, self.findings = config_name, loader, findings
+        self.fixed: set[str] = set()  # keys of a sweep in a file that have one value
 
     def run(self, overrides: list[Override]) -> None:
         lines = [o.input_line for o in overrides if o.key_or_group == "hydra.searchpath"]
@@ -158,6 +185,8 @@ class _Examination:
         except (HydraException, OmegaConfBaseException) as error:
             self.findings.add(Problem(f"--config-name {self.config_name}", "", _text(error)))
             return
+        self.overrides = overrides
+        self.findings.multirun |= self._sweeps_by_file(lines)
         groups, values = [], []
         for override in overrides:
             if override.key_or_group == "hydra.searchpath":
@@ -173,7 +202,6 @@ class _Examination:
             else:
                 values.append(override)
         swept = {o.key_or_group for o in (*groups, *values) if o.is_sweep_override()}
-        self.overrides = overrides
         for choices in itertools.product(*(_each(override) for override in groups)):
             try:
                 composed = self._compose([*lines, *choices])
@@ -184,9 +212,23 @@ class _Examination:
             self._apply(composed, values)
             self._parse(composed, swept)
 
+    def _sweeps_by_file(self, lines: list[str]) -> bool:
+        """Whether hydra.mode says that this is a sweep, without -m."""
+        said = [o.value() for o in self.overrides if o.key_or_group == "hydra.mode"]
+        if said:
+            return str(said[-1]) == RunMode.MULTIRUN.name
+        choices = [
+            str(o.input_line)
+            for o in self.overrides
+            if self.repository.group_exists(o.key_or_group) and not o.is_sweep_override()
+        ]
+        try:
+            return self._compose([*lines, *choices]).hydra.mode == RunMode.MULTIRUN
+        except (HydraException, OmegaConfBaseException):
+            return False  # is told where the choices are judged
+
     def _params(self, composed: DictConfig) -> set[str]:
         """Judge the overrides of a sweep that is written in a file; the keys that they vary."""
-        self.findings.multirun |= composed.hydra.mode == RunMode.MULTIRUN
         swept: set[str] = set()
         if not self.findings.multirun:
             return swept
@@ -197,12 +239,15 @@ class _Examination:
             if override is None:
                 reason = "hydra.sweeper.params is not of the form key: values"
                 self.findings.add(Problem(str(key), value, reason, f"{key}: a,b"))
-            elif self.repository.group_exists(override.key_or_group):
+                continue
+            if self.repository.group_exists(override.key_or_group):
                 self._choice_exists(override)
-                swept.add(override.key_or_group)
             else:
                 values.append(override)
+            if override.is_sweep_override():
                 swept.add(override.key_or_group)
+            else:
+                self.fixed.add(override.key_or_group)
         self._apply(copy.deepcopy(composed), values)
         return swept
 
@@ -258,7 +303,7 @@ class _Examination:
                 Path(composed.hydra.sweep.dir).absolute(),
                 composed.hydra.sweeper,
                 frozenset(given),
-                frozenset(given) - swept,
+                frozenset(self.fixed.union(given) - swept),
             )
         task = copy.copy(composed)
         OmegaConf.set_struct(task, False)

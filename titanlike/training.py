@@ -30,11 +30,11 @@ from titanlike.metrics.console import Console
 from titanlike.metrics.events import Events
 from titanlike.metrics.open import open_sinks, where
 from titanlike.metrics.sinks import Sink
+from titanlike.metrics.summary import summary, value_of
 from titanlike.optimization import clip_gradients, gradient_norm, learning_rate, set_lr
 from titanlike.parallel.device import deterministic, peak_flops, peak_memory
 from titanlike.parallel.mesh import Mesh, close_mesh, open_mesh
 from titanlike.parallel.sharding import compute_dtype
-from titanlike.sweeps.summary import summary, value_of
 
 PREPARATION = 24 * 3600.0  # seconds that one rank may work on its own before all begin
 STOPPED_EARLY = 75  # exit code of a run that was asked to end and can go on (EX_TEMPFAIL)

@@ -1,5 +1,6 @@
-"""The table of a sweep: `python tools/sweep.py DIR` prints it at any time, also while it runs, writes
-sweep.csv, sweep.md and the picture sweep.png into DIR, and says what is left; --help says more.
+"""The table of a sweep: `python tools/sweep.py DIR` prints it at any time, also while it runs.
+
+It writes sweep.csv, sweep.md and the picture sweep.png into DIR, and says what is left.
 
 Exit code 0 if all jobs are done, 1 if some are left, 2 if DIR is no sweep's.
 """

@@ -32,10 +32,11 @@ class Context:
     fixed: frozenset[str]  # keys that are the same in all jobs
     restart: bool  # whether this command was started before
     check: bool = False  # only look for mistakes
-    base: int = 0  # jobs that were there before this command
+    base: int = 0  # of a search that goes on: the first new job's number
+    done: int = 0  # and how many jobs were done before
     wrong: int = 0  # jobs with mistakes that --check has found
     ran: set[int] = field(default_factory=set)  # numbers of jobs that this command has run
-    planned: dict[str, Job] = field(default_factory=dict)  # of a grid, by their folders
+    planned: dict[str, Job] = field(default_factory=dict)  # jobs by their folders
 
     @property
     def group(self) -> str:
@@ -56,8 +57,9 @@ class Context:
             reason = f"holds a sweep of {len(plan.jobs)} jobs already"
             fix = "sweep.resume=true to run what is not done, or another run_dir"
             return [Problem("run_dir", str(self.folder), reason, fix)]
-        if plan is not None and plan.jobs and not self.grid and self.settings.resume:
+        if plan is not None and plan.jobs and not self.grid:
             self.base = plan.jobs[-1].number + 1
+            self.done = sum(map(self._done, plan.jobs))
         if plan is None:
             command = ["python", self.program, *self.command]
             if not any(word.startswith(("run_dir=", "hydra.sweep.dir=")) for word in command):
@@ -117,9 +119,17 @@ class Context:
             if key == "hydra.sweep.subdir" and folder in self.planned:
                 return self.planned[folder]
         own = of_job(overrides)
-        job = Job(number, str(number), own, self.swept(own))
+        job = self.planned[str(number)] = Job(number, str(number), own, self.swept(own))
         self.add([job])
         return job
+
+    def planned_here(self, overrides: list[str], number: int, run_dir: Path) -> list[str]:
+        """A job's own overrides, also of a job that another launcher than ours begins."""
+        own = of_job(overrides)
+        folder = str(run_dir.relative_to(self.folder)) if run_dir != self.folder else "."
+        if folder not in self.planned:
+            self.add([Job(self.base + number, folder, own, self.swept(own))])
+        return own
 
     def _done(self, job: Job) -> bool:
         """Whether a job needs not be run again. One that max_time ended has had its time."""
@@ -141,7 +151,8 @@ class Context:
             return 2 if self.wrong else code
         self.say("")
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else LOG_WIDTH
-        table = report(self.folder, self.say, width, ended=self.ran)
+        waited = self.settings.submit is None or self.settings.wait is not None
+        table = report(self.folder, self.say, width, ended=self.ran if waited else ())
         if code:
             return code
         rows = [row for row in table.rows if row.job.number in self.ran or not self.ran]

@@ -24,8 +24,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from titanlike import files
 from titanlike.metrics import units
 from titanlike.metrics.console import shorten
+from titanlike.metrics.summary import VALUES, whole_records
 from titanlike.sweeps.rows import Row
-from titanlike.sweeps.summary import VALUES, whole_records
 from titanlike.sweeps.table import PICTURE, Table
 
 FEW = 10  # jobs that have a colour each
@@ -151,7 +151,9 @@ def _draw_losses(
     ranked = _ranked(rows, table.value)
     best = {row.job.number for row in ranked[:3]}
     lines = []
-    for row in sorted(rows, key=lambda row: row.job.number in best):  # these on top
+    below = _coinciding(rows, curves) if few else {}
+    wider = min(2.0, 8 / max([1, *below.values()]))  # points
+    for row in sorted(rows, key=lambda row: row.job.number in best and not few):  # these on top
         curve, colour = curves[row.job.number], colours[row.job.number]
         dashed = row.status in _DASHED
         strong = few or row.job.number in best
@@ -159,7 +161,7 @@ def _draw_losses(
             curve.steps,
             curve.losses,
             color=colour,
-            linewidth=1.6 if strong else 0.9,
+            linewidth=1.6 + wider * below.get(row.job.number, 0) if strong else 0.9,
             linestyle=(0, (4, 2)) if dashed else "-",
             alpha=0.9 if strong else 0.6,
         )
@@ -187,7 +189,9 @@ def _draw_losses(
     if few:
         lines.sort(key=lambda pair: pair[0].job.number)
         labels = [_label(table, row, 60) + _ending(row, table.best) for row, _ in lines]
-        axes.legend([line for _, line in lines], labels, fontsize=8, framealpha=0.85)
+        legend = axes.legend([line for _, line in lines], labels, fontsize=8, framealpha=0.85)
+        for handle in legend.get_lines():
+            handle.set_linewidth(2)
         return
     _name_some(axes, ranked, curves, colours, table)
     if len(ranked) > 1:
@@ -205,6 +209,26 @@ def _draw_losses(
         colourbar.set_label(f"rank by {_math_free(table.value)}{unranked}", fontsize=8, labelpad=-8)
         colourbar.ax.tick_params(labelsize=8, length=0)
         colourbar.outline.set_visible(False)
+
+
+def _coinciding(rows: list[Row], curves: dict[int, _Curve]) -> dict[int, int]:
+    """Job number -> how many curves are drawn on top of its own.
+
+    Layouts of one model have the same losses: drawn wider, those below are still seen.
+    """
+    told = {}
+    for i, row in enumerate(rows):
+        own = dict(zip(curves[row.job.number].steps, curves[row.job.number].losses, strict=True))
+        told[row.job.number] = 0
+        for above in rows[i + 1 :]:
+            other = curves[above.job.number]
+            pairs = [
+                abs(own[step] - loss) / (abs(loss) or 1)
+                for step, loss in zip(other.steps, other.losses, strict=True)
+                if step in own
+            ]
+            told[row.job.number] += bool(pairs) and max(pairs) <= 1e-3
+    return told
 
 
 def _scale(axes: Axes, curves: list[_Curve]) -> None:
@@ -227,6 +251,7 @@ def _scale(axes: Axes, curves: list[_Curve]) -> None:
     elif high > low:
         margin = 0.04 * (high - low)
         axes.set_ylim(low - margin, high + margin)
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: units.count(value)))
 
 

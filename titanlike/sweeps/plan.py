@@ -44,7 +44,7 @@ class Plan:
 
 
 def write_plan(folder: Path, plan: Plan) -> None:
-    """Write folder/sweep.jsonl, whole or not at all; what was there is gone.
+    """Write folder/sweep.jsonl, whole or not at all, unless a plan is there already.
 
     Credentials in the command and in overrides are written as ***.
     """
@@ -52,7 +52,8 @@ def write_plan(folder: Path, plan: Plan) -> None:
     lines = [files.dumps(header), *map(_line, plan.jobs)]
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
-        files.replace_file(folder / FILE, "\n".join(lines) + "\n")
+        if not (folder / FILE).exists():  # another task of a job array was quicker
+            files.replace_file(folder / FILE, "\n".join(lines) + "\n")
 
 
 def add_jobs(folder: Path, jobs: list[Job]) -> None:

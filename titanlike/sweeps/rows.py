@@ -1,9 +1,9 @@
 """What became of each job of a sweep, told from the files in its directory. Imports no torch.
 
-A job that is running has left no result.json yet. Whether somebody is at work on it is told from the
-age of what a run rewrites all the time (heartbeats, metrics.jsonl): to wait for a beat's number to
-change would take 10 s and more a look. Ages are by the clock of the file system alone: the clock
-of the machine on which the job runs need not agree with ours.
+A job that is running has left no result.json yet. Whether somebody is at work on it is told from
+the age of what a run rewrites all the time (heartbeats, metrics.jsonl): to wait for a beat's number
+to change would take 10 s and more a look. Ages are by the clock of the file system alone: that of
+the machine on which the job runs need not agree with ours.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 
 from titanlike.config.credentials import hide
 from titanlike.metrics.result import read_result
+from titanlike.metrics.summary import VALUES, Summary, summary, value_of
 from titanlike.sweeps.plan import Job, Plan, read_plan
-from titanlike.sweeps.summary import VALUES, Summary, summary, value_of
 
 DONE = ("completed", "skipped")
 HEARTBEAT = 10.0  # seconds, where config.yaml does not say
@@ -51,7 +51,9 @@ class Row:
 
     @property
     def done(self) -> bool:
-        return self.status in DONE
+        """A job that max_time has stopped has had its time."""
+        had_its_time = self.status == "stopped" and "max_time" in (self.error or "")
+        return self.status in DONE or had_its_time
 
 
 def read_rows(folder: Path, plan: Plan | None, ended: Collection[int] = ()) -> list[Row]:
@@ -90,7 +92,7 @@ def _row(job: Job, run_dir: Path, value: str, place: _Place, ended: bool) -> Row
         status = "running"
     else:
         status, error = "killed", "it ended without a word: no result.json"
-    own = result.get("value") if status == "completed" else None
+    own = result.get("value") if status in ("completed", "stopped") else None
     if not isinstance(own, (int, float)):
         own = value_of(value, numbers) if value in VALUES else None
     overrides = job.overrides or list(result.get("overrides") or ())
@@ -107,14 +109,14 @@ def _row(job: Job, run_dir: Path, value: str, place: _Place, ended: bool) -> Row
 
 
 def best(rows: Iterable[Row], value: str) -> Row | None:
-    """The completed job with the best objective; None where there is none to be compared."""
+    """The job that is done with the best objective; None where there is none to be compared."""
     if value not in VALUES:
         return None
     sign = -1 if VALUES[value] else 1
     finite = [
         (sign * row.value, row.job.number, row)
         for row in rows
-        if row.status == "completed" and row.value is not None and math.isfinite(row.value)
+        if row.done and row.value is not None and math.isfinite(row.value)
     ]
     return min(finite)[2] if finite else None
 
@@ -134,7 +136,7 @@ def is_sweep(folder: Path) -> bool:
 
 def _others(folder: Path, plan: Plan | None) -> Iterator[Job]:
     """Jobs in subfolders that the plan does not name: of an older sweep, or another sweeper."""
-    known = {Path(job.folder).parts[0] for job in plan.jobs} if plan else set()
+    known = {job.folder.partition("/")[0] for job in plan.jobs} if plan else set()
     taken = {job.number for job in plan.jobs} if plan else set()
     inner = plan.inner if plan else ""
     with os.scandir(folder) as entries:
@@ -215,7 +217,7 @@ def _with_settings(rows: list[Row]) -> list[Row]:
 
 
 def _parse(overrides: list[str]) -> dict[str, str]:
-    """key -> value as it was written; ~key -> "deleted". How a sweep is run is no setting of a job."""
+    """key -> value as it was written; ~key -> "deleted". Nothing of how the sweep is run."""
     settings = {}
     for text in overrides:
         key, is_, value = text.partition("=")
@@ -228,7 +230,10 @@ def _parse(overrides: list[str]) -> dict[str, str]:
 
 
 def _from_configs(rows: list[Row], unknown: list[Row]) -> list[Row]:
-    """Overrides of `unknown` from their config.yaml: of the keys that others override, else of those that differ."""
+    """Give `unknown` overrides from their config.yaml: of the keys that the others override.
+
+    Where there are no others, of the keys that differ.
+    """
     flat = {id(row): dict(_flat(_config(row.run_dir))) for row in unknown}
     keys = list(dict.fromkeys(key for row in rows for key in _parse(row.job.overrides)))
     if not keys:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from titanlike.check import leaving_nothing
 from titanlike.config.credentials import redact
 from titanlike.config.errors import ConfigError, Problem, quoted
 from titanlike.config.schema import Config, Wandb
@@ -55,7 +56,8 @@ def run_jobs(context: Context, lead: Lead, jobs: list[Prepared], here: Here) -> 
 
 
 def _looked_at(context: Context, lead: Lead, item: Prepared) -> End:
-    problems = _problems(context, lead, item)
+    with leaving_nothing(context.folder / item.job.folder):
+        problems = _problems(context, lead, item)
     if not problems:
         return None
     error = ConfigError(problems)
@@ -88,7 +90,9 @@ def _as_processes(context: Context, lead: Lead, jobs: list[Prepared]) -> list[En
     def begun(command: Command) -> None:
         nonlocal count
         count += 1
-        context.say(f"\njob {command.name}" + (f"  ({count} of {len(jobs)})" if jobs[1:] else ""))
+        of = f"  ({count} of {len(jobs)})" if len(jobs) > 1 else ""
+        alone = context.settings.parallel == 1
+        context.say(f"\njob {command.name}{of}" if alone else f"job {command.name} begins{of}")
 
     def ended(end: Ended) -> None:
         if end.good and context.settings.parallel == 1:

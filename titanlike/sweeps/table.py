@@ -1,4 +1,4 @@
-"""A sweep's table: on the terminal, as sweep.csv and as sweep.md; which job was best; what is left."""
+"""A sweep's table: on the terminal, as sweep.csv and sweep.md; which job was best; what is left."""
 
 from __future__ import annotations
 
@@ -295,7 +295,9 @@ def command_again(table: Table) -> str:
 def command_of(plan: Plan | None, row: Row) -> str:
     """The shell line that runs one job by itself."""
     words = _words(plan.command if plan else "")
-    ends = [i for i, word in enumerate(words) if word.endswith(".py") or word == "titanlike"]
+    ends = [
+        i for i, word in enumerate(words) if word.endswith(".py") or Path(word).name == "titanlike"
+    ]
     if not ends:
         return shlex.join(["python", "train.py", *row.job.overrides])
     program, rest, options = words[: ends[0] + 1], words[ends[0] + 1 :], []

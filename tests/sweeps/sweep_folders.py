@@ -1,0 +1,104 @@
+"""Directories of sweeps, written by what a run writes them with."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from titanlike.metrics.result import write_result
+from titanlike.metrics.sinks import JsonlSink
+from titanlike.sweeps.plan import Job, Plan, write_plan
+
+COMMAND = "python train.py -m steps=40 schedule=gpipe,1f1b,interleaved1f1b pp=1,2 seed=0,1"
+
+
+def log(run_dir: Path, records: list[dict[str, Any]], start: int = 0) -> Path:
+    """metrics.jsonl of a run that goes on from step `start`."""
+    sink = JsonlSink(run_dir / "metrics.jsonl", start)
+    for record in records:
+        sink.log(record)
+    sink.close("completed")
+    return run_dir / "metrics.jsonl"
+
+
+def steps(count: int, level: float = 2.0, speed: float = 1e4, val_every: int = 10) -> list[dict]:
+    """Records of steps 1 to `count`, whose last loss is about `level`."""
+    records = []
+    for step in range(1, count + 1):
+        record = {
+            "step": step,
+            "loss": level + 3 * math.exp(-step / 8),
+            "grad_norm": 1.0,
+            "tokens_per_second": speed if step > 1 else speed / 50,  # the first compiles
+            "step_seconds": 2048 / speed,
+            "memory_bytes": 400 << 20,
+        }
+        if val_every and step % val_every == 0:
+            record["val_loss"] = record["loss"] + 0.125
+        records.append(record)
+    return records
+
+
+def done(run_dir: Path, status: str = "completed", error: str | None = None, **fields: Any) -> None:
+    """result.json, as the driver leaves it."""
+    result = {"value": None, "seconds": 12.5, "overrides": [], **fields}
+    write_result(run_dir, status=status, error=error, **result)
+
+
+def config(run_dir: Path, text: str = "") -> None:
+    """config.yaml, with heartbeats every 10 s."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    whole = f"defaults:\n- _self_\npp: 1\n{text}\nlaunch:\n  heartbeat: 10.0\n"
+    (run_dir / "config.yaml").write_text(whole)
+
+
+def age(run_dir: Path, seconds: float) -> None:
+    """Make the files of a run so old."""
+    for path in run_dir.rglob("*"):
+        os.utime(path, (time.time() - seconds,) * 2)
+
+
+def every_status(folder: Path) -> None:
+    """Twelve jobs, of which each came to another end."""
+    jobs = []
+    for number in range(12):
+        swept = [
+            f"schedule={('gpipe', '1f1b', 'interleaved1f1b')[number // 4]}",
+            f"pp={1 + number // 2 % 2}",
+            f"seed={number % 2}",
+        ]
+        skipped = "pp=2 cannot fit: 90 GiB a rank, 80 GiB are there" if number == 10 else None
+        jobs.append(Job(number, str(number), ["steps=40", *swept], swept, skipped))
+    write_plan(folder, Plan(COMMAND, "val_loss", "", jobs))
+    for number in (0, 1, 2, 11):
+        log(folder / str(number), steps(40, 2 + number / 7, 1e4 + number))
+        done(folder / str(number), overrides=jobs[number].overrides)
+    losses = steps(15)
+    losses[-1]["loss"] = math.nan
+    log(folder / "3", losses)
+    done(folder / "3", "failed", "the loss of step 15 is nan\nlower optimizer.lr")
+    done(folder / "4", "invalid", "pp=2: the model has 1 layer; write pp=1")
+    log(folder / "5", steps(20))
+    done(folder / "5", "stopped", "stopped early by SIGTERM, with a checkpoint")
+    log(folder / "6", steps(7))
+    done(folder / "6", "interrupted", "SIGINT (Ctrl-C)")
+    log(folder / "7", steps(30))
+    done(
+        folder / "7",
+        "failed",
+        "rank 1 failed: killed by SIGKILL; often the kernel when memory runs out",
+    )
+    config(folder / "8")
+    log(folder / "8", steps(25))
+    age(folder / "8", 3600)  # and no result: the machine went down
+    config(folder / "9")
+    log(folder / "9", steps(12))
+
+
+STATUSES = [
+    *("completed", "completed", "completed", "failed", "invalid", "stopped"),
+    *("interrupted", "killed", "killed", "running", "skipped", "completed"),
+]

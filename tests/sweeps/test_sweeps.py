@@ -1,0 +1,263 @@
+"""Sweeps: each job by itself, whatever becomes of it; a table at the end; what is left, later."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shlex
+import signal
+import stat
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launch.launched import Launched, until
+from metrics.wandb_file import read_wandb_file
+
+from titanlike.metrics.sinks import read_jsonl
+from titanlike.sweeps.plan import read_plan
+from titanlike.sweeps.processes import Command, Processes
+
+ROOT = Path(__file__).parents[2]
+JOBS = Path(__file__).with_name("sweep_jobs.py")
+TINY = [
+    "data=synthetic",
+    "logger=none",
+    "model.layers=2",
+    "model.dim=16",
+    "model.heads=2",
+    "model.kv_heads=1",
+    "model.ffn_dim=32",
+    "validation.every=0",
+    "batch_size=4",
+    "seq_len=16",
+    "checkpoint.every=0",
+    "device=cpu",
+]
+
+
+def sweep(*words: object, job: str = "trains", torchrun: int = 0) -> Launched:
+    return Launched(job, "-m", *TINY, *words, program=JOBS, torchrun=torchrun)
+
+
+def table(folder: Path) -> list[dict[str, str]]:
+    with (folder / "sweep.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def statuses(folder: Path) -> list[str]:
+    return [row["status"] for row in table(folder)]
+
+
+def result(folder: Path) -> dict:
+    return json.loads((folder / "result.json").read_text())
+
+
+def test_of_twelve_jobs_one_fails_one_is_invalid_one_is_killed_and_resume_runs_these(
+    tmp_path: Path,
+) -> None:
+    words = ["steps=3", "seed=0,1,2,3,4,five,6,7,8,9,10,11", f"run_dir={tmp_path}"]
+    first = sweep(*words, "sweep.parallel=2")
+    waits = tmp_path / "7" / "first"
+    until(waits.exists, 120)
+    until(lambda: waits.read_text())
+    os.kill(int(waits.read_text()), signal.SIGKILL)
+    code, out, err = first.wait(180)
+    assert code == 1
+    rows = table(tmp_path)
+    expected = ["completed"] * 12
+    expected[3], expected[5], expected[7] = "failed", "invalid", "killed"
+    assert [row["status"] for row in rows] == expected
+    assert [row["seed"] for row in rows] == [
+        "0",
+        "1",
+        "2",
+        "3",
+        "4",
+        "five",
+        "6",
+        "7",
+        "8",
+        "9",
+        "10",
+        "11",
+    ]
+    assert all(float(row["final_loss"]) > 4 for row in rows if row["status"] == "completed")
+    assert "seed 3 is not liked" in err and "seed=five: must be an integer" in err
+    assert "killed by SIGKILL" in err
+    assert "9 of 12 done; left: 3 (failed), 5 (invalid), 7 (killed)" in out
+    assert (tmp_path / "sweep.png").exists() and "| **" in (tmp_path / "sweep.md").read_text()
+    assert first.leaves_nobody()
+
+    (line,) = (line for line in out.splitlines() if line.endswith("sweep.resume=true"))
+    again = shlex.split(line)
+    assert again[:3] == ["python", "sweep_jobs.py", "-m"]
+    code, out, _ = Launched("trains", *again[2:], "sweep.parallel=2", program=JOBS).wait(120)
+    begun = [text.split()[1] for text in out.splitlines() if " begins" in text]
+    assert begun == ["3:", "5:", "7:"] and code == 1, "the invalid one is invalid again"
+    expected = ["completed"] * 12
+    expected[5] = "invalid"
+    assert statuses(tmp_path) == expected
+
+
+def test_ctrl_c_stops_the_job_with_a_checkpoint_and_resume_goes_on_from_it(tmp_path: Path) -> None:
+    words = ["steps=400", "seed=1,2", f"run_dir={tmp_path}"]
+    first = sweep(*words)
+    metrics = tmp_path / "0" / "metrics.jsonl"
+    until(lambda: metrics.exists() and len(read_jsonl(metrics)) > 3)
+    for process in first.alive():  # as a terminal does
+        process.send_signal(signal.SIGINT)
+    code, out, _ = first.wait()
+    assert code == 75 and "0 of 2 done; left: 0 (stopped), 1 (waiting)" in out
+    assert first.leaves_nobody()
+    stopped_at = read_jsonl(metrics)[-1]["step"]
+    code, out, _ = sweep(*words, "sweep.resume=true").wait()
+    assert code == 0 and f"going on from step {stopped_at}" in out and "2 of 2 done" in out
+
+
+def test_a_sweep_whose_process_is_killed_leaves_nobody_and_is_gone_on_with(tmp_path: Path) -> None:
+    words = ["steps=60", "seed=1,2", f"run_dir={tmp_path}"]
+    first = sweep(*words)
+    metrics = tmp_path / "0" / "metrics.jsonl"
+    until(lambda: metrics.exists() and len(read_jsonl(metrics)) > 2)
+    first.process.kill()
+    first.wait()
+    assert first.leaves_nobody()
+    code, out, _ = sweep(*words, "sweep.resume=true").wait()
+    assert code == 0 and statuses(tmp_path) == ["completed"] * 2
+    for job in "01":
+        steps = [record["step"] for record in read_jsonl(tmp_path / job / "metrics.jsonl")]
+        assert steps == list(range(1, 61)), "no step is missing, and none is there twice"
+
+
+def test_a_sweep_in_a_file_is_grouped_and_named_in_wandb(tmp_path: Path) -> None:
+    """Offline; the file alone says that it is a sweep."""
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    (tmp_path / "conf" / "experiment" / "pair.yaml").write_text(
+        "# @package _global_\n"
+        "hydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n"
+        "      lr: wsd,cosine\n      model.layers: 1\n"
+    )
+    tiny = [word for word in TINY if not word.startswith(("logger", "model.layers"))]
+    words = ["experiment=pair", *tiny, "steps=2"]
+    where = ["--config-dir", tmp_path / "conf", f"run_dir={tmp_path}/night"]
+    run = Launched("trains", *where, *words, "sweep.parallel=2", program=JOBS)
+    code, out, _ = run.wait()
+    assert code == 0 and "2 of 2 done" in out
+    names = {}
+    for job in "01":
+        (file,) = (tmp_path / "night" / job / "wandb").rglob("*.wandb")
+        run = read_wandb_file(file)
+        assert run.group == "night"
+        names[job] = run.name
+    assert names == {"0": "lr=wsd", "1": "lr=cosine"}
+
+
+def test_any_submit_command_takes_the_jobs(tmp_path: Path) -> None:
+    """The command is a script that puts the job into the background, as a scheduler would."""
+    submit = tmp_path / "submit"
+    submit.write_text(
+        f"#!/bin/sh\necho queued as $1\nshift\n{sys.executable} {ROOT / 'train.py'} "
+        '"$@" >/dev/null 2>&1 &\n'
+    )
+    submit.chmod(submit.stat().st_mode | stat.S_IXUSR)
+    words = ["steps=2", "seed=1,2", "batch_size=4,5", "schedule.microbatches=4"]
+    first = sweep(*words, f"sweep.submit={submit} j17", "sweep.wait=90s", f"run_dir={tmp_path}/s")
+    code, out, err = first.wait()
+    assert code == 1 and out.count("submitted: queued as j17") == 2
+    assert err.count("does not divide into 4") == 2
+    assert statuses(tmp_path / "s").count("completed") == 2
+    assert statuses(tmp_path / "s").count("invalid") == 2
+    assert first.leaves_nobody()
+
+
+def test_two_tasks_of_a_job_array_share_a_sweep(tmp_path: Path) -> None:
+    words = ["seed=1,2,3", f"run_dir={tmp_path}"]
+    tasks = [sweep(*words, f"sweep.share={i}/2", job="where") for i in (0, 1)]
+    ends = [task.wait() for task in tasks]
+    assert [code for code, _, _ in ends] == [0, 0]
+    begun = [[ln.split()[1] for ln in out.splitlines() if ln[:4] == "job "] for _, out, _ in ends]
+    assert begun == [["0:", "2:"], ["1:"]]
+    plan = read_plan(tmp_path)
+    assert plan is not None and [job.number for job in plan.jobs] == [0, 1, 2]
+    code, out, _ = sweep("seed=1,2,3,4", words[1], "sweep.resume=true", job="where").wait()
+    assert code == 0 and "a sweep of 4 jobs, 3 of them done before" in out
+    refused = sweep(*words, job="where").wait()
+    assert refused[0] == 2 and "holds a sweep of 4 jobs already; write sweep.resume" in refused[2]
+
+
+def test_several_jobs_at_a_time_share_the_gpus(tmp_path: Path, monkeypatch) -> None:
+    """As on a machine with 4 GPUs, of which the user has left 3, named in the usual way."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,3")
+    monkeypatch.setenv("PYTHONPATH", str(JOBS.parent))
+    commands = [
+        Command(
+            name=str(i),
+            function="sweep_jobs:where",
+            inner="",
+            arguments=[*TINY, f"seed={i}", f"run_dir={tmp_path}/{i}"],
+            overrides=[],
+            folder=tmp_path / str(i),
+            ranks=ranks,
+            device="auto",
+        )
+        for i, ranks in enumerate([2, 2, 1])
+    ]
+    ends = Processes(0, lambda command: None, lambda end: None).run(commands)
+    assert [(end.status, end.value) for end in ends] == [("completed", float(i)) for i in range(3)]
+    spans = [(tmp_path / str(i) / "where").read_text().split() for i in range(3)]
+    (a0, a1, a, _), (b0, b1, b, _), (c0, c1, c, _) = spans
+    assert a == "0,2" and c == "3" and len(b.split(",")) == 2
+    assert float(b0) > float(a1) or float(b0) > float(c1), "there was no room beside the first"
+
+
+def test_check_says_which_jobs_are_wrong_and_starts_nothing(tmp_path: Path) -> None:
+    words = ["seed=1", "batch_size=4,5", "schedule.microbatches=4", f"run_dir={tmp_path}/s"]
+    code, out, err = sweep(*words, "--check").wait()
+    assert code == 2 and "job 1: batch_size=5" in err and "job 0" not in err
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_search_of_20_trials_beats_the_default_and_outlives_failed_ones(tmp_path: Path) -> None:
+    """On the real text. hydra/launcher=basic runs the jobs in one process, which saves their
+    start."""
+    words = [word for word in TINY if word not in ("data=synthetic", "checkpoint.every=0")]
+    words += ["steps=20", "lr.warmup=2", "checkpoint.last=false", f"run_dir={tmp_path}/s"]
+    search = [
+        "hydra/sweeper=optuna",
+        "hydra/launcher=basic",
+        "optimizer.lr=tag(log,interval(1e-3,1))",
+        "seed=choice(0,3)",
+        "hydra.sweeper.n_trials=20",
+    ]
+    default = Launched("trains", *words[:-1], f"run_dir={tmp_path}/d", program=JOBS)
+    assert default.wait()[0] == 0
+    code, out, _ = Launched("trains", "-m", *words, *search, program=JOBS).wait(200)
+    rows = table(tmp_path / "s")
+    assert code == 1 and len(rows) == 20 and "best loss: " in out
+    done = [float(row["final_loss"]) for row in rows if row["status"] == "completed"]
+    assert 5 < len(done) < 20, "no job with seed 3 ends well"
+    assert min(done) < result(tmp_path / "d")["value"] - 0.1
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["sweep.share=3/2"], "sweep.share=3/2: must be i/n"),
+        (["sweep.wait=1h"], "sweep.wait=3600.0: there is nothing to wait for"),
+        (["sweep.parallel=-1"], "sweep.parallel=-1: must be at least 0"),
+        (["value=val_los"], "write value=val_loss"),
+        (["hydra/sweeper=optuna", "hydra.sweeper.direction=maximize"], "the best loss is"),
+        (["shedule=gpipe,1f1b"], "write schedule=gpipe"),
+    ],
+)
+def test_a_sweep_that_cannot_be_run_as_asked_is_refused_at_once(
+    tmp_path: Path, words: list[str], told: str
+) -> None:
+    begin = time.monotonic()
+    code, _, err = sweep("seed=1,2", *words, f"run_dir={tmp_path}/s").wait()
+    assert code == 2 and told in err and time.monotonic() - begin < 20
+    assert not (tmp_path / "s").exists()
