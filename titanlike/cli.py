@@ -34,9 +34,10 @@ from titanlike.config.errors import ConfigError, Problem, quoted
 from titanlike.config.folder import conf_dir
 from titanlike.launch.environment import is_restart
 from titanlike.launch.failures import JobFailed
-from titanlike.launch.follow import StartedRanks, adopt_slurm, record_for_torchrun
+from titanlike.launch.follow import StartedRanks, record_for_torchrun
 from titanlike.launch.kept import Kept
 from titanlike.launch.signals import Interrupted, die_with_parent, exit_now, interruptible
+from titanlike.launch.slurm import adopt_slurm
 from titanlike.lead import End, Lead, Report, refuse, senseless
 
 if TYPE_CHECKING:
@@ -243,6 +244,7 @@ def _kept_folder(kept: Kept) -> list[str]:
 
 def _problems(args: argparse.Namespace, findings: Findings, lead: Lead) -> list[Problem]:
     """Every mistake in the command line; a sweep's jobs are checked for sense one by one, later."""
+    from titanlike import elastic
     from titanlike.check import leaving_nothing, secrets_in_command
     from titanlike.config.validate import sweep_problems
 
@@ -258,9 +260,10 @@ def _problems(args: argparse.Namespace, findings: Findings, lead: Lead) -> list[
 
         config, _ = going_on(config)
     started = int(os.environ.get("WORLD_SIZE", "1"))  # or to be started, where this is a --check
-    world_size = started if started > 1 else None
+    ranks = elastic.ranks_there(config, started if started > 1 else None, lead.kept)
     with leaving_nothing(Path(config.run_dir)) if args.check else nullcontext():
-        return known + senseless(config, world_size, known)
+        config, unfit = elastic.fit(config, ranks)
+        return known + (unfit or senseless(config, ranks, known))
 
 
 def _open_sweep(
@@ -275,7 +278,7 @@ def _open_sweep(
         folder=shape.folder,
         settings=config.sweep,
         value=config.value or ("val_loss" if config.validation.every else "loss"),
-        program=Path(sys.argv[0]).name,
+        program=_program(),
         options=_options(raw),
         command=raw,
         inner=lead.folder,
@@ -292,6 +295,12 @@ def _open_sweep(
         if context.base:  # jobs of a search are new ones, whatever numbers a launcher gives them
             args.overrides.append(f"hydra.sweep.subdir='{context.base}+${{hydra.job.num}}'")
     return context, problems
+
+
+def _program() -> list[str]:
+    """How the user has started this, with another Python in front."""
+    path = Path(sys.argv[0])
+    return ["-m", path.parent.name] if path.name == "__main__.py" else [path.name]
 
 
 def _options(words: list[str]) -> list[str]:

@@ -224,7 +224,7 @@ class _Examination:
         ]
         try:
             return self._compose([*lines, *choices]).hydra.mode == RunMode.MULTIRUN
-        except (HydraException, OmegaConfBaseException):
+        except (HydraException, OmegaConfBaseException, ValueError):
             return False  # is told where the choices are judged
 
     def _params(self, composed: DictConfig) -> set[str]:

@@ -49,6 +49,7 @@ class Lead:
         `name`: of a sweep and of this job of it; None for a run of its own. Raises Interrupted where a signal ended
         it at once.
         """
+        from titanlike import elastic
         from titanlike.restart import going_on, going_on_after
 
         run_dir = run_dir / self.folder
@@ -63,10 +64,13 @@ class Lead:
             try:
                 if self.restart:
                     config, _ = going_on(config)
-                problems += senseless(config, world_size, problems)
+                declared, ranks = config, elastic.ranks_there(config, world_size, self.kept)
+                config, unfit = elastic.fit(declared, ranks)
+                problems += unfit or senseless(config, ranks, problems)
                 if problems:
                     raise ConfigError(problems)
                 _write_config(config, run_dir)
+                elastic.tell(config, declared, ranks, self.kept)
                 started = None if name is not None else self.kept.get("started")
                 start = float(started or time.time())
                 job = Job(self.function, config, run_dir, overrides, start)

@@ -18,12 +18,13 @@ _USAGE = [
     ("python train.py", "one process, embedded defaults"),
     ("python train.py pp=2 dp=2", "starts its 4 workers itself"),
     ("torchrun --nproc-per-node 4 train.py pp=2 dp=2", "workers that torchrun started"),
-    ("python train.py -m schedule=gpipe,1f1b pp=2", "a sweep: one run after another"),
+    ("python train.py -m schedule=gpipe,1f1b pp=2", "a sweep: a run for each combination"),
     ("python train.py experiment=llama3_8b --cfg job", "show the config, start nothing"),
     ("python train.py --config-path RUN_DIR steps=600", "launch a run again, changed"),
 ]
 _FLAGS = [
     ("-m", "sweep over values written with commas"),
+    ("--check", "find every mistake, start nothing; with -m in each job"),
     ("--cfg job", "print the config that the overrides give"),
     ("--config-dir DIR", "a folder of your own choices, laid out like conf/"),
     ("--hydra-help", "Hydra's other flags"),

@@ -339,6 +339,9 @@ class Launch:
     )
     heartbeat: float = key(10.0, "seconds between a rank's signs of life, logs/rankN.heartbeat")
     max_restarts: int = key(0, "times that failed workers are started again, from the checkpoint")
+    elastic: bool = key(
+        False, "dp follows the number of ranks that torchrun has started: --nnodes 1:2"
+    )
 
 
 @dataclass

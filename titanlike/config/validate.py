@@ -6,6 +6,7 @@ What needs the model to be built (layers against stages, heads against dims) is
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Iterator
@@ -82,10 +83,12 @@ def _mesh(config: Config, world_size: int | None) -> Iterator[Problem]:
         fits = max(n for n in range(1, dp + 1) if dp % n == 0 and n <= replicate)
         reason = f"dp={dp} cannot be cut into {replicate} equal replicas"
         yield Problem("replicate", replicate, reason, f"replicate={fits}")
-    if world_size not in (None, 1) and pp >= 1 and dp >= 1 and pp * dp != world_size:
+    if world_size is not None and pp >= 1 and dp >= 1 and pp * dp != world_size:
         reason = f"pp x dp = {pp} x {dp} = {pp * dp} processes, but {world_size} were started"
         meshes = ", or ".join(_meshes(config, world_size))
         count = f"start with --nproc-per-node {pp * dp} (times nodes)"
+        if "TORCHELASTIC_RUN_ID" in os.environ and world_size % pp == 0:
+            count += "; or with launch.elastic=true, and dp follows the ranks that there are"
         yield Problem("dp", dp, reason, f"{meshes}; or {count}" if meshes else count)
 
 

@@ -39,17 +39,28 @@ def without_ranks(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_restart() -> bool:
-    """Whether torchrun or SLURM has started this command before."""
+    """Whether torchrun or SLURM is known to have started this command before.
+
+    torchrun's count is each machine's own, and stays where nodes come or go: see also `Kept`.
+    """
     counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
     return any(os.environ.get(name, "0") not in ("", "0") for name in counts)
 
 
 def will_restart() -> bool:
-    """Whether torchrun will start this command again if it ends with an exit code that is not 0."""
+    """Whether torchrun will start this command again if it ends with an exit code that is not 0.
+
+    As far as this machine knows: another one may have used up its restarts.
+    """
     count, most = (
         os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")
     )
     return int(count) < int(most)
+
+
+def of_several_machines() -> bool:
+    """Whether torchrun has started ranks on other machines, too."""
+    return int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
 
 
 def import_path() -> list[str]:

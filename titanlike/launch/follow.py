@@ -6,6 +6,14 @@
 4. After a job all ranks say how it ended. Where one failed and all came out of it, a sweep goes
    on; where some are stuck in it, the process ends, and whoever started the ranks ends the others.
 5. At the end all end with the exit code of rank 0.
+
+torchrun may start them again, with more or fewer machines:
+- Its process on one machine is killed: the ranks there outlive it (`die_with_parent`) until the end
+  of the step, and all save. The others then fail, so that their torchrun starts them again.
+- A machine is gone: the ranks on the others fail in the midst of a step, and are started again.
+- A machine comes: each torchrun sees that at a moment of its own, and sends its ranks SIGTERM, a
+  wish to stop. Those that stop because others were asked to wait until they are, too: an end
+  without that would be the end of the job.
 """
 
 from __future__ import annotations
@@ -13,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import time
 import uuid
 from collections.abc import Callable
@@ -22,6 +29,7 @@ from typing import Any
 
 from titanlike.config.credentials import redact
 from titanlike.config.schema import Launch
+from titanlike.launch.environment import of_several_machines, will_restart
 from titanlike.launch.failures import Failure, JobFailed, clear_failures, describe, root_cause
 from titanlike.launch.job import Job
 from titanlike.launch.kept import Kept
@@ -33,30 +41,11 @@ from titanlike.launch.signals import (
     handled_signals,
     interruptible,
 )
-from titanlike.launch.stop import Stop
+from titanlike.launch.stop import TIME_IS_UP, Stop, name_of_wish
 from titanlike.launch.worker import Worker, meet, run_job
 
 _POLL = timedelta(seconds=10)  # of a follower's wait for the next job
-
-
-def adopt_slurm() -> None:
-    """Take rank and world size from SLURM where `srun` started one process a rank."""
-    env = os.environ
-    if "RANK" in env or int(env.get("SLURM_STEP_NUM_TASKS", "1")) == 1:
-        return
-    command = ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]]
-    hosts = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
-    tasks = env["SLURM_STEP_TASKS_PER_NODE"].split(",")[0].split("(")[0]  # "2(x3),1": 2
-    env.update(
-        RANK=env["SLURM_PROCID"],
-        LOCAL_RANK=env["SLURM_LOCALID"],
-        WORLD_SIZE=env["SLURM_STEP_NUM_TASKS"],
-        LOCAL_WORLD_SIZE=tasks,
-    )
-    env.setdefault("MASTER_ADDR", hosts.split()[0])
-    # a port that all ranks find without talking, the same for no other job or step
-    step = int(env["SLURM_JOB_ID"]) * 7 + int(env.get("SLURM_STEP_ID", "0"))
-    env.setdefault("MASTER_PORT", str(20000 + step % 20000))
+_ALL_ASKED = 5.0  # seconds in which each machine's torchrun has seen that a machine has come
 
 
 class StartedRanks:
@@ -67,15 +56,23 @@ class StartedRanks:
         import torch.distributed as dist
 
         timeout = timedelta(seconds=Launch().timeout)
+        self._parent = os.getppid()
         store, self.rank, self.world_size = next(dist.rendezvous("env://", timeout=timeout))
-        self.kept = Kept(store)
         start = name_of_start(store, self.rank, self.world_size, timeout.total_seconds())
         self._store = dist.PrefixStore(f"titanlike/{start}", store)
         self._jobs = 0
+        self._lost = False  # whether ranks are stuck in a job
+        self.kept = Kept.of_this_machine()
+        self._store.set(f"kept/{self.rank}", self.kept.to_json())
+        if self.rank == 0:
+            keys = [f"kept/{rank}" for rank in range(1, self.world_size)]
+            self.kept.adopt(text.decode() for text in self._store.multi_get(keys))
 
     def lead(self, job: Job, stop: Stop, last_words: Callable[[Failure], None]) -> dict[str, Any]:
         """Run a job on all ranks; what this rank's function returned. Raises like `run_local`."""
         clear_failures(job.run_dir)
+        self.kept.begin()
+        self._store.set(f"kept for job{self._jobs}", self.kept.to_json())
         self._store.set(f"job{self._jobs}", job.to_json())
         return self._run(job, stop, last_words)
 
@@ -83,6 +80,9 @@ class StartedRanks:
         """Tell the followers that there are no more jobs, and how this process will end."""
         with contextlib.suppress(RuntimeError):  # a store that is gone has no followers
             self._store.set(f"job{self._jobs}", str(code))
+            # without torchrun the store is this process', and must not end before they have read it
+            heard = [f"heard/{rank}" for rank in range(1, self.world_size)]
+            self._store.wait([] if self._lost else heard, timedelta(seconds=GRACE))
 
     def follow(self) -> int:
         """Run jobs until rank 0 has no more, or is gone; the exit code."""
@@ -90,6 +90,7 @@ class StartedRanks:
         for signum in handled_signals():
             signal.signal(signum, signal.SIG_DFL)  # at once; rank 0 says what happened
         while not (text := self._next_job()).isdigit():
+            self.kept.adopt([self._store.get(f"kept for job{self._jobs}").decode()])
             stop = Stop()
             try:
                 with interruptible(stop=stop, grace=0):
@@ -97,6 +98,8 @@ class StartedRanks:
             except JobFailed as failed:
                 if failed.ends_sweep:
                     exit_now(1)
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"heard/{self.rank}", "")
         return int(text)
 
     def _next_job(self) -> str:
@@ -139,7 +142,7 @@ class StartedRanks:
         stuck = False
         try:
             timeout = job.config.launch.timeout if own is None else GRACE
-            ends = meet(worker, "end", timeout, "failed" if own else "completed")
+            ends = meet(worker, "end", timeout, self._own_end(own))
         except (RuntimeError, Interrupted) as error:
             if own is None and isinstance(error, Interrupted):
                 raise
@@ -148,14 +151,40 @@ class StartedRanks:
             own = own or describe(self.rank, error)
             ends, stuck = ["failed"], True
         if "failed" not in ends:
+            self._see_why_stopped(result, ends, stop)
             return result
         if not stuck and dist.is_initialized():
             dist.destroy_process_group()  # nobody is inside any more
         failure = root_cause(job.run_dir) or own
         assert failure is not None, "a rank reported a failure without leaving its error"
         failed = failure.to_job_failed(job.run_dir, self.world_size)
-        failed.ends_sweep = stuck
+        failed.ends_sweep = self._lost = stuck
         raise failed
+
+    def _own_end(self, failure: Failure | None) -> str:
+        if failure is not None:
+            return "failed"
+        return "orphaned" if self._is_orphan() else "completed"
+
+    def _is_orphan(self) -> bool:
+        return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self._parent
+
+    def _see_why_stopped(self, result: dict[str, Any], ends: list[str], stop: Stop) -> None:
+        """Raises JobFailed where a run was stopped by the end of a torchrun, and goes on."""
+        if "stopped" not in result or self._is_orphan():
+            return
+        orphans = [rank for rank, end in enumerate(ends) if end == "orphaned"]
+        if orphans and will_restart():
+            ranks = f"rank{'s' * (len(orphans) > 1)} {', '.join(map(str, orphans))}"
+            text = f"the torchrun of {ranks} was killed; the run has stopped with a checkpoint"
+            failed = JobFailed(text, text)
+            failed.ends_sweep = self._lost = True
+            raise failed
+        if result["stopped"] != name_of_wish(TIME_IS_UP) and of_several_machines():
+            deadline = time.monotonic() + _ALL_ASKED
+            with contextlib.suppress(Interrupted):  # asked now, after the run
+                while not stop.asked and time.monotonic() < deadline:
+                    time.sleep(0.05)
 
 
 def name_of_start(store: Any, rank: int, world_size: int, timeout: float) -> str:

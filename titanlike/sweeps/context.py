@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from titanlike.config.credentials import redact_override
@@ -24,7 +24,7 @@ class Context:
     folder: Path  # absolute
     settings: Sweep
     value: str  # what the jobs are compared by
-    program: str  # train.py
+    program: list[str]  # train.py, or -m titanlike
     options: list[str]  # of the command line that each job needs, too: --config-dir ...
     command: list[str]  # the sweep's own command line, after the program
     inner: str  # a tool's own place in a job's folder, or ""
@@ -61,7 +61,9 @@ class Context:
             self.base = plan.jobs[-1].number + 1
             self.done = sum(map(self._done, plan.jobs))
         if plan is None:
-            command = ["python", self.program, *self.command]
+            of_this_start = ("sweep.resume=", "sweep.share=")
+            words = [word for word in self.command if not word.startswith(of_this_start)]
+            command = ["python", *self.program, *words]
             if not any(word.startswith(("run_dir=", "hydra.sweep.dir=")) for word in command):
                 command.append(f"run_dir={self.folder}")
             write_plan(self.folder, Plan(shlex.join(command), self.value, self.inner))
@@ -84,22 +86,29 @@ class Context:
         if not self.check:
             add_jobs(self.folder, jobs)
 
-    def todo(self, combinations: list[list[str]]) -> list[Job]:
+    def todo(
+        self, combinations: list[list[str]], left_out: Mapping[tuple[str, ...], str] | None = None
+    ) -> list[Job]:
         """The jobs of a grid that this command is to run; all of them are put into the plan.
 
         A job keeps its number and folder when the sweep is run again, also with more values.
+        left_out: combinations that are not to be started, and why.
         """
         plan = None if self.check else read_plan(self.folder)
         known = {tuple(job.overrides): job for job in plan.jobs} if plan else {}
         number = max((job.number for job in known.values()), default=-1) + 1
         jobs, new = [], []
-        for overrides in map(of_job, combinations):
+        for combination in combinations:
+            overrides, why = of_job(combination), (left_out or {}).get(tuple(combination))
             key = tuple(map(redact_override, overrides))
             if key not in known:
-                known[key] = Job(number, str(number), overrides, self.swept(overrides))
+                known[key] = Job(number, str(number), overrides, self.swept(overrides), why)
                 new.append(known[key])
                 number += 1
-            if known[key] not in jobs:  # values that are given twice
+            elif known[key].skipped != why:
+                known[key] = replace(known[key], skipped=why)
+                new.append(known[key])
+            if why is None and known[key] not in jobs:  # values that are given twice
                 jobs.append(known[key])
         self.add(new)
         goes_on = self.settings.resume or self.settings.share is not None or self.restart

@@ -7,7 +7,7 @@ import io
 import re
 import shlex
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ _FRACTION = re.compile(r"-?\d*\.\d+(e[-+]?\d+)?", re.IGNORECASE)
 _WIDEST = 160  # columns of a terminal that are used
 _NAMED = 12  # jobs that are left are named, up to so many
 _SETTING = 12  # columns of a setting, where there is little room
+_SEARCH = "throughput"  # conf/experiment/throughput.yaml
 _ERRORS = 20  # different errors below the terminal's table
 
 
@@ -147,7 +148,11 @@ def terminal_lines(table: Table, width: int) -> list[str]:
     """
     width = min(width, _WIDEST)
     columns = _fitting(table, width)
-    cells = [[column.cells[i] for column in columns] for i in range(len(table.rows))]
+    skipped = sum(row.status == "skipped" for row in table.rows)
+    shown = [  # many that were never started are told by one line a reason alone
+        i for i, row in enumerate(table.rows) if skipped <= _NAMED or row.status != "skipped"
+    ]
+    cells = [[column.cells[i] for column in columns] for i in shown]
     lines = table_lines("", [column.header for column in columns], cells, width)
     if errors := _errors(table.rows, width):
         lines += ["", *errors]
@@ -293,13 +298,14 @@ def command_again(table: Table) -> str:
 
 
 def command_of(plan: Plan | None, row: Row) -> str:
-    """The shell line that runs one job by itself."""
+    """The shell line that runs one job by itself; of a throughput search, that trains with it."""
+    overrides = list(_without_search(row.job.overrides))
     words = _words(plan.command if plan else "")
     ends = [
         i for i, word in enumerate(words) if word.endswith(".py") or Path(word).name == "titanlike"
     ]
     if not ends:
-        return shlex.join(["python", "train.py", *row.job.overrides])
+        return shlex.join(["python", "train.py", *overrides])
     program, rest, options = words[: ends[0] + 1], words[ends[0] + 1 :], []
     for i, word in enumerate(rest):  # where the config is
         if word.startswith("--config") or word in ("-cp", "-cn", "-cd"):
@@ -307,7 +313,21 @@ def command_of(plan: Plan | None, row: Row) -> str:
     start = [
         word if "=" in word and i == 0 else shlex.quote(word) for i, word in enumerate(program)
     ]
-    return " ".join([*start, shlex.join([*options, *row.job.overrides])]).rstrip()
+    return " ".join([*start, shlex.join([*options, *overrides])]).rstrip()
+
+
+def _without_search(overrides: list[str]) -> Iterator[str]:
+    """Overrides without the experiment that makes a search, and its few steps, of any run."""
+    for text in overrides:
+        key, _, value = text.lstrip("+").partition("=")
+        if key != "experiment":
+            yield text
+            continue
+        names = [name.strip() for name in value.strip("[]").split(",")]
+        if _SEARCH not in names:
+            yield text
+        elif others := [name for name in names if name != _SEARCH]:
+            yield f"experiment=[{','.join(others)}]"
 
 
 def _words(command: str) -> list[str]:

@@ -1,0 +1,282 @@
+"""Machines go and come back: the run goes on, with as many as there are where its mesh allows it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from launch.launched import Launched, until
+from launch.nodes import nodes, power_off, worker
+from world import numbers, run_world
+
+from titanlike.config.parse import parse
+from titanlike.config.schema import (
+    Checkpoint,
+    Config,
+    Custom,
+    Launch,
+    Schedule,
+    SyntheticData,
+    Validation,
+)
+from titanlike.elastic import fit, ranks_there
+from titanlike.launch.kept import Kept
+from titanlike.training import train
+
+EVERY = 5
+TINY = [
+    "model.dim=32",
+    "model.ffn_dim=64",
+    "model.layers=2",
+    "seq_len=16",
+    "batch_size=8",
+    "data=synthetic",
+    "data.vocab_size=64",
+    "validation.every=0",
+    "logger=none",
+    "log_every=1000",
+    f"checkpoint.every={EVERY}",
+    "checkpoint.keep=2",
+    "device=cpu",
+]
+
+
+@pytest.fixture(autouse=True)
+def machines_may_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the README says to set: otherwise torch's own store is not found again."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+
+
+def events(run_dir: Path, kind: str) -> list[dict]:
+    path = run_dir / "events.jsonl"
+    all_events = [json.loads(line) for line in path.open()] if path.exists() else []
+    return [event for event in all_events if event["event"] == kind]
+
+
+def step(run_dir: Path) -> int:
+    path = run_dir / "metrics.jsonl"
+    return numbers(run_dir)[-1][0] if path.exists() and numbers(run_dir) else 0
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    assert len({record["step"] for record in records}) == len(records)
+    return {record["step"]: record["loss"] for record in records}
+
+
+def config_of(run_dir: Path) -> Config:
+    plain = yaml.safe_load((run_dir / "config.yaml").read_text())
+    config, problems = parse({key: plain[key] for key in plain if key not in ("defaults", "hydra")})
+    assert problems == []
+    return config
+
+
+def only_run(folder: Path) -> Path:
+    (run_dir,) = (path.parent for path in folder.rglob("config.yaml"))
+    return run_dir
+
+
+def ends(*machines: Launched) -> list[int]:
+    codes = [machine.wait(90)[0] for machine in machines]
+    assert all(machine.leaves_nobody() for machine in machines)
+    return codes
+
+
+def test_the_machine_of_rank_0_is_gone_and_comes_back(tmp_path: Path) -> None:
+    """The run directory has the time of the first start in its name: the other machine knows it."""
+    with nodes("2", [*TINY, "dp=2", "steps=40"], tmp_path) as all_nodes:
+        machines = [all_nodes.start(), all_nodes.start()]
+        until(lambda: list(tmp_path.rglob("COMMITTED")))
+        first, other = sorted(machines, key=lambda machine: worker(machine, 0) is None)
+        power_off(first)
+        assert ends(all_nodes.start(), other) == [0, 0]
+    run_dir = only_run(tmp_path / "outputs")
+    (resumed,) = events(run_dir, "resume")
+    assert resumed["step"] >= EVERY
+    run_world(train, config_of(run_dir), tmp_path / "left alone")
+    assert [number for number, *_ in numbers(run_dir)] == list(range(1, 41))
+    assert numbers(run_dir) == numbers(tmp_path / "left alone"), "to the last bit"
+
+
+def test_with_fewer_machines_the_run_goes_on_and_with_more_again(tmp_path: Path) -> None:
+    """torchrun alone is killed; its rank outlives it to the end of the step, and all save."""
+    run_dir, alone = tmp_path / "run", tmp_path / "alone"
+    words = [*TINY, "dp=2", "steps=100000", "checkpoint.every=0", "checkpoint.keep=0"]
+    words += ["launch.elastic=true", f"run_dir={run_dir}"]
+    with nodes("1:2", words, tmp_path) as all_nodes:
+        machines = [all_nodes.start(), all_nodes.start()]
+        until(lambda: step(run_dir) > 5)
+        stays, goes = sorted(machines, key=lambda machine: worker(machine, 0) is None)
+        goes.process.kill()
+        until(lambda: len(events(run_dir, "resume")) == 1 and step(run_dir) > 40)
+        back = all_nodes.start()
+        until(lambda: len(events(run_dir, "resume")) == 2)
+        grown = events(run_dir, "resume")[1]["step"]
+        until(lambda: step(run_dir) > grown + 10)
+        for machine in (stays, back):
+            machine.process.terminate()
+        ends(stays, back)
+        assert goes.leaves_nobody()
+    fewer, more = events(run_dir, "layout")
+    assert (fewer["ranks"], fewer["dp"], fewer["before"]) == (1, 1, 2)
+    assert (more["ranks"], more["dp"], more["before"]) == (2, 2, 1)
+    resumes = events(run_dir, "resume")
+    assert [event["world_size"] for event in resumes] == [1, 2]
+    stops = [event["step"] for event in events(run_dir, "stop")]
+    assert [event["step"] for event in resumes] == stops[:2], "no step is lost"
+    there = losses(run_dir)
+    assert list(there) == list(range(1, stops[2] + 1))
+    declared = config_of(run_dir)
+    first = replace(declared, max_tokens=40 * 8 * 16)
+    settings = replace(declared.checkpoint, resume=resumes[1]["path"])
+    then = replace(declared, max_tokens=(grown + 10) * 8 * 16, checkpoint=settings)
+    for config, name in ((first, "first"), (then, "then")):
+        run_world(train, config, alone / name)
+        for number, loss in losses(alone / name).items():
+            assert there[number] == pytest.approx(loss, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_where_the_mesh_forbids_fewer_ranks_the_run_ends_and_says_so(tmp_path: Path) -> None:
+    words = [*TINY, "pp=2", "steps=400", "launch.elastic=true", f"run_dir={tmp_path}"]
+    with nodes("1:2", words, tmp_path, restarts=1) as all_nodes:
+        machines = [all_nodes.start(), all_nodes.start()]
+        until(lambda: step(tmp_path) > EVERY)
+        stays, goes = sorted(machines, key=lambda machine: worker(machine, 0) is None)
+        power_off(goes)
+        begin = time.monotonic()
+        code, _, err = stays.wait(60)
+        assert time.monotonic() - begin < 40 and code != 0
+    assert "pp=2: 1 rank is there (launch.elastic): does not divide 1" in err
+    assert "numbers of ranks that would do: 2" in err
+    assert "exitcode  : 2" in err
+
+
+@pytest.mark.slow
+def test_without_launch_elastic_fewer_ranks_are_a_mistake_that_names_it(tmp_path: Path) -> None:
+    """One rank that is left of two does not start the other itself."""
+    words = [*TINY, "dp=2", "steps=400", f"run_dir={tmp_path}"]
+    with nodes("1:2", words, tmp_path, restarts=1) as all_nodes:
+        machines = [all_nodes.start(), all_nodes.start()]
+        until(lambda: step(tmp_path) > EVERY)
+        stays, goes = sorted(machines, key=lambda machine: worker(machine, 0) is None)
+        power_off(goes)
+        code, _, err = stays.wait(60)
+    assert code != 0 and "pp x dp = 1 x 2 = 2 processes, but 1 were started" in err
+    assert "launch.elastic=true" in err
+
+
+# --- which layouts ------------------------------------------------------------------------------
+
+
+def config(tmp_path: Path, **keys) -> Config:
+    base = {
+        "model": Custom("llama", {"dim": 32, "ffn_dim": 64, "layers": 4, "vocab_size": None}),
+        "data": SyntheticData(vocab_size=64),
+        "validation": Validation(every=0),
+        "checkpoint": Checkpoint(),
+        "launch": Launch(elastic=True),
+        "device": "cpu",
+        "seq_len": 16,
+        "batch_size": 24,
+        "run_dir": str(tmp_path),
+    }
+    return Config(**{**base, **keys})
+
+
+@pytest.mark.parametrize(
+    "declared, ranks, dp, replicate",
+    [
+        ({"pp": 2, "dp": 4}, 4, 2, 1),
+        ({"pp": 2, "dp": 2}, 6, 3, 1),
+        ({"dp": 4, "replicate": 4}, 2, 2, 2),
+        ({"dp": 4, "replicate": 2}, 2, 2, 2),
+        ({"dp": 4}, 4, 4, 1),
+    ],
+)
+def test_dp_follows_the_ranks(declared, ranks, dp, replicate, tmp_path: Path) -> None:
+    fitted, problems = fit(config(tmp_path, **declared), ranks)
+    assert (fitted.dp, fitted.replicate, problems) == (dp, replicate, [])
+    assert fitted.pp == declared.get("pp", 1) and fitted.batch_size == 24
+
+
+@pytest.mark.parametrize(
+    "declared, ranks, key, would",
+    [
+        ({"pp": 2, "dp": 4}, 5, "pp", "2, 4, 6, 8"),
+        ({"dp": 6, "replicate": 2}, 3, "replicate", "2, 4, 6"),
+        ({"dp": 6, "replicate": 2}, 5, "replicate", "2, 4, 6"),
+        ({"dp": 8}, 5, "batch_size", "2, 3, 4, 6"),
+        ({"dp": 2, "schedule": Schedule(microbatches=12)}, 4, "schedule.microbatches", "1, 2"),
+    ],
+)
+def test_what_forbids_a_number_of_ranks_is_named_with_those_that_would_do(
+    declared, ranks, key, would, tmp_path: Path
+) -> None:
+    before = config(tmp_path, **declared)
+    after, (problem,) = fit(before, ranks)
+    assert after == before and problem.key == key
+    assert f"{ranks} ranks are there" in problem.reason
+    assert problem.reason.endswith(f"would do: {would}")
+
+
+def test_without_it_and_without_torchrun_nothing_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rigid, elastic = config(tmp_path, dp=4, launch=Launch()), config(tmp_path, dp=4)
+    assert fit(rigid, 2) == (rigid, [])
+    assert ranks_there(elastic, None, Kept()) is None, "python train.py starts its own"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    assert ranks_there(rigid, None, Kept()) is None, "so does torchrun train.py"
+    assert ranks_there(elastic, None, Kept()) == 1
+
+
+# --- what a job's machines know -----------------------------------------------------------------
+
+
+def test_a_machine_that_comes_back_learns_what_the_others_know(tmp_path: Path) -> None:
+    stayed = Kept(tmp_path / "stayed")
+    stayed.begin()
+    stayed.keep("started", "1.0")
+    missed_a_start = Kept(tmp_path / "missed")
+    missed_a_start.adopt([stayed.to_json()])
+    stayed.begin()
+    stayed.put("dp", "1")
+    back = Kept(tmp_path / "back")
+    back.adopt([missed_a_start.to_json(), stayed.to_json()])
+    back.keep("started", "2.0")
+    again = Kept(tmp_path / "back")  # the next start there
+    assert (again.get("started"), again.get("dp")) == ("1.0", "1")
+
+
+def test_a_job_whose_torchrun_has_ended_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one may have the same process id, and the same --rdzv-id."""
+    program = (
+        f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}\n"
+        "from titanlike.launch.kept import Kept\n"
+        "kept = Kept.of_one_process(); print(kept.get('key')); kept.keep('key', 'value')"
+    )
+    torchrun = (
+        "import subprocess, sys\n"
+        f"for _ in range(2): subprocess.run([sys.executable, '-c', {program!r}], check=True)"
+    )
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    for _ in range(2):
+        run = subprocess.run(
+            [sys.executable, "-c", torchrun],
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert run.stdout.split() == ["None", "value"], run.stderr
+    assert len(list(tmp_path.rglob("*.json"))) == 1

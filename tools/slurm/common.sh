@@ -1,0 +1,243 @@
+# shellcheck shell=bash
+# What the job scripts share: they source it, and so does each node, for load_environment.
+#
+# SLURM asks a job to end by SIGUSR1 to the batch script (before its time limit) or by SIGTERM to
+# everybody (preemption, scancel). The run then saves a checkpoint and says so in result.json, and
+# the job goes back into the queue, to go on in the same run directory.
+
+refuse() { # say why, and end as train.py does for a mistake
+    echo "$*" >&2
+    exit 2
+}
+
+load_environment() { # modules, the virtual environment, addresses: see cluster.env.example
+    local file=${TITANLIKE_ENV:-$SLURM_SUBMIT_DIR/cluster.env}
+    [ "${file#/}" != "$file" ] || file=$SLURM_SUBMIT_DIR/$file
+    if [ ! -r "$file" ]; then
+        [ -z "${TITANLIKE_ENV:-}" ] || refuse "TITANLIKE_ENV=$TITANLIKE_ENV: cannot be read on $(hostname)"
+        return 0
+    fi
+    environment_file=$file
+    set +u # modules and conda read variables that are not set
+    # shellcheck disable=SC1090
+    source "$file"
+    set -u
+}
+
+# train.py of the folder that the job runs in, else the installed package
+find_program() {
+    if [ -f train.py ]; then program=(train.py); else program=(-m titanlike); fi
+}
+
+# find_run_dir DEFAULT ARGS...: where the run writes, as `run_dir`, and all arguments, as `arguments`
+find_run_dir() {
+    local default=$1 word before="" config=""
+    shift
+    run_dir=""
+    for word in "$@"; do
+        case $before in --config-path | -cp) config=$word/config.yaml ;; esac
+        case $word in
+            run_dir=* | +run_dir=* | ++run_dir=*) run_dir=${word#*=} ;;
+            --config-path=*) config=${word#*=}/config.yaml ;;
+        esac
+        before=$word
+    done
+    arguments=("$@")
+    if [ -z "$run_dir" ] && [ -f "$config" ]; then # an earlier run, which goes on where it is
+        run_dir=$(sed -n 's/^run_dir: *//p' "$config")
+        case $run_dir in *"\${"*) run_dir="" ;; esac
+    fi
+    if [ -z "$run_dir" ]; then
+        run_dir=$default
+        arguments+=("run_dir=$default")
+    fi
+    run_dir=${run_dir#[\'\"]}
+    run_dir=${run_dir%[\'\"]}
+    case $run_dir in
+        *"\${"*) refuse "run_dir=$run_dir: would be another one after a requeue; write run_dir=$default" ;;
+    esac
+}
+
+# check RANKS ARGS...: a mistake, also in a mesh for so many ranks in all, is shown once, by one
+# process, before any node begins
+check() {
+    local ranks=$1 code=0
+    shift
+    WORLD_SIZE=$ranks python "${program[@]}" --check "$@" >/dev/null || code=$?
+    [ "$code" = 0 ] || exit "$code"
+}
+
+# opening RANKS: the first lines of each start in the log. RANKS: on each node
+opening() {
+    local commit array="" nodes
+    commit=$(git rev-parse --short HEAD 2>/dev/null) && commit=", git commit $commit"
+    [ -z "$commit" ] || git diff --quiet HEAD 2>/dev/null || commit+=" with changes"
+    [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || array=", task $SLURM_ARRAY_TASK_ID of array $SLURM_ARRAY_JOB_ID"
+    nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tr '\n' ' ')
+    cat <<END
+job        $SLURM_JOB_ID ($SLURM_JOB_NAME)$array
+start      $(date '+%F %T'), restart ${SLURM_RESTART_COUNT:-0}
+nodes      $SLURM_JOB_NUM_NODES: ${nodes% }
+ranks      $1
+env file   ${environment_file:-none}
+END
+    python - <<'END'
+import platform, sys
+from importlib.metadata import PackageNotFoundError, version
+
+def installed(name):
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+print(f"python     {platform.python_version()} ({sys.executable})")
+print(f"torch      {installed('torch')}")
+print(f"titanlike  {installed('titanlike')}", end="", flush=True)
+END
+    printf '%s\n' "$commit" "run        $run_dir" ""
+}
+
+# Ports of jobs that share a node differ, and are none that the system gives away (32768 and up)
+port() { echo "${MASTER_PORT:-$((20000 + SLURM_JOB_ID * 101 % 12000))}"; }
+
+# SLURM's own address of the first node: its name need not be one that DNS knows
+head_address() {
+    local head address
+    head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    address=$(scontrol --oneliner show node "$head" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
+    echo "${MASTER_ADDR:-${address:-$head}}"
+}
+
+# share_cores RANKS: OpenMP's threads of each of the ranks that are on a node
+share_cores() {
+    local threads=$((${SLURM_CPUS_ON_NODE:-1} / $1))
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
+}
+
+# Whether this torch's torchrun knows an option; looked up without importing torch
+torchrun_has() {
+    python - "$1" <<'END'
+import importlib.util, pathlib, sys
+
+folder = pathlib.Path(importlib.util.find_spec("torch").origin).parent
+sys.exit(f'"{sys.argv[1]}"' not in (folder / "distributed" / "run.py").read_text())
+END
+}
+
+# The signal that asks this job to end is noted from here on, as `asked`, and passed on once: a
+# second one would end the run without a checkpoint
+listen() {
+    asked="" step=""
+    trap 'heard USR1' USR1
+    trap 'heard TERM' TERM
+}
+
+heard() {
+    # not as SIGTERM, by which srun kills all ranks at once
+    [ -n "$asked" ] || [ -z "$step" ] || kill -USR1 "$step" 2>/dev/null
+    asked=$1
+}
+
+# on_nodes SRUN_OPTIONS... -- COMMAND...: the command as SLURM's tasks; its exit code is `code`
+on_nodes() {
+    local options=()
+    while [ "$1" != -- ]; do options+=("$1") && shift; done
+    shift
+    code=75
+    [ -z "$asked" ] || return 0
+    # a step does not take this from sbatch by itself
+    [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+    # a rank that dies takes the step with it, instead of leaving nodes idle until the time limit
+    # shellcheck disable=SC2016,SC2154
+    srun --kill-on-bad-exit=1 "${options[@]}" \
+        bash -uc 'source "$0/common.sh"; load_environment; exec "$@"' "$tools" "$@" &
+    step=$!
+    while true; do # a signal ends `wait`, not the step
+        code=0
+        wait "$step" || code=$?
+        kill -0 "$step" 2>/dev/null || break
+    done
+}
+
+# train SRUN_OPTIONS... -- COMMAND...: a run, to its end or until this job comes again
+train() {
+    local before
+    before=$(cat "$run_dir/result.json" 2>/dev/null)
+    note_start
+    on_nodes "$@"
+    end "$(status_since "$before")"
+}
+
+# sweep SRUN_OPTIONS... -- COMMAND...: the same for a sweep, whose exit code says how it ended
+sweep() {
+    note_start
+    on_nodes "$@"
+    case $code in
+        0) end completed ;;
+        75) end stopped ;;
+        130 | 138 | 143) end interrupted ;;
+        *) exit "$code" ;;
+    esac
+}
+
+# status_since EARLIER: what result.json says, unless it is still the EARLIER one; nothing where no
+# rank came to write it. torchrun's exit code does not tell: it is 1 after a signal, too
+status_since() {
+    local result
+    for _ in 1 2 3 4 5 6 7 8 9 10; do # a shared file system may show another node's file late
+        result=$(cat "$run_dir/result.json" 2>/dev/null)
+        if [ "$result" != "$1" ] || [ -z "$asked" ] || [ "$code" = 0 ]; then break; fi
+        sleep 1
+    done
+    [ "$result" != "$1" ] || return 0
+    python - "$result" <<'END'
+import json, sys
+
+result = json.loads(sys.argv[1])
+print("max_time" if "by max_time" in (result["error"] or "") else result["status"])
+END
+}
+
+# How far it is: the steps of a run, or of all jobs of a sweep
+steps_done() { find "$run_dir" -maxdepth 2 -name metrics.jsonl -exec cat {} + | wc -l; }
+
+note_start() {
+    starts=$run_dir/logs/slurm-$SLURM_JOB_ID.starts
+    mkdir -p "$run_dir/logs" && steps_done >>"$starts" || exit 1
+}
+
+# end STATUS: put the job back into the queue if SLURM has stopped it, else end as the run did
+end() {
+    local steps job=$SLURM_JOB_ID
+    [ -z "${SLURM_ARRAY_JOB_ID:-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+    case $1 in
+        completed) exit 0 ;; # a signal may still have hit what was only ending
+        stopped) ;;
+        interrupted | '') [ -n "$asked" ] || exit "$code" ;; # too early to save anything, or too late
+        max_time) exit 75 ;;
+        *) exit 1 ;; # failed; srun's own code may be of a rank that it has ended
+    esac
+    # a job that its user has cancelled is COMPLETING, and would come back by a requeue
+    [ "$(squeue --noheader --jobs "$job" --format %T)" = RUNNING ] || exit 75
+    steps=$(steps_done)
+    if [ "$(wc -l <"$starts")" -gt 1 ] && [ "$steps" -le "$(tail -n 2 "$starts" | head -n 1)" ]; then
+        echo "not requeued: two starts in a row brought no new step; is the time limit too short?" >&2
+        exit 1
+    fi
+    echo "requeued after $steps steps; the next start goes on in $run_dir"
+    scontrol requeue "$job" || exit 75
+    exit 0
+}
+
+# find_share: this task's part of the sweep, as `share`: its number and the number of tasks
+find_share() {
+    local first=${SLURM_ARRAY_TASK_MIN:-0} step=${SLURM_ARRAY_TASK_STEP:-1}
+    local offset=$((${SLURM_ARRAY_TASK_ID:-0} - first)) count=${SLURM_ARRAY_TASK_COUNT:-1}
+    if [ $((offset % step)) != 0 ] || [ $((offset / step)) -ge "$count" ] ||
+        [ $((first + (count - 1) * step)) != "${SLURM_ARRAY_TASK_MAX:-0}" ]; then
+        refuse "the array's numbers have gaps; write sbatch --array=0-$((count - 1))"
+    fi
+    # shellcheck disable=SC2034 # the script reads it
+    share=$((offset / step))/$count
+}
