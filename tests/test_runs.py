@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from launch.launched import until
 
 from titanlike.checkpoint.find import find
 from titanlike.config.schema import Checkpoint, Config
@@ -177,3 +178,20 @@ def test_a_folder_that_cannot_be_written_is_a_mistake_of_one_line(tmp_path: Path
     done = command(*TINY, "run_dir=file", cwd=tmp_path)
     assert done.returncode == 2
     assert "run_dir=" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_run_that_is_started_twice_goes_on_in_the_newest_start_alone(tmp_path: Path) -> None:
+    """Else both would write to one metrics.jsonl and one folder of checkpoints."""
+    words = [sys.executable, str(ROOT / "train.py"), *TINY, "model.layers=2", "run_dir=run"]
+    words += ["steps=1000", "checkpoint.every=50"]
+    settings = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    first = subprocess.Popen(words, cwd=tmp_path, **settings)
+    until(lambda: (tmp_path / "run" / "checkpoints" / "step-00000050" / "COMMITTED").exists())
+    second = subprocess.Popen(words, cwd=tmp_path, **settings)
+    out, err = second.communicate(timeout=120)
+    assert second.returncode == 0 and "going on from step" in out, err
+    _, err = first.communicate(timeout=60)
+    assert first.returncode == 1
+    assert "another start of this run has taken it over" in err and f"process {second.pid}" in err
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert steps == list(range(1, 1001))

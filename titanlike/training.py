@@ -22,6 +22,7 @@ from titanlike.config.schema import Config
 from titanlike.data.loader import Batch, batches, open_data, validation_batches
 from titanlike.data.sources import Data
 from titanlike.guard import BadNumbers, Guard, Verdict
+from titanlike.launch.owner import Owner
 from titanlike.launch.signals import Interrupted
 from titanlike.launch.stop import name_of_wish
 from titanlike.launch.watchdog import Watchdog
@@ -43,7 +44,7 @@ MOST_ROLLBACKS = 3  # to one checkpoint: then leaving batches out does not help
 
 @dataclass(frozen=True)
 class Session:
-    """What the loop works with. Console, events and sinks speak on rank 0 alone."""
+    """What the loop works with. Console, events and sinks speak on rank 0 alone, which has the owner."""
 
     config: Config
     worker: Worker
@@ -55,9 +56,12 @@ class Session:
     console: Console
     events: Events
     sinks: list[Sink]
+    owner: Owner | None
 
     def log(self, record: dict[str, Any]) -> None:
-        if self.worker.rank == 0:
+        """Raises ValueError where another start of this run has taken over."""
+        if self.owner is not None:
+            self.owner.check()
             self.console.step(record)
             for sink in self.sinks:
                 sink.log(record)
@@ -85,16 +89,19 @@ def train(config: Config, worker: Worker) -> dict[str, Any]:
         saver = Saver(run.parts, config, data, events)
         try:
             watchdog.at(0, "load", config.checkpoint.timeout)
+            owner = Owner(worker.run_dir) if worker.rank == 0 else None
             progress = saver.resume()
             start = progress.step
             if worker.rank == 0:
                 sinks += open_sinks(config, to_plain(config), worker.run_dir, start, console.line)
                 report.opening(console, config, run, data, worker, start, where(sinks[1:]))
             guard = Guard(config, progress.guard)
-            parts = (config, worker, data, run, guard, saver, watchdog, console, events, sinks)
+            session = Session(
+                config, worker, data, run, guard, saver, watchdog, console, events, sinks, owner
+            )
             console.start_at(start)
             with worker.stop.armed():
-                progress, wish = train_steps(Session(*parts), progress)
+                progress, wish = train_steps(session, progress)
                 watchdog.at(progress.step, "save", config.checkpoint.timeout)
                 saver.finish(progress, done=not wish)
             if wish:
@@ -160,6 +167,8 @@ def train_steps(s: Session, progress: Progress) -> tuple[Progress, int]:
             s.watchdog.at(step, "save", config.checkpoint.timeout)
             for sink in s.sinks:
                 sink.flush()  # a checkpoint must not outlive the records of its steps
+            if s.owner is not None:
+                s.owner.check()
             stall = s.saver.save(progress, record.get("val_loss"))
             wish = wish or agreed_wish(s.run.mesh, config, s.worker)
     return progress, wish if progress.step < last else 0

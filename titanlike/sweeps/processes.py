@@ -5,7 +5,7 @@ next one starts in a clean one. One after another they share the terminal; sever
 writes to its own output.log, and a line says when it begins and ends.
 
 Several share the devices: each job gets as many GPUs as it has ranks (CUDA_VISIBLE_DEVICES), or on
-the CPU as many cores' worth of threads. A job that needs more than there are runs alone.
+the CPU a share of the threads. A job that needs more than there are runs alone.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Processes:
         ended: dict[int, Ended] = {}
         waiting = dict(enumerate(commands))
         stop = _PassedOn(self._pass_on)
-        free = [] if self._parallel == 1 else devices(commands)
+        free = [] if self._parallel == 1 else devices(commands, self._parallel)
         total = len(free)
         with interruptible(stop=stop):
             try:
@@ -91,7 +91,7 @@ class Processes:
                         if stop.asked or len(self._running) >= (self._parallel or inf):
                             break
                         need = min(command.ranks, total)
-                        if self._parallel != 1 and need > len(free):
+                        if need > len(free):
                             continue  # a smaller one behind it may fit
                         taken, free = free[:need], free[need:]
                         del waiting[number]
@@ -198,15 +198,18 @@ class _PassedOn(Stop):
                 process.kill()  # its workers end with it
 
 
-def devices(commands: list[Command]) -> list[str]:
-    """What jobs are given a share of: GPUs by name, or cores of the CPU."""
+def devices(commands: list[Command], parallel: int) -> list[str]:
+    """What jobs are given a share of: GPUs by name, or cores of the CPU.
+
+    Cores are counted where nobody has said how many jobs there are to be at a time.
+    """
     if any(command.device != "cpu" for command in commands):
         import torch
 
         if torch.cuda.is_available():
             named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
             return named or [str(index) for index in range(torch.cuda.device_count())]
-    return [f"core {index}" for index in range(cores())]
+    return [] if parallel else [f"core {index}" for index in range(cores())]
 
 
 def cores() -> int:
