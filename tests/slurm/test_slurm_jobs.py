@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -181,3 +182,25 @@ def test_an_environment_file_that_is_not_there_is_named(
     ended = cluster.wait(cluster.submit("train.sbatch", cwd=folder))
     assert ended["ExitCode"] == "2:0"
     assert log(folder).startswith("TITANLIKE_ENV=/no/such.env: cannot be read on ")
+
+
+def test_a_sweep_goes_to_slurm_through_submitit(cluster: Cluster, folder: Path) -> None:
+    """On two nodes, where srun starts each rank; a job that fails does not stop the other."""
+    words = [*TINY, "dp=2", "steps=3", "batch_size=4,5", "run_dir=night"]
+    launcher = ["partition=debug", "nodes=2", "tasks_per_node=1", "timeout_min=5", "mem_gb=null"]
+    done = subprocess.run(
+        [
+            *(sys.executable, str(ROOT / "train.py"), "-m", *words),
+            *("hydra/launcher=submitit_slurm", *(f"hydra.launcher.{word}" for word in launcher)),
+        ],
+        cwd=folder,
+        env={**cluster.environment, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 1, done.stderr
+    assert steps(folder / "night" / "0") == [1, 2, 3]
+    told = [result(folder / "night" / job)["status"] for job in "01"]
+    assert told == ["completed", "invalid"]
+    assert "1 of 2 done; left: 1 (invalid)" in done.stdout

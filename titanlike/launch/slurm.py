@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 
 # below 32768, from where the system gives ports away
@@ -47,6 +48,16 @@ def tasks_of_nodes(text: str) -> list[int]:
 
 
 def _first_host(nodes: str) -> str:
-    command = ["scontrol", "show", "hostnames", nodes]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
-    return done.stdout.split()[0]
+    """The first node: its name, or where no DNS knows that the address that SLURM has for it."""
+    host = _scontrol("show", "hostnames", nodes).split()[0]
+    try:
+        socket.getaddrinfo(host, None)
+        return host
+    except OSError:
+        known = re.search(r" NodeAddr=(\S+)", _scontrol("--oneliner", "show", "node", host))
+        return known[1] if known else host
+
+
+def _scontrol(*words: str) -> str:
+    settings = {"capture_output": True, "text": True, "check": True, "timeout": 30}
+    return subprocess.run(["scontrol", *words], **settings).stdout
