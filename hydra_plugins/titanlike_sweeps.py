@@ -1,7 +1,7 @@
 """The sweeper and the launcher behind `train.py -m`. Hydra takes them from this package alone.
 
-The sweeper (`hydra/sweeper=grid`) says which jobs there are, the launcher (`hydra/launcher=jobs`)
-how each is run: as a process of this machine, by a submit command, or on the ranks that torchrun
+The sweeper (`hydra/sweeper=grid`, or `layouts`) says which jobs there are, the launcher
+(`hydra/launcher=jobs`) how each is run: as a process of this machine, by a submit command, or on the ranks that torchrun
 has started. Each works with others in the other's place, as hydra/sweeper=optuna or
 hydra/launcher=submitit_slurm.
 """
@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 if TYPE_CHECKING:
     from titanlike.cli import Task
     from titanlike.config.schema import Config
+    from titanlike.sweeps.context import Context
     from titanlike.sweeps.plan import Job
 
 
@@ -32,6 +33,20 @@ if TYPE_CHECKING:
 _HERE = "hydra_plugins.titanlike_sweeps"
 _store = ConfigStore.instance().store
 _store("grid", {"_target_": f"{_HERE}.GridSweeper", "params": None}, group="hydra/sweeper")
+_layouts = {
+    "_target_": f"{_HERE}.LayoutSweeper",
+    "params": None,
+    "ranks": None,  # null = the GPUs of this machine, or its cores
+    "schedules": [
+        *("gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "interleavedzerobubble"),
+        *("zbvzerobubble", "dualpipev"),
+    ],
+    "microbatches": None,  # null = a few sensible numbers
+    "stages_per_rank": [2],
+    "memory": None,  # of a rank, 80GiB; null = what is free
+    "most": 24,  # so many of the most promising layouts are run
+}
+_store("layouts", _layouts, group="hydra/sweeper")
 _store("jobs", {"_target_": f"{_HERE}.JobLauncher"}, group="hydra/launcher")
 
 
@@ -55,12 +70,41 @@ class GridSweeper(BasicSweeper):
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
         overrides = parser.parse_overrides([*self._parse_config(), *arguments])
         (combinations,) = self.split_arguments(overrides, None)
-        jobs = context.todo(combinations)
+        jobs = self._todo(context, combinations)
         lists = [[*_prepared(job.overrides), f"hydra.sweep.subdir={job.folder}"] for job in jobs]
         return self.launcher.launch(lists, initial_job_idx=0) if lists else []
 
+    def _todo(self, context: Context, combinations: list[list[str]]) -> list[Job]:
+        return context.todo(combinations)
+
     def _parse_config(self) -> list[str]:
         return _prepared(f"{key}={value}" for key, value in self.params.items())
+
+
+class LayoutSweeper(GridSweeper):
+    """Every combination of the values in every layout, but for those that are not worth a start."""
+
+    def __init__(self, params: DictConfig | None = None, **settings: Any) -> None:
+        super().__init__(params)
+        self.settings = {
+            key: OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+            for key, value in settings.items()
+        }
+
+    def _todo(self, context: Context, combinations: list[list[str]]) -> list[Job]:
+        from titanlike.launch.failures import JobFailed
+        from titanlike.sweeps.layouts import search
+
+        def compose(overrides: list[str]) -> tuple[Config, list[Any]]:
+            assert self.hydra_context is not None
+            loader = self.hydra_context.config_loader
+            return _parsed(loader.load_sweep_config(self.config, overrides), context.folder)
+
+        found = search(context, self.task.lead, compose, combinations, self.settings)
+        jobs = context.todo(found.combinations, found.left_out)
+        if not found.to_run:
+            raise JobFailed("no layout can be run", "no layout can be run")
+        return jobs
 
 
 class JobLauncher(Launcher):

@@ -59,7 +59,8 @@ def test_every_other_command_runs(checkout: Path) -> None:
         assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
 
     chains = [
-        [line for line in others if name in line] for name in ("outputs/mesh", "outputs/saved", "outputs/sweep")
+        [line for line in others if name in line]
+        for name in ("outputs/mesh", "outputs/saved", "outputs/sweep")
     ]
     chains += [[line] for line in others if not any(line in chain for chain in chains)]
     with ThreadPoolExecutor(max_workers=2) as pool:

@@ -34,7 +34,7 @@ from titanlike.loss import build_loss
 from titanlike.metrics import units
 from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.pipeline.blueprint import Blueprint, Field
-from titanlike.pipeline.costs import Profile, _state_bytes, in_flight
+from titanlike.pipeline.costs import Profile, in_flight, state_bytes
 from titanlike.pipeline.schedules import gpipe, one_f_one_b, zbv_zero_bubble
 from titanlike.training import train
 from titanlike.verification import verify
@@ -152,7 +152,7 @@ def test_memory_of_a_chunked_loss_is_without_logits() -> None:
 def test_bytes_of_a_parameter(changes: dict[str, Any], each: float) -> None:
     config = tiny(**changes)
     zero = 3 if config.fsdp.zero == "auto" else config.fsdp.zero
-    assert _state_bytes(config, zero) == each
+    assert state_bytes(config, zero) == each
 
 
 def test_microbatches_in_flight_follow_from_the_order() -> None:

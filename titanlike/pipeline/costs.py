@@ -173,12 +173,12 @@ def memory_costs(profile: Profile, config: Config, order: Order, zero: int) -> C
 
     A stage's activations are counted for the most microbatches that are in flight there at a time.
     """
-    each = _state_bytes(config, zero)
+    each = state_bytes(config, zero)
     held = profile.held(lambda p: math.ceil(p.numel() * each))
     return Costs(held, profile.saved(), in_flight(order))
 
 
-def _state_bytes(config: Config, zero: int) -> float:
+def state_bytes(config: Config, zero: int) -> float:
     """Of one parameter on one rank."""
     plain = isinstance(config.optimizer, Sgd)
     optimizer = 4 * (config.optimizer.momentum > 0) if plain else 8

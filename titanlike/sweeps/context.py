@@ -158,6 +158,8 @@ class Context:
             if not code and not self.wrong:
                 self.say("no mistake found; nothing was started (--check)")
             return 2 if self.wrong else code
+        if code and not ((plan := read_plan(self.folder)) and plan.jobs):
+            return code  # it has not begun
         self.say("")
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else LOG_WIDTH
         waited = self.settings.submit is None or self.settings.wait is not None

@@ -153,7 +153,8 @@ def terminal_lines(table: Table, width: int) -> list[str]:
         i for i, row in enumerate(table.rows) if skipped <= _NAMED or row.status != "skipped"
     ]
     cells = [[column.cells[i] for column in columns] for i in shown]
-    lines = table_lines("", [column.header for column in columns], cells, width)
+    headers = [column.header for column in columns]
+    lines = table_lines("", headers, cells, width) if cells else []
     if errors := _errors(table.rows, width):
         lines += ["", *errors]
     if (best := table.best) is not None:

@@ -1,0 +1,269 @@
+"""The throughput search: which layouts it lists and leaves out, the command it ends with."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import gettempdir
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models_for_tests import LLAMA, tiny
+from omegaconf import OmegaConf
+from world import run_world
+
+from titanlike.build import build
+from titanlike.config.errors import ConfigError
+from titanlike.config.parse import parse
+from titanlike.config.schema import Config, Custom, LoopedSchedule, Schedule, SyntheticData
+from titanlike.data.loader import batches, open_data
+from titanlike.draft import draft
+from titanlike.guard import Guard
+from titanlike.launch.worker import Worker
+from titanlike.lead import Lead, senseless
+from titanlike.parallel.device import peak_memory, resident_memory, return_freed_memory
+from titanlike.parallel.mesh import open_mesh
+from titanlike.pipeline.schedules import SCHEDULES, build_order, gpipe
+from titanlike.sweeps.estimate import estimate, step_time
+from titanlike.sweeps.layouts import Settings, judged, read_settings
+from titanlike.sweeps.machine import Machine
+from titanlike.sweeps.plan import read_plan
+from titanlike.training import timed_step
+
+ROOT = Path(__file__).parents[2]
+LEAD = Lead("titanlike.training:train", "")
+MODEL = ["model.layers=4", "model.dim=32", "model.heads=4", "model.ffn_dim=64", "data=synthetic"]
+
+
+def train(*words: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """train.py as a user runs it."""
+    command = [sys.executable, "train.py", *map(str, words)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=env
+    )
+
+
+def composed(overrides: list[str]) -> Config:
+    """The config of a command line."""
+    return _composed(tuple(overrides))
+
+
+@cache
+def _composed(overrides: tuple[str, ...]) -> Config:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        made = compose("config", [f"++{o}" if o.startswith("model.") else o for o in overrides])
+    config, problems = parse(OmegaConf.to_container(made, resolve=True))
+    assert not problems
+    return replace(config, run_dir=gettempdir())  # a check looks whether it can be written
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    with (folder / "sweep.csv").open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+# --- a search ----------------------------------------------------------------------------------
+
+
+def test_a_search_ends_with_the_command_line_of_the_fastest_layout(tmp_path):
+    """Of all layouts of two ranks the promising ones are run; the command trains as it stands."""
+    limits = ["hydra.sweeper.ranks=2", "hydra.sweeper.most=2", "hydra.sweeper.microbatches=[2,4]"]
+    ended = train("experiment=throughput", *MODEL, *limits, "steps=4", f"run_dir={tmp_path}")
+    assert ended.returncode == 0, ended.stderr
+    told = re.search(
+        r"(\d+) layouts: 2 to run, (\d+) left out \(\d+ less promising\)", ended.stdout
+    )
+    assert told and int(told[1]) == int(told[2]) + 2
+    rows = rows_of(tmp_path)
+    done = [row for row in rows if row["status"] == "completed"]
+    assert len(rows) == int(told[1]) and len(done) == 2
+    assert {row["status"] for row in rows} == {"completed", "skipped"}
+    assert {row["error"] for row in rows if row not in done} == {"not among the 2 most promising"}
+    best = max(done, key=lambda row: float(row["tokens_per_second"]))
+    assert f"of job {best['job']}\n" in ended.stdout
+    command = ended.stdout.partition(f"of job {best['job']}\n")[2].splitlines()[0].strip()
+    own = [word for word in shlex.split(best["overrides"]) if word != "experiment=throughput"]
+    assert shlex.split(command) == ["python", "train.py", *own]
+    assert {"pp", "dp", "schedule", "schedule.microbatches"} <= {w.partition("=")[0] for w in own}
+    again = composed(own)
+    assert again.checkpoint.last and again.validation.every and again.value is None
+    assert not (tmp_path / best["job"] / "checkpoints").exists()  # of the search itself
+    # said again, it has nothing to do
+    ended = train(
+        "-m", "experiment=throughput", *MODEL, *limits, "steps=4", f"run_dir={tmp_path}",
+        "sweep.resume=true",
+    )  # fmt: skip
+    assert ended.returncode == 0 and "2 of them done before" in ended.stdout, ended.stderr
+    assert [row["status"] for row in rows_of(tmp_path)] == [row["status"] for row in rows]
+
+
+def test_a_model_that_fits_in_no_layout_is_refused_within_seconds(tmp_path):
+    """405B parameters on two ranks of this machine: nothing is started, and the reason is told."""
+    start = time.monotonic()
+    words = ["hydra.sweeper.ranks=2", "data=synthetic", f"run_dir={tmp_path}"]
+    ended = train("-m", "experiment=throughput", "model=llama3_405b", *words)
+    assert time.monotonic() - start < 40
+    assert ended.returncode == 1
+    assert "no layout can be run" in ended.stderr
+    assert re.search(r"\d+ layouts: 0 to run, \d+ left out \(\d+ too large\)", ended.stdout)
+    assert re.search(r"skipped: needs more than \d\.\d TiB on a rank, of ", ended.stdout)
+    plan = read_plan(tmp_path)
+    assert plan is not None and len(plan.jobs) > 20 and all(job.skipped for job in plan.jobs)
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def test_mistakes_in_the_searchs_own_keys_are_told_at_once(tmp_path):
+    ended = train("experiment=throughput", "hydra.sweeper.mosd=3", f"run_dir={tmp_path}")
+    assert ended.returncode == 2 and "write hydra.sweeper.most=3" in ended.stderr
+    ended = train("experiment=throughput", "hydra.sweeper.memory=lots", f"run_dir={tmp_path}")
+    assert ended.returncode == 2 and "write hydra.sweeper.memory=80GiB" in ended.stderr
+    assert ended.stdout == "" and not (tmp_path / "sweep.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("ranks", 0), ("most", 0), ("microbatches", [4, 0]), ("stages_per_rank", [])]
+    + [("schedules", []), ("memory", "80 boxes"), ("ranks", "many")],
+)
+def test_a_setting_that_makes_no_sense_names_its_key_and_one_that_does(key, value):
+    plain = {one: getattr(Settings(), one) for one in Settings.__dataclass_fields__}
+    with pytest.raises(
+        ConfigError, match=rf"hydra\.sweeper\.{key}=.*; write hydra\.sweeper\.{key}="
+    ):
+        read_settings({**plain, key: value})
+    assert read_settings({**plain, "memory": "1.5GiB"}).bytes == 1.5 * 2**30
+    assert read_settings({**plain, "memory": "80G"}).bytes == 80 * 2**30
+
+
+# --- which layouts -----------------------------------------------------------------------------
+
+
+@given(data=st.data())
+@settings(max_examples=5, deadline=None)
+def test_every_layout_of_the_ranks_is_listed_once_and_runs(data):
+    """What is fixed stays fixed; what is left out as invalid is refused by a run, too."""
+    ranks = data.draw(st.sampled_from([1, 2, 3, 4, 6]), "ranks")
+    fixed = data.draw(
+        st.sampled_from(
+            [[], ["pp=2"], ["dp=2"], ["pp=2", "dp=1"], ["schedule=gpipe"], ["fsdp.zero=2"]]
+            + [["schedule.microbatches=4"], ["pp=2", "schedule=dualpipev"]]
+        ),
+        "fixed",
+    )
+    names = data.draw(st.sets(st.sampled_from(list(SCHEDULES)), min_size=1, max_size=3), "names")
+    search = Settings(schedules=sorted(names), stages_per_rank=[1, 2], most=1000)
+    overrides = [*MODEL, *fixed, f"batch_size={data.draw(st.sampled_from([12, 16]), 'batch')}"]
+    found = judged(composed, [overrides], search, Machine(ranks, None), LEAD)
+    layouts = set()
+    for words in found.combinations:
+        config = composed(words)
+        assert words[: len(overrides)] == overrides
+        for text in fixed:
+            key, _, value = text.partition("=")
+            assert str(getattr(config, key, None)) == value or key not in ("pp", "dp")
+        if tuple(words) in found.left_out:
+            wrong_size = config.world_size != ranks
+            assert wrong_size or senseless(config, None, [])
+            continue
+        assert config.pp * config.dp == ranks
+        plan = draft(config)
+        assert (config.dp, plan.order) not in layouts
+        layouts.add((config.dp, plan.order))
+    assert found.to_run == len(layouts)
+    if not fixed:
+        meshes = {(composed(w).pp, composed(w).dp) for w in found.combinations}
+        assert meshes == {(n, ranks // n) for n in range(1, ranks + 1) if ranks % n == 0}
+
+
+def test_what_is_known_to_be_wrong_is_left_out_with_the_reason():
+    """ZeRO 2 loses gradients where a backward is split; dp=4 does not divide 6 sequences."""
+    overrides = [*MODEL, "fsdp.zero=2", "batch_size=6"]
+    search = Settings(schedules=["1f1b", "zbvzerobubble"])
+    found = judged(composed, [overrides], search, Machine(4, None), LEAD)
+    reasons = {words[len(overrides) :][:3]: why for words, why in found.left_out.items()}
+    assert "does not divide among dp=4" in reasons["pp=1", "dp=4", "schedule=1f1b"]
+    assert "splits the backward" in reasons["pp=2", "dp=2", "schedule=zbvzerobubble"]
+    assert ("pp=2", "dp=2", "schedule=1f1b") not in reasons
+
+
+def test_a_layout_that_is_another_one_in_other_words_is_run_once():
+    """Looped BFS with one stage a rank is GPipe; with one microbatch 1F1B is GPipe, too."""
+    search = Settings(schedules=["gpipe", "loopedbfs"], stages_per_rank=[1], microbatches=[2, 4])
+    found = judged(composed, [[*MODEL, "pp=2"]], search, Machine(2, None), LEAD)
+    assert [words[-1] for words in found.combinations] == [
+        "schedule.microbatches=2", "schedule.microbatches=4",
+    ]  # fmt: skip
+    search = Settings(schedules=["gpipe", "1f1b"], microbatches=[1])
+    found = judged(composed, [[*MODEL, "pp=2"]], search, Machine(2, None), LEAD)
+    assert found.to_run == len(found.combinations) == 1
+
+
+def test_the_most_promising_have_the_smallest_bubble_and_not_too_small_microbatches():
+    """Simulated as an order of computations: gpipe's bubble is (pp - 1) / (m + pp - 1)."""
+    for pp, microbatches in (2, 4), (4, 8), (4, 1):
+        ideal = 3.0 * microbatches
+        assert step_time(gpipe(pp, microbatches), [3.0] * pp) == pytest.approx(
+            ideal * (microbatches + pp - 1) / microbatches
+        )
+    sizes = {"pp": 4, "microbatches": 4}
+    times = {
+        name: step_time(build_order(kind, **sizes), [1.0] * stages)
+        for name, kind, stages in (
+            ("gpipe", Schedule("gpipe"), 4),
+            ("zbv", Schedule("zbvzerobubble"), 8),
+            ("loops", LoopedSchedule("interleaved1f1b"), 8),
+        )
+    }
+    assert times["zbv"] / 2 < times["loops"] / 2 < times["gpipe"]
+    one, many = (tiny(pp=2, batch_size=256, schedule=Schedule("1f1b", count)) for count in (8, 256))
+    assert estimate(one, draft(one)).time < estimate(many, draft(many)).time
+
+
+# --- memory ------------------------------------------------------------------------------------
+
+
+def grown(config: Config, worker: Worker) -> int:
+    """Bytes that this rank's memory grew by at its peak, as metrics.jsonl has it less the start."""
+    return_freed_memory()  # as a GPU's allocator does
+    mesh = open_mesh(config, worker)
+    before = resident_memory(mesh.device)
+    stream = batches(open_data(config).train, config, dp_rank=mesh.dp_rank)
+    run = build(config, mesh)
+    for step in (1, 2):
+        timed_step(run, config, step, stream, Guard(config, {}), worker)
+    return peak_memory(mesh.device) - before
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("many activations", {"pp": 2, "schedule": Schedule("gpipe", 4)}),
+        ("few in flight", {"pp": 2, "schedule": Schedule("1f1b", 4)}),
+        ("sharded", {"dp": 2}),
+        ("large logits", {"data": SyntheticData(vocab_size=32000), "batch_size": 4,
+                          "model": Custom("llama", {**LLAMA, "layers": 2, "vocab_size": None})}),
+        ("state", {"model": Custom("llama", {"dim": 512, "heads": 8, "kv_heads": 8,
+                   "ffn_dim": 1408, "layers": 8, "vocab_size": None}), "batch_size": 1, "pp": 2,
+                   "schedule": Schedule("1f1b", 1)}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_the_estimate_is_near_what_the_fullest_rank_takes(tmp_path, name, layout):
+    """Within 0.75 to 1.25 of the growth that is measured, less what libraries and gloo take."""
+    sizes = {"dim": 256, "heads": 8, "kv_heads": 8, "ffn_dim": 704, "layers": 4}
+    shared = {"model": Custom("llama", {**sizes, "vocab_size": None}), "seq_len": 256}
+    config = tiny(**{**shared, "batch_size": 16, "data": SyntheticData(vocab_size=1000), **layout})
+    measured = max(run_world(grown, config, tmp_path / "run")) - (45 << 20)
+    expected = estimate(config, draft(config)).memory
+    assert 0.75 < expected / measured < 1.25, f"{name}: {expected / 2**20:.0f} MiB"
