@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,34 +121,44 @@ class JobLauncher(Launcher):
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
         """Run a batch of jobs to their ends; a failed one's return_value raises."""
+        from titanlike.config.errors import ConfigError
+        from titanlike.launch.failures import JobFailed
         from titanlike.sweeps.run import Prepared, run_jobs
 
         setup_globals()
         context = self.task.context
         assert context is not None, "only a sweep has a launcher"
-        prepared, composed = [], {}
-        for index, overrides in enumerate(job_overrides):
-            job = context.job_of(list(overrides), context.base + initial_job_idx + index)
-            config, problems = None, []
+        composed: dict[int, DictConfig] = {}
+
+        def compose(overrides: list[str], job: Job) -> tuple[Config | None, list[Any]]:
             try:
-                composed[job.number] = self._compose(list(overrides), job)
-                config, problems = _parsed(composed[job.number], context.folder / job.folder)
+                composed[job.number] = self._compose(overrides, job)
+                return _parsed(composed[job.number], context.folder / job.folder)
             except Exception as error:
                 if not type(error).__module__.startswith(("hydra", "omegaconf")):
                     raise
-                problems = [_problem(error)]
-            prepared.append(Prepared(job, config, problems))
+                return None, [_problem(error)]
 
-        def here(job: Job) -> float | None:
+        prepared = []
+        for index, overrides in enumerate(map(list, job_overrides)):
+            job = context.job_of(overrides, context.base + initial_job_idx + index)
+            prepared.append(Prepared(job, partial(compose, overrides, job)))
+
+        def here(item: Prepared) -> float | None:
+            if item.config is None:
+                error = ConfigError(item.problems)
+                raise JobFailed(str(error), str(error))
             ended = run_job(
                 hydra_context=self.hydra_context,
                 task_function=self.task,
-                config=composed[job.number],
+                config=composed[item.job.number],
                 job_dir_key="hydra.sweep.dir",
                 job_subdir_key="hydra.sweep.subdir",
                 configure_logging=False,
             )
-            return ended._return_value if ended.status == JobStatus.COMPLETED else _raise(ended)
+            if ended.status != JobStatus.COMPLETED:
+                raise ended._return_value
+            return ended._return_value
 
         ends = run_jobs(context, self.task.lead, prepared, here)
         returns = []
@@ -199,7 +210,3 @@ def _problem(error: Exception) -> Any:
     from titanlike.config.errors import Problem
 
     return Problem("config", "", " ".join(str(error).split()))
-
-
-def _raise(ended: JobReturn) -> Any:
-    raise ended._return_value

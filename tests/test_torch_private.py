@@ -114,3 +114,21 @@ def test_the_runtime_takes_its_actions_one_by_one_from_a_list(tmp_path: Path) ->
     for calls in run_world(watched, tiny(2, 1, "zbvzerobubble"), tmp_path, timeout=40):
         for told, order in calls:
             assert told == order and len(order) > 16
+
+
+def groups_that_outlive_their_job(config: Config, worker: Worker) -> bool:
+    """Whether a mesh of a job that has ended still has its process groups."""
+    import gc
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    verify(config, worker)
+    gc.collect()
+    meshes = [each for each in gc.get_objects() if type(each) is DeviceMesh]
+    return any(getattr(mesh, "_pg_registry", {}) for mesh in meshes)
+
+
+def test_meshes_still_keep_the_groups_of_a_job_that_has_ended(tmp_path: Path) -> None:
+    """If not, `forget_groups_of_meshes` may go."""
+    kept = run_world(groups_that_outlive_their_job, tiny(1, 2, "1f1b"), tmp_path, timeout=60)
+    assert all(kept)

@@ -25,6 +25,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from contextlib import nullcontext
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -108,7 +109,11 @@ def _drive(lead: Lead, result_dir: str | None) -> int | str | None:
 
     parser = get_args_parser()
     parser.add_argument("--check", action="store_true", help="find mistakes, start nothing")
-    args, raw = parser.parse_args(), sys.argv[1:]
+    args, raw = parser.parse_intermixed_args(), sys.argv[1:]
+    modes = [flag for flag in ("run", "multirun", "cfg", "info") if getattr(args, flag)]
+    if len(modes) > 1:
+        print(f"of --{', --'.join(modes)} only one can be given; write it alone", file=sys.stderr)
+        return 2
     hydra_overrides.prepare(args, conf_dir(), _plugin_confs())
     context, task = None, Task(lead)
     if not (args.cfg or args.info or args.hydra_help or args.shell_completion):
@@ -130,7 +135,7 @@ def _drive(lead: Lead, result_dir: str | None) -> int | str | None:
         if problems:
             _leave_result(result_dir, args, "invalid", str(ConfigError(problems)))
             return refuse(problems)
-        if args.check and context is None:
+        if args.check and (context is None or not context.grid):
             print("no mistake found; nothing was started (--check)")
             return 0
         task.context = context
@@ -147,9 +152,14 @@ def _drive(lead: Lead, result_dir: str | None) -> int | str | None:
     except ConfigError as error:
         code = refuse(error.problems)
     except Exception as error:
-        if not _known(error):
+        if not _told_by_library(error):
             raise
-        code = refuse([Problem("config", "", " ".join(str(error).split()))])
+        text = " ".join(str(error).split())
+        if context is not None and context.planned:  # a search of which no trial ended well
+            print(f"the search ends: {text}", file=sys.stderr)
+            code = 1
+        else:
+            code = refuse([Problem("config", "", text)])
     finally:
         del os.environ["HYDRA_FULL_ERROR"]
         if context is not None:
@@ -165,14 +175,12 @@ def _leave_result(
         Report(Path(result_dir), args.overrides, 1).write(status, error=error)
 
 
-def _known(error: Exception) -> bool:
-    """Whether an error is what a library tells a user, and not a fault of the program."""
-    raised_in = type(error).__module__, error.__traceback__
-    last = raised_in[1]
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    module = last.tb_frame.f_globals.get("__name__", "") if last is not None else ""
-    return raised_in[0].startswith(("hydra", "omegaconf")) or module.startswith("optuna")
+def _told_by_library(error: Exception) -> bool:
+    """Whether an error is what Hydra or Optuna tells a user, and not a fault of this program."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    raised_in = str(frames[-1][0].f_globals.get("__name__")) if frames else ""
+    by_hydra = type(error).__module__.startswith(("hydra", "omegaconf"))
+    return by_hydra or raised_in.startswith("optuna")
 
 
 class Task:
@@ -189,8 +197,11 @@ class Task:
         from hydra.core.hydra_config import HydraConfig
         from omegaconf import OmegaConf
 
+        from titanlike.hydra_overrides import as_typed
+
         hydra = HydraConfig.get()
-        run_dir, overrides = Path(hydra.runtime.output_dir), list(hydra.overrides.task)
+        run_dir = Path(hydra.runtime.output_dir)
+        overrides = [as_typed(text) for text in hydra.overrides.task]
         plain = OmegaConf.to_container(composed, resolve=True)
         assert isinstance(plain, dict)
         if self.context is None:
@@ -247,6 +258,7 @@ def _problems(args: argparse.Namespace, findings: Findings, lead: Lead) -> list[
     from titanlike import elastic
     from titanlike.check import leaving_nothing, secrets_in_command
     from titanlike.config.validate import sweep_problems
+    from titanlike.sweeps.plan import FILE as PLAN
 
     if secrets := secrets_in_command(args.overrides, findings.config):
         return secrets
@@ -254,7 +266,15 @@ def _problems(args: argparse.Namespace, findings: Findings, lead: Lead) -> list[
     if config is None:
         return known
     if findings.multirun:
-        return known + list(sweep_problems(config))
+        known = known + list(sweep_problems(config))
+        # of a search the jobs are not known: the first values stand for all
+        if args.check and findings.sweep is not None and not findings.sweep.grid:
+            with leaving_nothing(Path(config.run_dir)):
+                known = known + senseless(config, None, known)
+        return known
+    if (Path(config.run_dir) / PLAN).exists():
+        fix = f"run_dir={config.run_dir}/NAME"
+        return [*known, Problem("run_dir", config.run_dir, "holds a sweep", fix)]
     if lead.restart:
         from titanlike.restart import going_on
 
@@ -289,6 +309,8 @@ def _open_sweep(
     )
     lead.kept.keep("hydra.sweep.dir", str(shape.folder))
     args.overrides.append(f"hydra.sweep.dir={quoted(str(shape.folder))}")
+    if args.check:
+        args.overrides.append("hydra/launcher=jobs")  # others would start them
     problems = [*shape.problems(context.value, config.sweep.resume)] or context.open()
     if not problems and not shape.grid:
         args.overrides += shape.settings(config, context.value, context.done)
@@ -298,9 +320,11 @@ def _open_sweep(
 
 
 def _program() -> list[str]:
-    """How the user has started this, with another Python in front."""
+    """How the user has started this."""
     path = Path(sys.argv[0])
-    return ["-m", path.parent.name] if path.name == "__main__.py" else [path.name]
+    if path.name == "__main__.py":
+        return ["python", "-m", path.parent.name]
+    return ["python", sys.argv[0]] if path.suffix == ".py" else [sys.argv[0]]
 
 
 def _options(words: list[str]) -> list[str]:

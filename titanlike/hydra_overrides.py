@@ -136,6 +136,11 @@ def prepare(args: argparse.Namespace, conf: Path, plugin_confs: list[str]) -> No
     args.overrides = overrides
 
 
+def as_typed(override: str) -> str:
+    """The inverse for one override: as a user writes it."""
+    return override[2:] if override.startswith("++model.") else override
+
+
 def examine(args: argparse.Namespace) -> Findings:
     """Find the mistakes in a prepared command line."""
     setup_globals()
@@ -162,8 +167,8 @@ def examine(args: argparse.Namespace) -> Findings:
 
 
 def _parse_override(text: str, loader: ConfigLoaderImpl | None = None) -> Override | None:
-    try:
-        return OverridesParser.create(config_loader=loader).parse_override(text)
+    try:  # the plural: it alone lets glob() know the files
+        return OverridesParser.create(config_loader=loader).parse_overrides([text])[0]
     except HydraException:
         return None
 
@@ -193,6 +198,8 @@ class _Examination:
                 continue
             if override.is_sweep_override() and not self.findings.multirun:
                 self._sweep_without_m(override)
+            elif self._is_the_sweeps_own(override, overrides):
+                continue
             elif override.is_delete():
                 key = override.key_or_group
                 self.findings.add(Problem(f"~{key}", "", "nothing can be removed", f"{key}=..."))
@@ -259,6 +266,25 @@ class _Examination:
         reason = "several values are a sweep, which needs -m"
         self.findings.add(Problem(key, value, reason, f"-m {key}={value} (or {key}=[{value}])"))
 
+    def _is_the_sweeps_own(self, override: Override, overrides: list[Override]) -> bool:
+        """Note it where a sweep varies what all its jobs have in common."""
+        key = override.key_or_group
+        if not (override.is_sweep_override() or key == "hydra.sweep.subdir"):
+            return False
+        value = override.get_value_string()
+        common = key in ("run_dir", "value") or key.startswith(("sweep.", "hydra.", "hydra/"))
+        twice = sum(o.key_or_group == key and o.is_sweep_override() for o in overrides) > 1
+        if key == "hydra.sweep.subdir" and self.findings.multirun:
+            reason, fix = "a sweep's jobs are in folders by their numbers", "run_dir=outputs/NAME"
+        elif override.is_sweep_override() and common:
+            reason, fix = "is one for the whole sweep", next(iter(_each(override)))
+        elif override.is_sweep_override() and twice:
+            reason, fix = "the key is given twice", f"{key}={value} alone"
+        else:
+            return False
+        self.findings.add(Problem(key, value, reason, fix))
+        return True
+
     def _choice_exists(self, override: Override) -> bool:
         """Judge a group's choice (each value of a sweep, each entry of a list)."""
         group, findings = override.key_or_group, self.findings
@@ -286,8 +312,6 @@ class _Examination:
         """Apply each override by itself, the first value of a sweep."""
         known = list(_flat(composed))
         for override in values:
-            if override.is_interval_sweep():
-                continue  # for the sweeper to judge
             single = _parse_override(next(iter(_each(override))))
             assert single is not None, "the parser accepts what it printed"
             try:
@@ -305,6 +329,12 @@ class _Examination:
                 frozenset(given),
                 frozenset(self.fixed.union(given) - swept),
             )
+            if self.findings.sweep.grid:
+                for override in self.overrides:
+                    if override.is_interval_sweep():
+                        key, value = override.key_or_group, override.get_value_string()
+                        reason = "an interval is for a search, or write values: a,b,c"
+                        self.findings.add(Problem(key, value, reason, "hydra/sweeper=optuna"))
         task = copy.copy(composed)
         OmegaConf.set_struct(task, False)
         task.pop("hydra")
@@ -358,16 +388,18 @@ def _bad_key(
 
 
 def _values(override: Override) -> list[Any]:
-    if override.is_sweep_override():
-        return list(override.sweep_iterator())
-    value = override.value()
-    return value if isinstance(value, list) else [value]
+    value = list(override.sweep_iterator()) if override.is_sweep_override() else override.value()
+    if not isinstance(value, list):
+        return [value]
+    return [part for item in value for part in (item if isinstance(item, list) else [item])]
 
 
 def _each(override: Override) -> Iterator[str]:
     """The override once for each value of its sweep."""
     if not override.is_sweep_override():
         yield str(override.input_line)
+    elif override.is_interval_sweep():
+        yield f"{override.get_key_element()}={override.value().start}"
     else:
         for value in override.sweep_string_iterator():
             yield f"{override.get_key_element()}={value}"

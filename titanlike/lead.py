@@ -22,6 +22,7 @@ from titanlike.launch.follow import StartedRanks, record_for_torchrun
 from titanlike.launch.job import Job
 from titanlike.launch.kept import Kept
 from titanlike.launch.local import run_local
+from titanlike.launch.owner import held
 from titanlike.launch.signals import Interrupted, interruptible
 from titanlike.launch.stop import TIME_IS_UP, Stop, name_of_wish
 from titanlike.metrics.result import Status, write_result
@@ -60,7 +61,7 @@ class Lead:
         world_size = self.ranks.world_size if self.ranks else None
         report = Report(run_dir, overrides, config.world_size)
         stop = Stop()
-        with interruptible(report.interrupted, stop):
+        with interruptible(report.interrupted, stop), held(run_dir):
             try:
                 if self.restart:
                     config, _ = going_on(config)

@@ -377,3 +377,18 @@ def checkpoints_told(tell: Callable[[int], None]) -> Iterator[None]:
         for name, value in before.items():
             setattr(module, name, value)
         del module.CheckpointFunction.apply
+
+
+def forget_groups_of_meshes() -> None:
+    """Let go of the process groups of meshes whose job has ended.
+
+    Symptom without it (2.11 to 2.15): after destroy_process_group a gloo peer that waits in a
+    collective of a mesh axis waits on, since DTensor's caches keep each DeviceMesh for as long as
+    the process lives, a mesh its groups, and a group its connections.
+    """
+    import gc
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    for mesh in [each for each in gc.get_objects() if type(each) is DeviceMesh]:
+        getattr(mesh, "_pg_registry", {}).clear()

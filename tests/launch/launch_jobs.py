@@ -27,6 +27,27 @@ def odd_seeds_fail(config, worker):
     return {"value": float(config.seed)}
 
 
+def odd_seeds_fail_on_rank_1(config, worker):
+    """For sweeps: the other ranks wait for it in a collective."""
+    import torch.distributed as dist
+
+    _join(worker)
+    if worker.rank == 1 and config.seed % 2:
+        raise RuntimeError(f"seed {config.seed} is odd")
+    _collective()
+    dist.destroy_process_group()
+    return {"value": float(config.seed)}
+
+
+def one_comes_out_late(config, worker):
+    """All ranks fail, rank 0 when the others wait for it no longer; it does not hear SIGTERM."""
+    (worker.run_dir / f"begun{worker.rank}").touch()
+    if worker.rank == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(8)
+    raise RuntimeError(f"rank {worker.rank} has enough")
+
+
 def leaks(config, worker):
     """Changes what belongs to the process; says what it found."""
     import logging

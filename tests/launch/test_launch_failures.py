@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from launch.launched import Launched, until
 
+TRAIN = Path(__file__).parents[2] / "train.py"
+
 
 def result(run_dir: Path) -> dict:
     return json.loads((run_dir / "result.json").read_text())
@@ -25,6 +27,39 @@ def test_of_four_ranks_the_one_that_crashed_is_named(tmp_path: Path, torchrun: i
     assert "the real error" in (tmp_path / "logs" / "rank2.log").read_text()
     assert result(tmp_path)["status"] == "failed"
     assert result(tmp_path)["error"] == "rank 2 failed: RuntimeError: the real error"
+    assert launched.leaves_nobody()
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "pp=2"])
+def test_a_models_own_error_is_told_and_the_next_run_trains_on_the_same_ranks(
+    tmp_path: Path, mesh: str
+) -> None:
+    """Rank 1 alone fails, in the midst of a step of a sweep's first run."""
+    (tmp_path / "moody.py").write_text(
+        "import os\n"
+        "from titanlike.models.llama import Block, Llama\n"
+        "class BadBlock(Block):\n"
+        "    def forward(self, x, *others):\n"
+        "        if x.device.type == 'cpu' and os.environ.get('RANK') == '1':\n"
+        "            raise RuntimeError('bad, job')\n"
+        "        return super().forward(x, *others)\n"
+        "def moody(*, vocab_size: int, dim: int, bad: bool, **sizes):\n"
+        "    model = Llama(vocab_size=vocab_size, dim=dim, **sizes)\n"
+        "    if bad:\n"
+        "        model.layers[3].__class__ = BadBlock\n"
+        "    return model\n"
+    )
+    words = "model.name=moody.moody model.dim=32 model.ffn_dim=64 model.layers=4 seq_len=16 "
+    words += "batch_size=8 steps=2 data=synthetic validation.every=0 logger=none device=cpu"
+    sweep = ["-m", "model.bad=true,false", mesh, f"run_dir={tmp_path}/s", *words.split()]
+    launched = Launched(*sweep, torchrun=2, program=TRAIN, cwd=tmp_path)
+    code, _, err = launched.wait()
+    ends = [result(tmp_path / "s" / job) for job in "01"]
+    assert [end["status"] for end in ends] == ["failed", "completed"], err
+    assert code == 1 and ends[0]["error"] == "rank 1 failed: RuntimeError: bad, job"
+    assert "moody.py" in err and "raise RuntimeError('bad, job')" in err
+    log = (tmp_path / "s" / "0" / "logs" / "rank1.log").read_text()
+    assert "failed to run forward" in log, "what it was wrapped in is in the log"
     assert launched.leaves_nobody()
 
 

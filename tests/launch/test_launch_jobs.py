@@ -11,6 +11,7 @@ import torch
 from launch.launched import Launched
 
 from titanlike.launch.environment import import_path, workers_environment
+from titanlike.launch.signals import GRACE
 from titanlike.launch.worker import Absent, Worker, meet
 
 
@@ -41,6 +42,28 @@ def test_a_failing_job_does_not_stop_a_sweep(tmp_path: Path, torchrun: int) -> N
     code, _, err = sweep.wait()
     assert code == 1 and "seed 1 is odd" in err
     assert results(tmp_path) == ["completed", "failed", "completed"]
+
+
+def test_a_job_that_fails_on_one_rank_does_not_stop_a_sweep(tmp_path: Path) -> None:
+    """The others, in the midst of a collective, come out of it at once."""
+    words = ["-m", "seed=0,1,2", "dp=2", f"run_dir={tmp_path}"]
+    sweep = Launched("odd_seeds_fail_on_rank_1", *words, torchrun=2)
+    code, _, err = sweep.wait()
+    assert code == 1 and "rank 1 failed: RuntimeError: seed 1 is odd" in err
+    assert results(tmp_path) == ["completed", "failed", "completed"]
+    failed = json.loads((tmp_path / "1" / "result.json").read_text())
+    assert failed["error"] == "rank 1 failed: RuntimeError: seed 1 is odd"
+    assert failed["seconds"] < GRACE
+
+
+@pytest.mark.slow
+def test_a_sweep_does_not_begin_a_job_on_ranks_that_wait_no_longer(tmp_path: Path) -> None:
+    words = ["-m", "seed=0,1", "dp=2", f"run_dir={tmp_path}"]
+    sweep = Launched("one_comes_out_late", *words, torchrun=2)
+    code, _, err = sweep.wait()
+    assert code == 1 and "rank 1 failed: RuntimeError: rank 1 has enough" in err
+    assert results(tmp_path) == ["failed"] and sweep.leaves_nobody()
+    assert not list((tmp_path / "1").glob("begun*"))
 
 
 def test_nothing_of_a_job_is_left_for_the_next_on_the_same_ranks(tmp_path: Path) -> None:

@@ -144,6 +144,7 @@ def test_an_array_with_gaps_is_refused(cluster: Cluster, folder: Path) -> None:
     assert log(folder).count("gaps; write sbatch --array=0-1\n") == 2
 
 
+@pytest.mark.slow
 def test_a_job_that_its_user_cancels_saves_and_stays_cancelled(
     cluster: Cluster, folder: Path
 ) -> None:
@@ -166,6 +167,7 @@ def test_a_job_whose_time_is_up_by_its_own_config_is_not_put_back(
     assert (ended["ExitCode"], ended["Restarts"]) == ("75:0", "0"), log(folder)
 
 
+@pytest.mark.slow
 def test_a_job_that_brings_no_step_in_two_starts_is_not_put_back_again(
     cluster: Cluster, folder: Path
 ) -> None:

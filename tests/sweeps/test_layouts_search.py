@@ -76,6 +76,7 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
 # --- a search ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_search_ends_with_the_command_line_of_the_fastest_layout(tmp_path):
     """Of all layouts of two ranks the promising ones are run; the command trains as it stands."""
     limits = ["hydra.sweeper.ranks=2", "hydra.sweeper.most=2", "hydra.sweeper.microbatches=[2,4]"]

@@ -8,15 +8,21 @@ import os
 import shlex
 import signal
 import stat
+import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 from launch.launched import Launched, until
 from metrics.wandb_file import read_wandb_file
 
+from titanlike.config.schema import Sweep
+from titanlike.launch.owner import held
+from titanlike.metrics.result import write_result
 from titanlike.metrics.sinks import read_jsonl
+from titanlike.sweeps.context import Context
 from titanlike.sweeps.plan import read_plan
 from titanlike.sweeps.processes import Command, Processes
 
@@ -93,7 +99,7 @@ def test_of_twelve_jobs_one_fails_one_is_invalid_one_is_killed_and_resume_runs_t
 
     (line,) = (line for line in out.splitlines() if line.endswith("sweep.resume=true"))
     again = shlex.split(line)
-    assert again[:3] == ["python", "sweep_jobs.py", "-m"]
+    assert again[:3] == ["python", str(JOBS), "-m"]
     code, out, _ = Launched("trains", *again[2:], "sweep.parallel=2", program=JOBS).wait(120)
     begun = [text.split()[1] for text in out.splitlines() if " begins" in text]
     assert begun == ["3:", "5:", "7:"] and code == 1, "the invalid one is invalid again"
@@ -102,6 +108,7 @@ def test_of_twelve_jobs_one_fails_one_is_invalid_one_is_killed_and_resume_runs_t
     assert statuses(tmp_path) == expected
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_job_with_a_checkpoint_and_resume_goes_on_from_it(tmp_path: Path) -> None:
     words = ["steps=400", "seed=1,2", f"run_dir={tmp_path}"]
     first = sweep(*words)
@@ -173,6 +180,7 @@ def test_any_submit_command_takes_the_jobs(tmp_path: Path) -> None:
     assert first.leaves_nobody()
 
 
+@pytest.mark.slow
 def test_two_tasks_of_a_job_array_share_a_sweep(tmp_path: Path) -> None:
     words = ["seed=1,2,3", f"run_dir={tmp_path}"]
     tasks = [sweep(*words, f"sweep.share={i}/2", job="where") for i in (0, 1)]
@@ -194,7 +202,8 @@ def test_several_jobs_at_a_time_share_the_gpus(tmp_path: Path, monkeypatch) -> N
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,3")
     monkeypatch.setenv("PYTHONPATH", str(JOBS.parent))
     commands = [
-        Command(
+        partial(
+            Command,
             name=str(i),
             function="sweep_jobs:where",
             inner="",
@@ -252,6 +261,12 @@ def test_a_search_of_20_trials_beats_the_default_and_outlives_failed_ones(tmp_pa
         (["value=val_los"], "write value=val_loss"),
         (["hydra/sweeper=optuna", "hydra.sweeper.direction=maximize"], "the best loss is"),
         (["shedule=gpipe,1f1b"], "write schedule=gpipe"),
+        (["optimizer.lr=interval(0.1,1)"], "write hydra/sweeper=optuna"),
+        (["hydra/sweeper=optuna", "optimizr.lr=interval(0.1,1)"], "optimizer.lr=interval(0.1,1)"),
+        (["value=loss,mfu"], "value=loss,mfu: is one for the whole sweep; write value=loss"),
+        (["sweep.parallel=1,2"], "is one for the whole sweep; write sweep.parallel=1"),
+        (["seed=3,4"], "seed=3,4: the key is given twice"),
+        (["hydra.sweep.subdir=a"], "a sweep's jobs are in folders by their numbers"),
     ],
 )
 def test_a_sweep_that_cannot_be_run_as_asked_is_refused_at_once(
@@ -261,3 +276,79 @@ def test_a_sweep_that_cannot_be_run_as_asked_is_refused_at_once(
     code, _, err = sweep("seed=1,2", *words, f"run_dir={tmp_path}/s").wait()
     assert code == 2 and told in err and time.monotonic() - begin < 20
     assert not (tmp_path / "s").exists()
+
+
+def test_a_check_of_a_search_or_for_another_launcher_starts_nothing_either(tmp_path: Path) -> None:
+    for words in (
+        ["seed=1,2", "hydra/launcher=submitit_local"],
+        ["optimizer.lr=interval(0.1,1)", "hydra/sweeper=optuna"],
+        ["schedule=glob(*1*)", "pp=2"],
+    ):
+        code, out, _ = sweep(*words, f"run_dir={tmp_path}/s", "--check").wait()
+        assert code == 0 and "no mistake found" in out and not (tmp_path / "s").exists(), words
+
+
+def test_a_folder_with_a_run_takes_no_sweep_and_one_with_a_sweep_no_run(tmp_path: Path) -> None:
+    """Nor the sweep of a tool; and one job whose folder is taken does not stop the others."""
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "0").touch()
+    code, out, err = sweep("seed=1,2", f"run_dir={tmp_path}/s", job="where").wait()
+    assert code == 1 and "job 0: seed=1 failed" in err and "1 of 2 done" in out
+    run = Launched("where", *TINY, f"run_dir={tmp_path}/s", program=JOBS)
+    assert run.wait()[0] == 2
+    words = ["-m", "seed=1,2", "--config-path", f"{tmp_path}/s/1"]
+    code, _, err = Launched("where", *words, program=JOBS).wait()
+    assert code == 2 and "holds a run, and no sweep" in err
+    again = [*TINY, f"run_dir={tmp_path}/s", "sweep.resume=true", "seed=1,2"]
+    tool = Launched("-m", *again, program=ROOT / "tools" / "verify.py")
+    code, _, err = tool.wait()
+    assert code == 2 and "holds the sweep of another program" in err
+
+
+def test_a_listener_that_leaves_does_not_end_the_sweep(tmp_path: Path) -> None:
+    """`train.py -m ... | head -1`, or a tee that died."""
+    words = shlex.join(["where", "-m", *TINY, "seed=1,2", f"run_dir={tmp_path}"])
+    line = f"{sys.executable} {JOBS} {words} | head -1"
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=100)
+    assert done.stdout.startswith("a sweep of 2 jobs") and "Traceback" not in done.stderr
+    until(lambda: (tmp_path / "sweep.csv").exists())
+    assert statuses(tmp_path) == ["completed"] * 2
+
+
+def context(folder: Path, **changes: object) -> Context:
+    settings = Sweep(resume=True, **changes)
+    return Context(folder, settings, "loss", ["python", "train.py"], [], [], "", True, frozenset())
+
+
+def test_a_job_is_the_same_in_any_order_and_is_not_run_where_somebody_has_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = context(tmp_path)
+    assert first.open() == []
+    grid = [["lr=wsd", f"seed={seed}", "sweep.parallel=2"] for seed in range(5)]
+    assert [job.number for job in first.todo(grid)] == [0, 1, 2, 3, 4]
+    write_result(tmp_path / "0", status="completed", value=1.0, error=None, seconds=1, overrides=[])
+    early = "stopped early by max_time, with a checkpoint"
+    write_result(tmp_path / "1", status="stopped", value=1.0, error=early, seconds=1, overrides=[])
+    (tmp_path / "2").mkdir()
+    (tmp_path / "2" / "submitted").write_text("job 17")
+    (tmp_path / "3").mkdir()
+    (tmp_path / "3" / "config.yaml").touch()
+    reordered = [["seed=9", f"seed={seed}", "lr=wsd"] for seed in (4, 3, 2, 1, 0)]
+    with held(tmp_path / "3"):
+        assert [job.number for job in context(tmp_path).todo(reordered)] == [4]
+    told = capsys.readouterr().out
+    assert "job 3 runs elsewhere" in told and "job 2 is submitted; to submit it again" in told
+    assert [job.number for job in context(tmp_path).todo(reordered)] == [4, 3]
+
+
+def test_a_task_whose_share_is_done_ends_well_whatever_became_of_the_others(tmp_path: Path) -> None:
+    task = context(tmp_path, share="0/2")
+    task.open()
+    task.todo([["seed=1"], ["seed=2"]])
+    for job, status in (("0", "completed"), ("1", "failed")):
+        write_result(tmp_path / job, status=status, value=1.0, error="no", seconds=1, overrides=[])
+    assert task.close(0) == 0
+    whole = context(tmp_path)
+    whole.todo([["seed=1"], ["seed=2"]])
+    assert whole.close(0) == 1

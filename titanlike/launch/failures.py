@@ -72,17 +72,20 @@ class Failure:
 
 
 def describe(rank: int, error: BaseException) -> Failure:
-    """An exception as a Failure."""
-    users = isinstance(error, ConfigError) or (
-        isinstance(error, (ValueError, OSError)) and _raised_by_us(error)
+    """An exception as a Failure, in the words of whoever raised it first."""
+    told = _unwrapped(error)
+    users = isinstance(told, ConfigError) or (
+        isinstance(told, (ValueError, OSError)) and _raised_by_us(told)
     )
-    text = redact(str(error) if users else f"{type(error).__name__}: {error}")
-    inner = traceback.extract_tb(error.__traceback__)[1:]  # the first is the call of the job
+    text = redact(str(told) if users else f"{type(told).__name__}: {told}")
+    inner = traceback.extract_tb(told.__traceback__)
+    if told is error:
+        del inner[:1]  # the call of the job
     frames = [redact(frame) for frame in traceback.format_list(inner[-_FRAMES:])]
     words = " ".join(f"{type(link).__name__} {link}" for link in _chain(error)).lower()
     transport = not users and any(word in words for word in _TRANSPORT)
     # a disk or a network may do better the next time
-    final = users and getattr(error, "errno", None) is None
+    final = users and getattr(told, "errno", None) is None
     return Failure(rank, text, "" if users else "".join(frames), transport, time.time(), final)
 
 
@@ -91,6 +94,24 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
+
+
+def _unwrapped(error: BaseException) -> BaseException:
+    """What torch.distributed wrapped: its "failed to run forward" lists tensors, and no cause.
+
+    Whoever else raises one error from another has chosen the words that are to be read.
+    """
+    while error.__cause__ is not None and _raising_module(error).startswith("torch.distributed."):
+        error = error.__cause__
+    return error
+
+
+def _raising_module(error: BaseException) -> str:
+    """The module whose code has raised it; "" where nothing has."""
+    module = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_globals.get("__name__", "")
+    return module
 
 
 def _raised_by_us(error: BaseException) -> bool:
@@ -129,11 +150,12 @@ def root_cause(run_dir: Path, deaths: dict[int, int] | None = None) -> Failure |
     told = {failure.rank for failure in failures}
     for rank, code in (deaths or {}).items():
         if rank not in told:
-            failures.append(Failure(rank, _death(code), "", code >= 0, time.time()))
+            failures.append(Failure(rank, death(code), "", code >= 0, time.time()))
     return min(failures, key=lambda failure: (failure.transport, failure.time), default=None)
 
 
-def _death(code: int) -> str:
+def death(code: int) -> str:
+    """How a process ended that left no word: by its exit code, negative for a signal."""
     if code >= 0:
         return f"ended with exit code {code} and no error of its own"
     name = signal.Signals(-code).name

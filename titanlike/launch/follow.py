@@ -3,9 +3,10 @@
 1. All meet at the rendezvous store.
 2. Rank 0 alone reads the command line; it publishes each job (a sweep has several) in the store.
 3. The others wait for the next job, run it with a store of its own, and wait again.
-4. After a job all ranks say how it ended. Where one failed and all came out of it, a sweep goes
-   on; where some are stuck in it, the process ends, and whoever started the ranks ends the others.
-5. At the end all end with the exit code of rank 0.
+4. A rank that fails leaves the job's process groups, so that its peers come out of them, too.
+5. After a job all ranks say how it ended. Where one failed and all came out of it, a sweep goes
+   on; where some are stuck in it, all the others end, and whoever started the ranks ends the stuck.
+6. At the end all end with the exit code of rank 0.
 
 torchrun may start them again, with more or fewer machines:
 - Its process on one machine is killed: the ranks there outlive it (`die_with_parent`) until the end
@@ -27,10 +28,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from titanlike.config.credentials import redact
 from titanlike.config.schema import Launch
 from titanlike.launch.environment import of_several_machines, will_restart
 from titanlike.launch.failures import Failure, JobFailed, clear_failures, describe, root_cause
+from titanlike.launch.groups import leave_groups
 from titanlike.launch.job import Job
 from titanlike.launch.kept import Kept
 from titanlike.launch.signals import (
@@ -42,7 +43,7 @@ from titanlike.launch.signals import (
     interruptible,
 )
 from titanlike.launch.stop import TIME_IS_UP, Stop, name_of_wish
-from titanlike.launch.worker import Worker, meet, run_job
+from titanlike.launch.worker import Worker, agree, meet, run_job
 
 _POLL = timedelta(seconds=10)  # of a follower's wait for the next job
 _ALL_ASKED = 5.0  # seconds in which each machine's torchrun has seen that a machine has come
@@ -139,20 +140,25 @@ class StartedRanks:
         except Exception as error:
             own = describe(self.rank, error)
             record_for_torchrun(error)
-        stuck = False
+        # not before the error is dropped: its frames hold the job's process groups
+        left = own is None or leave_groups(GRACE)
+        asked_out = False  # by a signal, while it waited for the others
         try:
             timeout = job.config.launch.timeout if own is None else GRACE
-            ends = meet(worker, "end", timeout, self._own_end(own))
+            ends = meet(worker, "end", timeout, self._own_end(own, left))
         except (RuntimeError, Interrupted) as error:
             if own is None and isinstance(error, Interrupted):
                 raise
             if "stopped" in result:  # by torchrun's own end, which takes the store with it
                 return result
             own = own or describe(self.rank, error)
-            ends, stuck = ["failed"], True
-        if "failed" not in ends:
+            ends, asked_out = ["stuck"], isinstance(error, Interrupted)
+        if not {"failed", "stuck"}.intersection(ends):
             self._see_why_stopped(result, ends, stop)
             return result
+        # who comes out late finds every rank's end here, but maybe of ranks that wait no longer
+        out = agree(worker, "out", "no" if "stuck" in ends else "yes")
+        stuck = asked_out or out == "no"
         if not stuck and dist.is_initialized():
             dist.destroy_process_group()  # nobody is inside any more
         failure = root_cause(job.run_dir) or own
@@ -161,9 +167,9 @@ class StartedRanks:
         failed.ends_sweep = self._lost = stuck
         raise failed
 
-    def _own_end(self, failure: Failure | None) -> str:
+    def _own_end(self, failure: Failure | None, left: bool) -> str:
         if failure is not None:
-            return "failed"
+            return "failed" if left else "stuck"
         return "orphaned" if self._is_orphan() else "completed"
 
     def _is_orphan(self) -> bool:
@@ -228,6 +234,6 @@ def record_for_torchrun(error: BaseException) -> None:
 
         try:
             # the handler formats the exception being handled
-            raise RuntimeError(redact(f"{type(error).__name__}: {error}")) from None
+            raise RuntimeError(describe(0, error).error) from None
         except BaseException:
             get_error_handler().record_exception(error)

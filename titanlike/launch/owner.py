@@ -1,4 +1,4 @@
-"""One start at a time writes to a run directory: the newest.
+"""Who is at work on a run. One start at a time writes to a run directory: the newest.
 
 Two may be alive at once: a command that was started twice by mistake, or two worlds of an elastic
 job that have lost sight of each other. Their metrics and checkpoints would be mixed up.
@@ -6,16 +6,20 @@ job that have lost sight of each other. Their metrics and checkpoints would be m
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import socket
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 from titanlike import files
 
 FILE = "owner.json"
+LOCK = "logs/lead.lock"
 
 
 class Owner:
@@ -46,3 +50,32 @@ class Owner:
             f"(host {other.get('host')}, process {other.get('pid')}); two would mix their metrics and "
             "checkpoints; write another run_dir"
         )
+
+
+@contextlib.contextmanager
+def held(run_dir: Path) -> Iterator[None]:
+    """Within it, others can see that this process is at work on a run; however it dies."""
+    path = run_dir / LOCK
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # a file system without locks, or one that is full
+            file = stack.enter_context(path.open("a+", encoding="utf-8"))
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            file.truncate(0)
+            file.write(socket.gethostname())
+            file.flush()
+        yield
+
+
+def is_held(run_dir: Path) -> bool | None:
+    """Whether a process is at work on a run; None where another machine would have to be asked."""
+    try:
+        with (run_dir / LOCK).open("r+", encoding="utf-8") as file:
+            host = file.read()
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            return False if host == socket.gethostname() else None
+    except OSError:
+        return None

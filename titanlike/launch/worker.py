@@ -126,6 +126,16 @@ def meet(worker: Worker, name: str, timeout: float, message: str = "") -> list[s
     return [worker.store.get(key).decode() for key in keys]
 
 
+def agree(worker: Worker, name: str, answer: str) -> str:
+    """The answer that the first of all ranks has given; "no" where they cannot be asked any more."""
+    if worker.store is None:
+        return answer
+    try:
+        return worker.store.compare_set(name, "", answer).decode()
+    except RuntimeError:
+        return "no"
+
+
 def main(scratch: str, driver: int) -> None:
     """A worker process of the local launcher; `scratch` holds job.json and takes result.json.
 

@@ -37,6 +37,11 @@ def write_result(
     files.replace_file(Path(run_dir) / "result.json", files.dumps(result) + "\n")
 
 
+def had_its_time(status: str | None, error: str | None) -> bool:
+    """Whether a run was ended by max_time: for a sweep, such a job is done."""
+    return status == "stopped" and "by max_time" in (error or "")
+
+
 def read_result(run_dir: Path) -> dict[str, Any] | None:
     """What `write_result` wrote, or None where a job left none (it never began, or was killed)."""
     try:

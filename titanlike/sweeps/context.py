@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import shutil
 import sys
@@ -13,8 +14,8 @@ from titanlike.config.credentials import redact_override
 from titanlike.config.errors import Problem
 from titanlike.config.schema import Sweep
 from titanlike.config.validate import part_of
-from titanlike.metrics.result import read_result
 from titanlike.sweeps.plan import Job, Plan, add_jobs, read_plan, write_plan
+from titanlike.sweeps.rows import SUBMITTED, read_rows
 
 
 @dataclass
@@ -24,13 +25,13 @@ class Context:
     folder: Path  # absolute
     settings: Sweep
     value: str  # what the jobs are compared by
-    program: list[str]  # train.py, or -m titanlike
+    program: list[str]  # python train.py, as the user has typed it
     options: list[str]  # of the command line that each job needs, too: --config-dir ...
     command: list[str]  # the sweep's own command line, after the program
     inner: str  # a tool's own place in a job's folder, or ""
     grid: bool  # whether all jobs are known from the start (a search adds them as it goes)
     fixed: frozenset[str]  # keys that are the same in all jobs
-    restart: bool  # whether this command was started before
+    restart: bool = False  # whether this command was started before
     check: bool = False  # only look for mistakes
     base: int = 0  # of a search that goes on: the first new job's number
     done: int = 0  # and how many jobs were done before
@@ -44,29 +45,43 @@ class Context:
         name, parent = self.folder.name, self.folder.parent.name
         return name if any(map(str.isalpha, name)) else f"{parent}/{name}"
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether what is done is left alone, and the rest of the plan run."""
+        return self.settings.resume or self.settings.share is not None or self.restart
+
     def open(self) -> list[Problem]:
         """Begin the plan in the sweep's directory, or find what is wrong with going on there."""
         if self.check:
             return []
-        goes_on = self.settings.resume or self.settings.share is not None or self.restart
+        fix = "run_dir=outputs/NAME"
         try:
             plan = read_plan(self.folder)
+            if plan is None and (self.folder / "config.yaml").exists():
+                return [Problem("run_dir", str(self.folder), "holds a run, and no sweep", fix)]
+            if plan is None:
+                of_this_start = ("sweep.resume=", "sweep.share=")
+                words = [word for word in self.command if not word.startswith(of_this_start)]
+                if not any(word.startswith(("run_dir=", "hydra.sweep.dir=")) for word in words):
+                    words.append(f"run_dir={self.folder}")
+                command = shlex.join([*self.program, *words])
+                begun = write_plan(self.folder, Plan(command, self.value, self.inner))
+                plan = None if begun else read_plan(self.folder)
+        except OSError as error:
+            return [Problem("run_dir", str(self.folder), error.strerror or str(error), fix)]
         except ValueError as error:
-            return [Problem("run_dir", str(self.folder), str(error), "run_dir=outputs/NAME")]
-        if plan is not None and plan.jobs and not goes_on:
-            reason = f"holds a sweep of {len(plan.jobs)} jobs already"
+            return [Problem("run_dir", str(self.folder), str(error), fix)]
+        if plan is None:
+            return []
+        if plan.inner != self.inner:
+            return [Problem("run_dir", str(self.folder), "holds the sweep of another program", fix)]
+        if not self.goes_on:
+            reason = f"holds a sweep of {_count(len(plan.jobs))} already"
             fix = "sweep.resume=true to run what is not done, or another run_dir"
             return [Problem("run_dir", str(self.folder), reason, fix)]
-        if plan is not None and plan.jobs and not self.grid:
+        if plan.jobs and not self.grid:
             self.base = plan.jobs[-1].number + 1
-            self.done = sum(map(self._done, plan.jobs))
-        if plan is None:
-            of_this_start = ("sweep.resume=", "sweep.share=")
-            words = [word for word in self.command if not word.startswith(of_this_start)]
-            command = ["python", *self.program, *words]
-            if not any(word.startswith(("run_dir=", "hydra.sweep.dir=")) for word in command):
-                command.append(f"run_dir={self.folder}")
-            write_plan(self.folder, Plan(shlex.join(command), self.value, self.inner))
+            self.done = sum(row.done for row in read_rows(self.folder, plan))
         return []
 
     def swept(self, overrides: Iterable[str]) -> list[str]:
@@ -91,16 +106,18 @@ class Context:
     ) -> list[Job]:
         """The jobs of a grid that this command is to run; all of them are put into the plan.
 
-        A job keeps its number and folder when the sweep is run again, also with more values.
-        left_out: combinations that are not to be started, and why.
+        A job keeps its number and folder when the sweep is run again, also with more values, or
+        with its overrides in another order. left_out: combinations that are not to be started, and
+        why.
         """
         plan = None if self.check else read_plan(self.folder)
-        known = {tuple(job.overrides): job for job in plan.jobs} if plan else {}
+        known = {_identity(job.overrides): job for job in plan.jobs} if plan else {}
         number = max((job.number for job in known.values()), default=-1) + 1
-        jobs, new = [], []
+        jobs: dict[int, Job] = {}
+        new = []
         for combination in combinations:
             overrides, why = of_job(combination), (left_out or {}).get(tuple(combination))
-            key = tuple(map(redact_override, overrides))
+            key = _identity(overrides)
             if key not in known:
                 known[key] = Job(number, str(number), overrides, self.swept(overrides), why)
                 new.append(known[key])
@@ -108,18 +125,38 @@ class Context:
             elif known[key].skipped != why:
                 known[key] = replace(known[key], skipped=why)
                 new.append(known[key])
-            if why is None and known[key] not in jobs:  # values that are given twice
-                jobs.append(known[key])
+            if why is None:
+                jobs[known[key].number] = known[key]
         self.add(new)
-        goes_on = self.settings.resume or self.settings.share is not None or self.restart
         if self.settings.share is not None and (part := part_of(self.settings.share)):
-            jobs = [job for job in jobs if job.number % part[1] == part[0]]
-        self.planned = {job.folder: job for job in jobs}
-        left = [job for job in jobs if not (goes_on and self._done(job))]
-        done = f", {len(jobs) - len(left)} of them done before" if len(left) < len(jobs) else ""
-        if not self.check:
-            self.say(f"a sweep of {_count(len(jobs))}{done}, in {self.folder}")
-        return left
+            jobs = {at: job for at, job in jobs.items() if at % part[1] == part[0]}
+        self.planned = {job.folder: job for job in jobs.values()}
+        if not self.goes_on or self.check:
+            if not self.check:
+                self.say(f"a sweep of {_count(len(jobs))}, in {self.folder}")
+            return list(jobs.values())
+        return self._left(jobs)
+
+    def _left(self, jobs: dict[int, Job]) -> list[Job]:
+        """Those of the jobs that are neither done nor in somebody else's hands."""
+        rows = [row for row in read_rows(self.folder, read_plan(self.folder))]
+        done = [row for row in rows if row.job.number in jobs and row.done]
+        elsewhere = [
+            row for row in rows if row.job.number in jobs and row.status in ("running", "submitted")
+        ]
+        told = f", {len(done)} of them done before" if done else ""
+        self.say(f"a sweep of {_count(len(jobs))}{told}, in {self.folder}")
+        for row in elsewhere:
+            where = "runs elsewhere"
+            if row.status == "submitted":
+                where = f"is submitted; to submit it again, remove {row.run_dir / SUBMITTED}"
+            self.say(f"job {row.job.number} {where}")
+        left_out = {row.job.number for row in (*done, *elsewhere)}
+        jobs = {at: job for at, job in jobs.items() if at not in left_out}
+        if self.restart and not self.settings.resume:  # what has failed may fail again: it is last
+            ended = {row.job.number for row in rows if row.status in ("failed", "invalid")}
+            return sorted(jobs.values(), key=lambda job: job.number in ended)
+        return list(jobs.values())
 
     def job_of(self, overrides: list[str], number: int) -> Job:
         """The job with these overrides: of the grid, or a new one that a search has thought of."""
@@ -137,17 +174,9 @@ class Context:
         own = of_job(overrides)
         folder = str(run_dir.relative_to(self.folder)) if run_dir != self.folder else "."
         if folder not in self.planned:
-            self.add([Job(self.base + number, folder, own, self.swept(own))])
+            self.planned[folder] = Job(self.base + number, folder, own, self.swept(own))
+            self.add([self.planned[folder]])
         return own
-
-    def _done(self, job: Job) -> bool:
-        """Whether a job needs not be run again. One that max_time ended has had its time."""
-        try:
-            result = read_result(self.folder_of(job)) or {}
-        except ValueError:
-            return False
-        stopped_by_time = result.get("status") == "stopped" and "max_time" in result["error"]
-        return result.get("status") == "completed" or stopped_by_time
 
     def close(self, code: int | str | None) -> int | str | None:
         """Show how the sweep stands, and write its table; the exit code, where so far it was `code`."""
@@ -166,20 +195,24 @@ class Context:
         table = report(self.folder, self.say, width, ended=self.ran if waited else ())
         if code:
             return code
-        rows = [row for row in table.rows if row.job.number in self.ran or not self.ran]
-        statuses = {row.status for row in rows if not row.done}
+        mine = {job.number for job in self.planned.values()}
+        statuses = {row.status for row in table.rows if row.job.number in mine and not row.done}
+        if waited and self.ran and "waiting" in statuses:
+            return 1  # one that could not even be started
         if statuses & {"failed", "invalid", "killed"}:
             return 1
         return 75 if statuses & {"stopped", "interrupted"} else 0
 
     def say(self, line: str) -> None:
         """Tell the user, between the jobs' own lines."""
-        print(line, flush=True)
+        with contextlib.suppress(OSError):  # nobody listens any more: the jobs run on
+            print(line, flush=True)
 
     def complain(self, line: str) -> None:
         """Tell the user of something that went wrong."""
-        sys.stdout.flush()
-        print(line, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            print(line, file=sys.stderr, flush=True)
 
 
 def of_job(overrides: Iterable[str]) -> list[str]:
@@ -187,6 +220,11 @@ def of_job(overrides: Iterable[str]) -> list[str]:
     words = [text[2:] if text.startswith("++model.") else text for text in overrides]
     ours = ("sweep.", "run_dir=", "hydra.", "hydra/")
     return [text for text in words if not text.lstrip("+~").startswith(ours)]
+
+
+def _identity(overrides: Iterable[str]) -> tuple[str, ...]:
+    """The same for jobs whose overrides say the same; of a key that is given twice, the last counts."""
+    return tuple(sorted({key_of(text): redact_override(text) for text in overrides}.values()))
 
 
 def key_of(override: str) -> str:

@@ -43,8 +43,8 @@ class Plan:
     jobs: list[Job] = field(default_factory=list)  # by number
 
 
-def write_plan(folder: Path, plan: Plan) -> None:
-    """Write folder/sweep.jsonl, whole or not at all, unless a plan is there already.
+def write_plan(folder: Path, plan: Plan) -> bool:
+    """Write folder/sweep.jsonl, whole or not at all. Returns False where a plan is there already.
 
     Credentials in the command and in overrides are written as ***.
     """
@@ -52,8 +52,10 @@ def write_plan(folder: Path, plan: Plan) -> None:
     lines = [files.dumps(header), *map(_line, plan.jobs)]
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
-        if not (folder / FILE).exists():  # another task of a job array was quicker
-            files.replace_file(folder / FILE, "\n".join(lines) + "\n")
+        if (folder / FILE).exists():  # another task of a job array was quicker
+            return False
+        files.replace_file(folder / FILE, "\n".join(lines) + "\n")
+        return True
 
 
 def add_jobs(folder: Path, jobs: list[Job]) -> None:

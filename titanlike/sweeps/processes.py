@@ -10,21 +10,22 @@ the CPU a share of the threads. A job that needs more than there are runs alone.
 
 from __future__ import annotations
 
+import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import IO
 
 from titanlike.launch.environment import import_path, without_ranks
+from titanlike.launch.failures import death
 from titanlike.launch.signals import Interrupted, interruptible
 from titanlike.launch.stop import Stop
-from titanlike.metrics.result import read_result, write_result
+from titanlike.metrics.result import had_its_time, read_result, write_result
 
 OUTPUT = "output.log"  # of a job that has no terminal
 _LOOK = 0.05  # seconds between looks
@@ -61,7 +62,7 @@ class Ended:
     @property
     def good(self) -> bool:
         """Whether it counts as done: completed, or stopped by max_time, which is its own."""
-        return self.status == "completed" or (self.status == "stopped" and "max_time" in self.error)
+        return self.status == "completed" or had_its_time(self.status, self.error)
 
 
 class Processes:
@@ -71,42 +72,48 @@ class Processes:
         self, parallel: int, begun: Callable[[Command], None], ended: Callable[[Ended], None]
     ) -> None:
         self._parallel, self._begun, self._told = parallel, begun, ended
-        self._running: dict[subprocess.Popen[bytes], _Running] = {}
+        self._running: dict[int, _Running] = {}  # by the command's place
 
-    def run(self, commands: list[Command]) -> list[Ended]:
-        """Run them all; how each ended, in their order.
+    def run(self, builders: list[Callable[[], Command]]) -> list[Ended]:
+        """Run all commands, each made when its turn comes; how each ended, in their order.
 
         Raises SystemExit(75) where a signal has stopped the jobs that ran, and Interrupted where it
         has ended them.
         """
         ended: dict[int, Ended] = {}
-        waiting = dict(enumerate(commands))
+        waiting = dict(enumerate(builders))
+        made: dict[int, Command] = {}
         stop = _PassedOn(self._pass_on)
-        free = [] if self._parallel == 1 else devices(commands, self._parallel)
-        total = len(free)
+        free, total = list[str](), 0
         with interruptible(stop=stop):
             try:
                 while waiting or self._running:
-                    for number, command in list(waiting.items()):
+                    for number, build in list(waiting.items()):
                         if stop.asked or len(self._running) >= (self._parallel or inf):
                             break
+                        new = number not in made
+                        command = made[number] = made.get(number) or build()
+                        if not total and not ended and not self._running:
+                            free = devices(command.device, self._parallel)
+                            total = len(free)
                         need = min(command.ranks, total)
-                        if need > len(free):
-                            continue  # a smaller one behind it may fit
-                        taken, free = free[:need], free[need:]
-                        del waiting[number]
-                        self._start(number, command, taken, total)
-                    for process in [p for p in self._running if p.poll() is not None]:
-                        running = self._running.pop(process)
+                        if need <= len(free):
+                            taken, free = free[:need], free[need:]
+                            del waiting[number]
+                            self._start(number, made.pop(number), taken, total)
+                        elif new:
+                            break  # a smaller one behind it may fit: looked at next time
+                    for number in [n for n, at in self._running.items() if at.over]:
+                        running = self._running.pop(number)
                         free += running.taken
-                        ended[running.number] = self._end(running, process.returncode)
+                        ended[number] = self._end(running)
                     if stop.asked and not self._running:
                         break
-                    stop.lose_patience(self._running)
+                    stop.lose_patience(self._running.values())
                     time.sleep(_LOOK)
             finally:
-                for process in self._running:  # an error of our own
-                    process.kill()
+                for running in self._running.values():  # an error of our own
+                    running.kill()
         if stop.asked:
             if all(end.code in (0, _STOPPED) for end in ended.values()):
                 raise SystemExit(_STOPPED)
@@ -114,57 +121,76 @@ class Processes:
         return [ended[number] for number in sorted(ended)]
 
     def _start(self, number: int, command: Command, taken: list[str], total: int) -> None:
-        command.folder.mkdir(parents=True, exist_ok=True)
-        (command.folder / "result.json").unlink(missing_ok=True)
         self._begun(command)
-        output = None if self._parallel == 1 else (command.folder / OUTPUT).open("ab")
-        process = subprocess.Popen(
-            [sys.executable, "-c", _program(command), *command.arguments],
-            env=_environment(command, taken, self._parallel, total),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=None if output is None else subprocess.STDOUT,
-        )
-        self._running[process] = _Running(number, command, taken, time.monotonic(), output)
+        running = self._running[number] = _Running(command, taken, time.monotonic())
+        try:
+            command.folder.mkdir(parents=True, exist_ok=True)
+            (command.folder / "result.json").unlink(missing_ok=True)
+            if self._parallel != 1:
+                running.output = (command.folder / OUTPUT).open("ab")
+            running.process = subprocess.Popen(
+                [sys.executable, "-c", _program(command), *command.arguments],
+                env=_environment(command, taken, self._parallel, total),
+                stdin=subprocess.DEVNULL,
+                stdout=running.output,
+                stderr=None if running.output is None else subprocess.STDOUT,
+            )
+        except OSError as error:
+            running.error = f"could not be started: {error.strerror}: {error.filename}"
 
-    def _end(self, running: _Running, code: int) -> Ended:
+    def _end(self, running: _Running) -> Ended:
         command, seconds = running.command, time.monotonic() - running.start
         if running.output is not None:
             running.output.close()
-        try:
+        result = None
+        with contextlib.suppress(ValueError, OSError):
             result = read_result(command.folder)
-        except ValueError:
-            result = None
-        if result is None:
-            error = _death(code) + _last_words(command.folder if running.output else None)
-            write_result(
-                command.folder,
-                status="failed",
-                value=None,
-                error=error,
-                seconds=seconds,
-                overrides=command.overrides,
-            )
+        if result is None or running.error:
+            error = running.error or death(running.code)
+            error += _last_words(command.folder if running.output else None)
             result = {"status": "failed", "value": None, "error": error}
-        ended = Ended(
-            command, code, result["status"], result["error"] or "", result["value"], seconds
-        )
+            with contextlib.suppress(OSError):  # that it cannot be written may be why it failed
+                write_result(
+                    command.folder,
+                    status="failed",
+                    value=None,
+                    error=error,
+                    seconds=seconds,
+                    overrides=command.overrides,
+                )
+        error = result["error"] or ""
+        ended = Ended(command, running.code, result["status"], error, result["value"], seconds)
         self._told(ended)
         return ended
 
     def _pass_on(self, signum: int) -> bool:
-        for process in list(self._running):
-            process.send_signal(signum)
+        for running in list(self._running.values()):
+            if running.process is not None:
+                running.process.send_signal(signum)
         return bool(self._running)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Running:
-    number: int
     command: Command
     taken: list[str]  # devices
     start: float
-    output: IO[bytes] | None
+    output: IO[bytes] | None = None
+    process: subprocess.Popen[bytes] | None = None
+    error: str = ""  # why there is no process
+
+    @property
+    def over(self) -> bool:
+        return self.process is None or self.process.poll() is not None
+
+    @property
+    def code(self) -> int:
+        """Of a process that has ended."""
+        return 1 if self.process is None else self.process.returncode
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()  # its workers end with it
 
 
 class _PassedOn(Stop):
@@ -191,19 +217,21 @@ class _PassedOn(Stop):
     def wish(self, max_time: float | None = None) -> int:
         return self._wish
 
-    def lose_patience(self, running: dict[subprocess.Popen[bytes], _Running]) -> None:
+    def lose_patience(self, jobs: Iterable[_Running]) -> None:
         """Kill what has not ended long after a second signal."""
         if self._times > 1 and time.monotonic() - self._last > _PATIENCE:
-            for process in running:
-                process.kill()  # its workers end with it
+            for running in jobs:
+                running.kill()
 
 
-def devices(commands: list[Command], parallel: int) -> list[str]:
+def devices(device: str, parallel: int) -> list[str]:
     """What jobs are given a share of: GPUs by name, or cores of the CPU.
 
-    Cores are counted where nobody has said how many jobs there are to be at a time.
+    None where one runs after another; cores only where nobody has said how many at a time.
     """
-    if any(command.device != "cpu" for command in commands):
+    if parallel == 1:
+        return []
+    if device != "cpu":
         import torch
 
         if torch.cuda.is_available():
@@ -241,14 +269,6 @@ def _program(command: Command) -> str:
         f"die_with_parent({os.getpid()}, SIGTERM); "  # a wish to stop, where it trains
         f"from titanlike.cli import main; {call}"
     )
-
-
-def _death(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code} and no result"
-    name = signal.Signals(-code).name
-    hint = "; often the kernel when memory runs out" if name == "SIGKILL" else ""
-    return f"killed by {name}{hint}"
 
 
 def _last_words(folder: Path | None) -> str:

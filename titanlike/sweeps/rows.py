@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.config.credentials import hide
-from titanlike.metrics.result import read_result
+from titanlike.launch.owner import is_held
+from titanlike.metrics.result import had_its_time, read_result
 from titanlike.metrics.summary import VALUES, Summary, summary, value_of
 from titanlike.sweeps.plan import Job, Plan, read_plan
 
 DONE = ("completed", "skipped")
+SUBMITTED = "submitted"  # a file in a job's folder: what the submit command said
 HEARTBEAT = 10.0  # seconds, where config.yaml does not say
 STARTING = 60.0  # seconds from config.yaml to a first heartbeat: processes start, torch is imported
 _KILLED = re.compile(r"(rank \d+ failed: )?killed by ")
@@ -37,7 +39,8 @@ class Row:
 
     completed, failed, interrupted and stopped (early by a wish: it can go on), as result.json says;
     invalid: a mistake in its config, nothing was started; killed: it ended without a word, or a
-    signal killed one of its processes; running; waiting: not started yet; skipped: never will be.
+    signal killed one of its processes; running; waiting: not started yet; submitted: nor, but a
+    scheduler has it; skipped: never will be.
     """
 
     job: Job
@@ -52,8 +55,7 @@ class Row:
     @property
     def done(self) -> bool:
         """A job that max_time has stopped has had its time."""
-        had_its_time = self.status == "stopped" and "max_time" in (self.error or "")
-        return self.status in DONE or had_its_time
+        return self.status in DONE or had_its_time(self.status, self.error)
 
 
 def read_rows(folder: Path, plan: Plan | None, ended: Collection[int] = ()) -> list[Row]:
@@ -87,7 +89,7 @@ def _row(job: Job, run_dir: Path, value: str, place: _Place, ended: bool) -> Row
     elif job.skipped is not None:
         status, error = "skipped", job.skipped
     elif not any((run_dir / name).exists() for name in (*_LEFT_BY_RUNS, "logs")):
-        status = "waiting"
+        status = "submitted" if (run_dir / SUBMITTED).exists() else "waiting"
     elif not ended and _alive(run_dir, place):
         status = "running"
     else:
@@ -182,7 +184,12 @@ class _Place:
 
 
 def _alive(run_dir: Path, place: _Place) -> bool:
-    """Whether a run without a result left a sign of life within three heartbeats."""
+    """Whether somebody is at work on a run without a result.
+
+    On another machine: whether it left a sign of life within three heartbeats.
+    """
+    if (at_work := is_held(run_dir)) is not None:
+        return at_work
     launch = _config(run_dir).get("launch")
     beat = launch.get("heartbeat") if isinstance(launch, dict) else None
     beat = float(beat) if isinstance(beat, (int, float)) else HEARTBEAT

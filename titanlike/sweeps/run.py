@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 from titanlike.check import leaving_nothing
 from titanlike.config.credentials import redact
@@ -15,22 +18,37 @@ from titanlike.config.errors import ConfigError, Problem, quoted
 from titanlike.config.schema import Config, Wandb
 from titanlike.launch.failures import JobFailed
 from titanlike.lead import Lead, Report, named, senseless
-from titanlike.metrics.result import read_result
+from titanlike.metrics.result import had_its_time, read_result
 from titanlike.sweeps.context import Context
 from titanlike.sweeps.plan import Job
 from titanlike.sweeps.processes import Command, Ended, Processes
+from titanlike.sweeps.rows import SUBMITTED
 
 _SUBMITTING = 120.0  # seconds that a submit command may take
+_ANSWER = 200  # characters of what it prints that are shown
 _POLL = 2.0  # seconds between looks for the results of submitted jobs
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A job, and what its overrides give."""
+    """A job, and what its overrides give, once that is asked for: composing takes its time."""
 
     job: Job
-    config: Config | None  # None where they do not compose
-    problems: list[Problem]  # of form
+    compose: Callable[[], tuple[Config | None, list[Problem]]]
+
+    @cached_property
+    def config(self) -> Config | None:
+        """None where the overrides do not compose."""
+        return self._composed[0]
+
+    @property
+    def problems(self) -> list[Problem]:
+        """Problems of form."""
+        return self._composed[1]
+
+    @cached_property
+    def _composed(self) -> tuple[Config | None, list[Problem]]:
+        return self.compose()
 
     @property
     def name(self) -> str:
@@ -39,7 +57,7 @@ class Prepared:
 
 # the value of a job that is done, or why there is none
 End = float | None | Exception
-Here = Callable[[Job], float | None]  # runs a job in this process; raises JobFailed
+Here = Callable[[Prepared], float | None]  # runs a job in this process; raises JobFailed
 
 
 def run_jobs(context: Context, lead: Lead, jobs: list[Prepared], here: Here) -> list[End]:
@@ -79,7 +97,7 @@ def _problems(context: Context, lead: Lead, item: Prepared) -> list[Problem]:
 def _run_here(context: Context, item: Prepared, here: Here) -> End:
     context.say(f"\njob {item.name}")
     try:
-        return here(item.job)
+        return here(item)
     except JobFailed as failed:  # was told when it happened
         return failed
 
@@ -105,8 +123,8 @@ def _as_processes(context: Context, lead: Lead, jobs: list[Prepared]) -> list[En
         else:
             context.complain(f"{line}\n{_indented(end.error)}" if end.error else line)
 
-    commands = [
-        Command(
+    def command(item: Prepared) -> Command:
+        return Command(
             name=item.name,
             function=lead.function,
             inner=lead.folder,
@@ -116,9 +134,9 @@ def _as_processes(context: Context, lead: Lead, jobs: list[Prepared]) -> list[En
             ranks=item.config.world_size if item.config else 1,
             device=item.config.device if item.config else "auto",
         )
-        for item in jobs
-    ]
-    ends = Processes(context.settings.parallel, begun, ended).run(commands)
+
+    processes = Processes(context.settings.parallel, begun, ended)
+    ends = processes.run([partial(command, item) for item in jobs])
     return [end.value if end.good else JobFailed(end.error, end.error) for end in ends]
 
 
@@ -128,7 +146,12 @@ def _submitted(context: Context, lead: Lead, jobs: list[Prepared]) -> list[End]:
     ends: dict[int, End] = {}
     for item in jobs:
         folder = context.folder_of(item.job)
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            context.complain(f"job {item.name} is not submitted\n  {error}")
+            ends[item.job.number] = JobFailed(str(error), str(error))
+            continue
         report = Report(folder, item.job.overrides, 1)  # removes an earlier result
         if problems := _problems(context, lead, item):
             error = ConfigError(problems)
@@ -143,7 +166,10 @@ def _submitted(context: Context, lead: Lead, jobs: list[Prepared]) -> list[End]:
             context.complain(f"job {item.name} is not submitted\n{_indented(error_text)}")
             ends[item.job.number] = JobFailed(error_text, error_text)
         else:
-            context.say(f"job {item.name} submitted: {answer}")
+            told = answer[:_ANSWER] or "(the command printed nothing)"
+            with contextlib.suppress(OSError):
+                (folder / SUBMITTED).write_text(f"{time.ctime()}: {told}\n", encoding="utf-8")
+            context.say(f"job {item.name} submitted: {told}")
     if context.settings.wait is not None:
         ends |= _waited_for(context, [item for item in jobs if item.job.number not in ends])
     return [ends.get(item.job.number) for item in jobs]
@@ -179,25 +205,25 @@ def _waited_for(context: Context, jobs: list[Prepared]) -> dict[int, End]:
         for item in jobs:
             if item.job.number in ends:
                 continue
-            end = _result(context.folder_of(item.job))
-            if end is None:
-                if time.monotonic() <= deadline:
-                    continue
-                text = f"has not ended after {context.settings.wait:g} s (sweep.wait)"
-                end = JobFailed(text, text)
-            ends[item.job.number] = end[0] if isinstance(end, tuple) else end
-            if isinstance(end, JobFailed):
-                context.complain(f"job {item.name} failed\n{_indented(end.error)}")
-            else:
+            result = _final_result(context.folder_of(item.job))
+            text = f"has not ended after {context.settings.wait:g} s (sweep.wait)"
+            if result is None and time.monotonic() <= deadline:
+                continue
+            if result is not None and result["status"] in ("completed", "stopped"):
+                ends[item.job.number] = result["value"]
                 context.say(f"job {item.name} is done")
+                continue
+            text = text if result is None else result["error"]
+            ends[item.job.number] = JobFailed(text, text)
+            context.complain(f"job {item.name} failed\n{_indented(text)}")
         time.sleep(_POLL if len(ends) < len(jobs) else 0)
     return ends
 
 
-def _result(folder: Path) -> tuple[float | None] | JobFailed | None:
-    """A job's value, or its failure; None while there is no result.
+def _final_result(folder: Path) -> dict[str, Any] | None:
+    """result.json of a job that will not be started again by whoever runs it; None before that.
 
-    One that was stopped by a signal is preempted: whoever runs it starts it again.
+    One that was stopped by a signal is preempted, and comes back.
     """
     try:
         result = read_result(folder)
@@ -205,11 +231,9 @@ def _result(folder: Path) -> tuple[float | None] | JobFailed | None:
         return None
     if result is None or result["status"] == "interrupted":
         return None
-    if result["status"] == "stopped" and "max_time" not in result["error"]:
+    if result["status"] == "stopped" and not had_its_time("stopped", result["error"]):
         return None
-    if result["status"] in ("completed", "stopped"):
-        return (result["value"],)
-    return JobFailed(result["error"], result["error"])
+    return result
 
 
 def arguments(context: Context, item: Prepared) -> list[str]:

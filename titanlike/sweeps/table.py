@@ -53,6 +53,9 @@ class Table:
 
     @property
     def best(self) -> Row | None:
+        """None for a tool's sweep: what its value is, and whether more is better, nobody has said."""
+        if self.plan is not None and self.plan.inner:
+            return None
         return sweep_rows.best(self.rows, self.value)
 
     @property
@@ -314,6 +317,8 @@ def command_of(plan: Plan | None, row: Row) -> str:
     start = [
         word if "=" in word and i == 0 else shlex.quote(word) for i, word in enumerate(program)
     ]
+    if not {"-m", "--multirun"} & set(rest) and any("experiment=" in text for text in overrides):
+        overrides.append("hydra.mode=RUN")  # the experiment's file says that it is a sweep
     return " ".join([*start, shlex.join([*options, *overrides])]).rstrip()
 
 
