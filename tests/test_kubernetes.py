@@ -340,7 +340,8 @@ def test_the_check_lets_a_good_config_pass(cluster: Cluster) -> None:
     assert code == 0, text
 
 
-@pytest.mark.parametrize("kind", ["job", pytest.param("pytorchjob", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["job", "pytorchjob"])
 def test_a_run_whose_pod_is_evicted_goes_on_without_gap_or_repeat(
     cluster: Cluster, kind: str
 ) -> None:

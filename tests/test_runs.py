@@ -180,6 +180,7 @@ def test_a_folder_that_cannot_be_written_is_a_mistake_of_one_line(tmp_path: Path
     assert "run_dir=" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_that_is_started_twice_goes_on_in_the_newest_start_alone(tmp_path: Path) -> None:
     """Else both would write to one metrics.jsonl and one folder of checkpoints."""
     words = [sys.executable, str(ROOT / "train.py"), *TINY, "model.layers=2", "run_dir=run"]

@@ -30,7 +30,7 @@ def test_of_four_ranks_the_one_that_crashed_is_named(tmp_path: Path, torchrun: i
     assert launched.leaves_nobody()
 
 
-@pytest.mark.parametrize("mesh", ["dp=2", "pp=2"])
+@pytest.mark.parametrize("mesh", ["dp=2", pytest.param("pp=2", marks=pytest.mark.slow)])
 def test_a_models_own_error_is_told_and_the_next_run_trains_on_the_same_ranks(
     tmp_path: Path, mesh: str
 ) -> None:

@@ -89,6 +89,7 @@ def ends(*machines: Launched) -> list[int]:
     return codes
 
 
+@pytest.mark.slow
 def test_the_machine_of_rank_0_is_gone_and_comes_back(tmp_path: Path) -> None:
     """The run directory has the time of the first start in its name: the other machine knows it."""
     with nodes("2", [*TINY, "dp=2", "steps=40"], tmp_path) as all_nodes:

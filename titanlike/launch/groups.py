@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import threading
 
 
@@ -16,8 +17,6 @@ def leave_groups(patience: float) -> bool:
     """
     import torch.distributed as dist
 
-    from titanlike.torch_private import forget_groups_of_meshes
-
     if not dist.is_initialized() or "nccl" in dist.get_backend_config():
         return True
 
@@ -25,7 +24,9 @@ def leave_groups(patience: float) -> bool:
         with contextlib.suppress(RuntimeError, ValueError):
             dist.destroy_process_group()
         gc.collect()  # the job's modules are cycles; gloo closes with the last reference
-        forget_groups_of_meshes()
+        # a job that has meshes has loaded this; to load it now would take seconds
+        if (fences := sys.modules.get("titanlike.torch_private")) is not None:
+            fences.forget_groups_of_meshes()
 
     thread = threading.Thread(target=leave, daemon=True, name="leave groups")
     thread.start()
