@@ -114,7 +114,7 @@ class Processes:
             finally:
                 for running in self._running.values():  # an error of our own
                     running.kill()
-        if stop.asked:
+        if stop.asked and not (len(ended) == len(builders) and all(e.good for e in ended.values())):
             if all(end.code in (0, _STOPPED) for end in ended.values()):
                 raise SystemExit(_STOPPED)
             raise Interrupted(stop.wish())
