@@ -22,6 +22,8 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from titanlike.config.overrides import as_hydra
+
 if TYPE_CHECKING:
     from titanlike.cli import Task
     from titanlike.config.schema import Config
@@ -72,14 +74,16 @@ class GridSweeper(BasicSweeper):
         overrides = parser.parse_overrides([*self._parse_config(), *arguments])
         (combinations,) = self.split_arguments(overrides, None)
         jobs = self._todo(context, combinations)
-        lists = [[*_prepared(job.overrides), f"hydra.sweep.subdir={job.folder}"] for job in jobs]
+        lists = [
+            [*map(as_hydra, job.overrides), f"hydra.sweep.subdir={job.folder}"] for job in jobs
+        ]
         return self.launcher.launch(lists, initial_job_idx=0) if lists else []
 
     def _todo(self, context: Context, combinations: list[list[str]]) -> list[Job]:
         return context.todo(combinations)
 
     def _parse_config(self) -> list[str]:
-        return _prepared(f"{key}={value}" for key, value in self.params.items())
+        return [as_hydra(f"{key}={value}") for key, value in self.params.items()]
 
 
 class LayoutSweeper(GridSweeper):
@@ -190,11 +194,6 @@ class Returned(JobReturn):
     @return_value.setter
     def return_value(self, value: Any) -> None:
         self._return_value = value
-
-
-def _prepared(overrides: Any) -> list[str]:
-    """Overrides as Hydra needs them: the model's keys are its constructor's to say."""
-    return [f"++{text}" if text.startswith("model.") else text for text in overrides]
 
 
 def _parsed(composed: DictConfig, run_dir: Path) -> tuple[Config, list[Any]]:

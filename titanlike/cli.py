@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING
 
 from titanlike.config.errors import ConfigError, Problem, quoted
 from titanlike.config.folder import conf_dir
+from titanlike.config.overrides import as_typed
 from titanlike.launch.environment import is_restart
 from titanlike.launch.failures import JobFailed
 from titanlike.launch.follow import StartedRanks, record_for_torchrun
@@ -196,8 +197,6 @@ class Task:
         """The value that a sweeper compares. Raises JobFailed where a sweep's job failed."""
         from hydra.core.hydra_config import HydraConfig
         from omegaconf import OmegaConf
-
-        from titanlike.hydra_overrides import as_typed
 
         hydra = HydraConfig.get()
         run_dir = Path(hydra.runtime.output_dir)

@@ -33,6 +33,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from titanlike.config.errors import Problem, nearest
+from titanlike.config.overrides import as_hydra
 from titanlike.config.parse import parse
 from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config
 
@@ -126,19 +127,12 @@ def prepare(args: argparse.Namespace, conf: Path, plugin_confs: list[str]) -> No
             extra = [*(value if isinstance(value, list) else [value]), *extra]
         elif text.startswith("+experiment="):
             overrides.append(text[1:])  # it is in the defaults list; both spellings are common
-        elif text.startswith("model."):
-            overrides.append(f"++{text}")  # the model's keys are its constructor's to say
         else:
-            overrides.append(text)
+            overrides.append(as_hydra(text))
     if extra:
         quoted = ",".join(f"'{path}'" for path in extra)
         overrides.append(f"hydra.searchpath=[{quoted}]")
     args.overrides = overrides
-
-
-def as_typed(override: str) -> str:
-    """The inverse for one override: as a user writes it."""
-    return override[2:] if override.startswith("++model.") else override
 
 
 def examine(args: argparse.Namespace) -> Findings:
@@ -241,8 +235,7 @@ class _Examination:
             return swept
         values = []
         for key, value in (composed.hydra.sweeper.get("params") or {}).items():
-            text = f"++{key}={value}" if key.startswith("model.") else f"{key}={value}"
-            override = _parse_override(text, self.loader)
+            override = _parse_override(as_hydra(f"{key}={value}"), self.loader)
             if override is None:
                 reason = "hydra.sweeper.params is not of the form key: values"
                 self.findings.add(Problem(str(key), value, reason, f"{key}: a,b"))

@@ -67,7 +67,11 @@ class Lead:
                     config, _ = going_on(config)
                 declared, ranks = config, elastic.ranks_there(config, world_size, self.kept)
                 config, unfit = elastic.fit(declared, ranks)
-                problems += unfit or senseless(config, ranks, problems)
+                problems += unfit
+                if (
+                    name is not None and not unfit
+                ):  # a run of its own was checked before it came here
+                    problems += senseless(config, ranks, problems)
                 if problems:
                     raise ConfigError(problems)
                 _write_config(config, run_dir)

@@ -121,7 +121,7 @@ def test_a_folder_that_cannot_be_written_still_shows_its_table(tmp_path, monkeyp
     for name in ("sweep.csv", "sweep.md", "sweep.png"):
         (tmp_path / name).mkdir()  # stands in the way
     lines: list[str] = []
-    report(tmp_path, lines.append, 120)
+    report(tmp_path, lines.append)
     assert sum("could not be written" in line for line in lines) == 3
     assert any(line.startswith("4 of 11 done") for line in lines)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from titanlike.config.credentials import redact_override
 from titanlike.config.errors import Problem
+from titanlike.config.overrides import as_typed
 from titanlike.config.schema import Sweep
 from titanlike.config.validate import part_of
 from titanlike.sweeps.plan import Job, Plan, add_jobs, read_plan, write_plan
@@ -139,11 +139,10 @@ class Context:
 
     def _left(self, jobs: dict[int, Job]) -> list[Job]:
         """Those of the jobs that are neither done nor in somebody else's hands."""
-        rows = [row for row in read_rows(self.folder, read_plan(self.folder))]
-        done = [row for row in rows if row.job.number in jobs and row.done]
-        elsewhere = [
-            row for row in rows if row.job.number in jobs and row.status in ("running", "submitted")
-        ]
+        plan = read_plan(self.folder)
+        rows = [row for row in read_rows(self.folder, plan) if row.job.number in jobs]
+        done = [row for row in rows if row.done]
+        elsewhere = [row for row in rows if row.status in ("running", "submitted")]
         told = f", {len(done)} of them done before" if done else ""
         self.say(f"a sweep of {_count(len(jobs))}{told}, in {self.folder}")
         for row in elsewhere:
@@ -180,7 +179,6 @@ class Context:
 
     def close(self, code: int | str | None) -> int | str | None:
         """Show how the sweep stands, and write its table; the exit code, where so far it was `code`."""
-        from titanlike.metrics.console import LOG_WIDTH
         from titanlike.sweeps.tool import report
 
         if self.check:
@@ -190,9 +188,8 @@ class Context:
         if code and not ((plan := read_plan(self.folder)) and plan.jobs):
             return code  # it has not begun
         self.say("")
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else LOG_WIDTH
         waited = self.settings.submit is None or self.settings.wait is not None
-        table = report(self.folder, self.say, width, ended=self.ran if waited else ())
+        table = report(self.folder, self.say, ended=self.ran if waited else ())
         if code:
             return code
         mine = {job.number for job in self.planned.values()}
@@ -217,9 +214,8 @@ class Context:
 
 def of_job(overrides: Iterable[str]) -> list[str]:
     """A job's own overrides as a user would write them: without those of the sweep and of Hydra."""
-    words = [text[2:] if text.startswith("++model.") else text for text in overrides]
     ours = ("sweep.", "run_dir=", "hydra.", "hydra/")
-    return [text for text in words if not text.lstrip("+~").startswith(ours)]
+    return [text for text in map(as_typed, overrides) if not text.lstrip("+~").startswith(ours)]
 
 
 def _identity(overrides: Iterable[str]) -> tuple[str, ...]:

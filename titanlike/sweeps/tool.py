@@ -18,7 +18,6 @@ DONE, LEFT, WRONG = 0, 1, 2  # exit codes
 def report(
     folder: Path,
     say: Callable[[str], None],
-    width: int,
     *,
     ended: Collection[int] = (),
     picture: bool = True,
@@ -29,6 +28,7 @@ def report(
     drawn, is told by a line and ends nothing. Raises as `read_table` does.
     """
     table = read_table(folder, ended)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else LOG_WIDTH
     for line in terminal_lines(table, width):
         say(line)
     drawn = _tried(say, "sweep.png", lambda: _draw(table)) if picture else None
@@ -57,9 +57,8 @@ def main(argv: list[str] | None = None) -> int:
         if not is_sweep(folder):
             run = (folder / "config.yaml").exists()
             return _fail(f"{folder} is no sweep's: {'one run' if run else 'no job is in it'}")
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else LOG_WIDTH
         say = Console(steps=1).line
-        table = report(folder, say, width, picture=not arguments.no_picture)
+        table = report(folder, say, picture=not arguments.no_picture)
     except (OSError, ValueError) as error:
         return _fail(" ".join(str(error).split()))
     return LEFT if table.left else DONE
