@@ -34,26 +34,26 @@ from typing import TYPE_CHECKING
 from titanlike.config.errors import ConfigError, Problem, quoted
 from titanlike.config.folder import conf_dir
 from titanlike.config.overrides import as_typed
+from titanlike.job.run import End, Lead, Report, refuse, senseless
 from titanlike.launch.environment import is_restart
+from titanlike.launch.external import StartedRanks, record_for_torchrun
 from titanlike.launch.failures import JobFailed
-from titanlike.launch.follow import StartedRanks, record_for_torchrun
-from titanlike.launch.kept import Kept
+from titanlike.launch.restart_state import Kept
 from titanlike.launch.signals import Interrupted, die_with_parent, exit_now, interruptible
 from titanlike.launch.slurm import adopt_slurm
-from titanlike.lead import End, Lead, Report, refuse, senseless
 
 if TYPE_CHECKING:
     import argparse
 
     from omegaconf import DictConfig
 
-    from titanlike.hydra_overrides import Findings
+    from titanlike.command.hydra_overrides import Findings
     from titanlike.metrics.result import Status
     from titanlike.sweeps.context import Context
 
 
 def main(
-    job: str = "titanlike.training:train", folder: str = "", result_dir: str | None = None
+    job: str = "titanlike.training.loop:train", folder: str = "", result_dir: str | None = None
 ) -> None:
     """Run `job`, a function `(config, worker) -> dict | None`, as the command line says.
 
@@ -106,7 +106,7 @@ def _run(function: str, folder: str, result_dir: str | None) -> int | str | None
 def _drive(lead: Lead, result_dir: str | None) -> int | str | None:
     from hydra._internal.utils import _run_hydra, get_args_parser
 
-    from titanlike import hydra_overrides
+    from titanlike.command import hydra_overrides
 
     parser = get_args_parser()
     parser.add_argument("--check", action="store_true", help="find mistakes, start nothing")
@@ -254,9 +254,9 @@ def _kept_folder(kept: Kept) -> list[str]:
 
 def _problems(args: argparse.Namespace, findings: Findings, lead: Lead) -> list[Problem]:
     """Every mistake in the command line; a sweep's jobs are checked for sense one by one, later."""
-    from titanlike import elastic
-    from titanlike.check import leaving_nothing, secrets_in_command
     from titanlike.config.validate import sweep_problems
+    from titanlike.job import elastic
+    from titanlike.job.check import leaving_nothing, secrets_in_command
     from titanlike.sweeps.plan import FILE as PLAN
 
     if secrets := secrets_in_command(args.overrides, findings.config):
@@ -275,7 +275,7 @@ def _problems(args: argparse.Namespace, findings: Findings, lead: Lead) -> list[
         fix = f"run_dir={config.run_dir}/NAME"
         return [*known, Problem("run_dir", config.run_dir, "holds a sweep", fix)]
     if lead.restart:
-        from titanlike.restart import going_on
+        from titanlike.checkpoint.restart import going_on
 
         config, _ = going_on(config)
     started = int(os.environ.get("WORLD_SIZE", "1"))  # or to be started, where this is a --check

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from models_for_tests import tiny
-from world import run_world
 
-from titanlike.build import Run, build
+from support.models import tiny
+from support.world import run_world
 from titanlike.checkpoint.saver import Progress, Saver
 from titanlike.config.schema import BalanceSplit, Checkpoint, Config
 from titanlike.data.loader import open_data
 from titanlike.launch.worker import Worker
 from titanlike.metrics.events import Events
 from titanlike.parallel.mesh import close_mesh, open_mesh
-from titanlike.torch_private import local_slices
+from titanlike.torch_private.dtensor import local_slices
+from titanlike.training.build import Run, build
 
 LAYERS = 4
 # 24 sequences divide among 1, 2, 3 and 4 ranks; 32 channels among 3 do not

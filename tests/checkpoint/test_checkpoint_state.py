@@ -11,19 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from models_for_tests import tiny
-from world import run_world
 
-from titanlike.build import build
+from support.models import tiny
+from support.world import run_world
 from titanlike.checkpoint.dcp_files import _Unpickler
 from titanlike.checkpoint.saver import Progress, Saver
 from titanlike.checkpoint.whole import Refused
 from titanlike.config.schema import Checkpoint, Config
 from titanlike.data.loader import open_data
-from titanlike.launch.follow import name_of_start
+from titanlike.launch.external import name_of_start
 from titanlike.launch.worker import Worker
 from titanlike.metrics.events import Events
 from titanlike.parallel.mesh import close_mesh, open_mesh
+from titanlike.training.build import build
 
 
 def test_a_parameter_without_optimizer_state_has_none_after_loading(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_folder_of_its_own_takes_the_checkpoints_of_one_run(tmp_path: Path) ->
 
     shared = Checkpoint(every=0, last=True, folder=str(tmp_path / "shared"))
     config = tiny(steps=1, layers=2, checkpoint=shared)
-    from titanlike.training import train
+    from titanlike.training.loop import train
 
     run_world(train, config, tmp_path / "one")
     assert find(replace(config, run_dir=str(tmp_path / "one"))).path is not None

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint.saved_runs import a_run, checkpoint, numbers, reseal, train_all
 from safetensors.torch import load_file, save_file
 
+from support.paths import ROOT
+from support.saved_runs import a_run, checkpoint, numbers, reseal, train_all
 from titanlike.checkpoint.tool import main
 from titanlike.config.schema import Config, Validation
 
-ROOT = Path(__file__).parents[2]
 Tool = Callable[..., tuple[int, str]]
 
 

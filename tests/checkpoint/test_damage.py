@@ -13,7 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint.saved_runs import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+from support.saved_runs import (
     a_run,
     checkpoint,
     events,
@@ -21,11 +25,7 @@ from checkpoint.saved_runs import (
     reseal,
     train_all,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
-from world import RankError
-
+from support.world import RankError
 from titanlike.checkpoint.find import committed
 from titanlike.checkpoint.storage import Storage
 from titanlike.checkpoint.whole import MARKER, REJECTED, Damaged, check_all

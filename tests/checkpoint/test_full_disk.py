@@ -11,16 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkpoint.saved_runs import a_run, checkpoint, events, numbers, train_all, train_each
-from world import run_world
 
-from titanlike import training
+from support.saved_runs import a_run, checkpoint, events, numbers, train_all, train_each
+from support.world import run_world
 from titanlike.checkpoint.find import committed
 from titanlike.checkpoint.saver import Progress, Saver
 from titanlike.checkpoint.storage import Storage
 from titanlike.checkpoint.whole import check_all
 from titanlike.config.schema import Config
 from titanlike.launch.worker import Worker
+from titanlike.training import loop as training
 
 SIZE = 3 * 2**20  # bytes of the disk: room for the three checkpoints of a run
 

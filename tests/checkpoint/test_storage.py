@@ -7,18 +7,18 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from checkpoint.saved_runs import a_run, events, numbers, train_all, train_each
 from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
-from world import run_world
 
-from titanlike import check
+from support.saved_runs import a_run, events, numbers, train_all, train_each
+from support.world import run_world
 from titanlike.checkpoint.find import committed
 from titanlike.checkpoint.retention import Saved, superseded
 from titanlike.checkpoint.storage import Storage
 from titanlike.checkpoint.whole import check_all
 from titanlike.config.schema import Checkpoint, Config
+from titanlike.job import check
 from titanlike.launch.worker import Worker
 
 

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint.saved_runs import a_run, checkpoint, events, train_all
 from safetensors.torch import load_file, save_file
-from world import run_world
 
+from support.saved_runs import a_run, checkpoint, events, train_all
+from support.world import run_world
 from titanlike.checkpoint.tool import main
 from titanlike.checkpoint.warm_start import renamed
 from titanlike.config.schema import Config, Validation
 from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
-from titanlike.training import train
+from titanlike.training.loop import train
 
 ROUNDING = 2e-6  # nats, between layouts
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titanlike.check import problems, secret_problems, secrets_in_command
 from titanlike.config.credentials import found, hide, redact, redact_override, says_secret
 from titanlike.config.errors import Problem
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import VARIANTS, Checkpoint, Config, Custom
+from titanlike.job.check import problems, secret_problems, secrets_in_command
 
 VALUE = "pa ss/w\"ord%\\'1"
 TEXTS = {  # with a credential -> how it may be shown

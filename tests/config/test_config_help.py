@@ -5,16 +5,14 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from support.paths import ROOT
 from titanlike.config.folder import conf_dir
 from titanlike.config.help import help_text
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import VARIANTS, Config
-
-ROOT = Path(__file__).parents[2]
 
 
 def all_keys() -> set[str]:

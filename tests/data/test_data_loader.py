@@ -19,6 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.paths import ROOT
 from titanlike.config.schema import Config, Custom, SyntheticData, TextData, TokenData
 from titanlike.data.loader import (
     batches,
@@ -28,8 +29,6 @@ from titanlike.data.loader import (
     validation_batches,
     vocab_size,
 )
-
-ROOT = Path(__file__).parents[2]
 
 
 def token_config(folder: Path, count: int = 1000, **changes: object) -> Config:

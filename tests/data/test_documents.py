@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from forwards_for_tests import Lstm
-from models_for_tests import tiny
-from runs_for_tests import assert_goes_on
 from torch import nn
-from world import run_world
 
-from titanlike.check import problems
+from support.forwards import Lstm
+from support.models import tiny
+from support.runs import assert_goes_on
+from support.world import run_world
 from titanlike.config.schema import (
     Config,
     Custom,
@@ -28,9 +27,10 @@ from titanlike.config.schema import (
 )
 from titanlike.data.example import example
 from titanlike.data.loader import batches, open_data
-from titanlike.model import build_model, resolve_model, start_of
+from titanlike.job.check import problems
+from titanlike.models.registry import build_model, resolve_model, start_of
 from titanlike.parallel.initialize import initialize
-from titanlike.verification import verify
+from titanlike.proof.verification import verify
 
 
 def text(folder: Path, **changes: Any) -> TextData:

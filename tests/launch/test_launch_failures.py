@@ -7,9 +7,11 @@ import signal
 from pathlib import Path
 
 import pytest
-from launch.launched import Launched, until
 
-TRAIN = Path(__file__).parents[2] / "train.py"
+from support.launched import Launched, until
+from support.paths import ROOT
+
+TRAIN = ROOT / "train.py"
 
 
 def result(run_dir: Path) -> dict:

@@ -13,9 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from models_for_tests import tiny
-from world import RankError, run_world
 
+from support.models import tiny
+from support.paths import ROOT
+from support.world import RankError, run_world
 from titanlike.config.schema import Config, Launch
 from titanlike.launch.failures import Failure, root_cause
 from titanlike.launch.hangs import explain
@@ -23,13 +24,12 @@ from titanlike.launch.heartbeat import Beat, heartbeat_path
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
 
-ROOT = Path(__file__).parents[2]
 HANGS = Launch(timeout=60, step_timeout=2, heartbeat=1)
 
 
 def train_until(config: Config, worker: Worker, hang: str) -> None:
     """Training in which rank 1 hangs when it takes the batch of step 3."""
-    from titanlike import training
+    from titanlike.training import loop as training
 
     take = training.batches_from
 

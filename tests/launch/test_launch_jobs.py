@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch.launched import Launched
 
+from support.launched import Launched
 from titanlike.launch.environment import import_path, workers_environment
 from titanlike.launch.signals import GRACE
 from titanlike.launch.worker import Absent, Worker, meet

@@ -10,8 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from launch.launched import Launched, until
 
+from support.launched import Launched, until
+from support.paths import ROOT
 from titanlike.launch.scratch import scratch_folder
 
 
@@ -98,7 +99,7 @@ def test_what_a_killed_driver_left_in_the_temporary_folder_goes_with_the_next(
             [sys.executable, "-c", program],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            cwd=Path(__file__).parents[2],
+            cwd=ROOT,
             text=True,
         )
         for _ in range(2)

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from launch.launched import Launched, until
-from launch.nodes import nodes, power_off, worker
-from world import numbers, run_world
 
+from support.launched import Launched, until
+from support.nodes import nodes, power_off, worker
+from support.paths import ROOT
+from support.world import numbers, run_world
 from titanlike.config.parse import parse
 from titanlike.config.schema import (
     Checkpoint,
@@ -26,9 +27,9 @@ from titanlike.config.schema import (
     SyntheticData,
     Validation,
 )
-from titanlike.elastic import fit, ranks_there
-from titanlike.launch.kept import Kept
-from titanlike.training import train
+from titanlike.job.elastic import fit, ranks_there
+from titanlike.launch.restart_state import Kept
+from titanlike.training.loop import train
 
 EVERY = 5
 TINY = [
@@ -263,7 +264,7 @@ def test_a_job_whose_torchrun_has_ended_is_forgotten(
     """The next one may have the same process id, and the same --rdzv-id."""
     program = (
         f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}\n"
-        "from titanlike.launch.kept import Kept\n"
+        "from titanlike.launch.restart_state import Kept\n"
         "kept = Kept.of_one_process(); print(kept.get('key')); kept.keep('key', 'value')"
     )
     torchrun = (
@@ -274,7 +275,7 @@ def test_a_job_whose_torchrun_has_ended_is_forgotten(
     for _ in range(2):
         run = subprocess.run(
             [sys.executable, "-c", torchrun],
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
             timeout=60,

@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-from wandb_file import WandbFile, read_wandb_file
 
 import titanlike
+from support.wandb_file import WandbFile, read_wandb_file
 
 ROOT = Path(titanlike.__file__).parents[1]
 CONFIG = {"pp": 2, "optimizer": {"name": "adamw", "lr": 3e-3}}

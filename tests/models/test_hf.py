@@ -10,26 +10,26 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hf_tiny import folder_of, logits_by_document, model_of, own, sizes, tiny_hf
 from torch import Tensor, nn
-from world import RankError, run_world
 
-from titanlike.build import build
+from support.hf_tiny import folder_of, logits_by_document, model_of, own, sizes, tiny_hf
+from support.world import RankError, run_world
 from titanlike.config.errors import ConfigError
 from titanlike.config.schema import Config, Custom, EvenSplit, Precision
-from titanlike.draft import preflight
+from titanlike.graph.blueprint import Blueprint, fields_of
+from titanlike.graph.cut import StageGraph
+from titanlike.graph.stage import Stage
 from titanlike.launch.worker import Worker
-from titanlike.model import build_model, start_of
 from titanlike.models import hf, hf_weights
 from titanlike.models.hf_config import FAMILIES
 from titanlike.models.hf_start import watch
+from titanlike.models.registry import build_model, start_of
 from titanlike.parallel.initialize import initialize
 from titanlike.parallel.mesh import close_mesh, open_mesh
-from titanlike.pipeline.blueprint import Blueprint, fields_of
-from titanlike.pipeline.cut import StageGraph
-from titanlike.pipeline.partition import partition
-from titanlike.pipeline.stage import Stage
-from titanlike.verification import verify
+from titanlike.proof.verification import verify
+from titanlike.split.partition import partition
+from titanlike.training.build import build
+from titanlike.training.draft import preflight
 
 CPU = torch.device("cpu")
 NAMED = ("llama", "mistral", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "phi", "opt", "gpt2")

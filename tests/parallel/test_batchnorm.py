@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_vision import of_images
 from torch import Tensor, nn
-from world import run_world
 
-from titanlike.build import Run, build
+from support.vision_configs import of_images
+from support.world import run_world
 from titanlike.config.errors import ConfigError
 from titanlike.config.schema import (
     Checkpoint,
@@ -25,13 +24,14 @@ from titanlike.config.schema import (
     Validation,
 )
 from titanlike.data.loader import batches, open_data
-from titanlike.draft import draft
-from titanlike.guard import Guard, Verdict
 from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.parallel.batchnorm import Moments
 from titanlike.parallel.mesh import close_mesh, open_mesh
-from titanlike.training import train, training_step
+from titanlike.training.build import Run, build
+from titanlike.training.draft import draft
+from titanlike.training.guard import Guard, Verdict
+from titanlike.training.loop import train, training_step
 
 EVERY_STEP = {"validation": Validation(every=1, batches=1), "lr": ConstantLr(warmup=0)}
 # its second stage is a batch norm without weights: it has buffers alone

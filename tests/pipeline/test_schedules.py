@@ -25,7 +25,7 @@ from titanlike.pipeline.schedules import (
     stage_count,
     vee,
 )
-from titanlike.torch_private import generated_order
+from titanlike.torch_private.pipelining import generated_order
 
 LOOPED = ("interleaved1f1b", "loopedbfs", "interleavedzerobubble")
 SPLITTING = ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
@@ -292,7 +292,8 @@ def test_planning_a_pipeline_needs_no_torch():
     program = (
         "import sys\n"
         "from titanlike.config.schema import LoopedSchedule\n"
-        "from titanlike.pipeline import order, partition, schedules\n"
+        "from titanlike.pipeline import order, schedules\n"
+        "from titanlike.split import partition\n"
         "s = LoopedSchedule()\n"
         "schedules.build_order(s, 4, schedules.derive_microbatches(s, 4, 16)[0])\n"
         "assert 'torch' not in sys.modules\n"

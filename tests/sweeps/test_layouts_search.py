@@ -18,19 +18,17 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models_for_tests import LLAMA, tiny
 from omegaconf import OmegaConf
-from world import run_world
 
-from titanlike.build import build
+from support.models import LLAMA, tiny
+from support.paths import ROOT
+from support.world import run_world
 from titanlike.config.errors import ConfigError
 from titanlike.config.parse import parse
 from titanlike.config.schema import Config, Custom, LoopedSchedule, Schedule, SyntheticData
 from titanlike.data.loader import batches, open_data
-from titanlike.draft import draft
-from titanlike.guard import Guard
+from titanlike.job.run import Lead, senseless
 from titanlike.launch.worker import Worker
-from titanlike.lead import Lead, senseless
 from titanlike.parallel.device import peak_memory, resident_memory, return_freed_memory
 from titanlike.parallel.mesh import open_mesh
 from titanlike.pipeline.schedules import SCHEDULES, build_order, gpipe
@@ -38,10 +36,12 @@ from titanlike.sweeps.estimate import estimate, step_time
 from titanlike.sweeps.layouts import Settings, judged, read_settings
 from titanlike.sweeps.machine import Machine
 from titanlike.sweeps.plan import read_plan
-from titanlike.training import timed_step
+from titanlike.training.build import build
+from titanlike.training.draft import draft
+from titanlike.training.guard import Guard
+from titanlike.training.loop import timed_step
 
-ROOT = Path(__file__).parents[2]
-LEAD = Lead("titanlike.training:train", "")
+LEAD = Lead("titanlike.training.loop:train", "")
 MODEL = ["model.layers=4", "model.dim=32", "model.heads=4", "model.ffn_dim=64", "data=synthetic"]
 
 

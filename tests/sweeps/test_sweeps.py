@@ -15,9 +15,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from launch.launched import Launched, until
-from metrics.wandb_file import read_wandb_file
 
+from support.launched import Launched, until
+from support.paths import ROOT
+from support.wandb_file import read_wandb_file
 from titanlike.config.schema import Sweep
 from titanlike.launch.owner import held
 from titanlike.metrics.result import write_result
@@ -26,7 +27,6 @@ from titanlike.sweeps.context import Context
 from titanlike.sweeps.plan import read_plan
 from titanlike.sweeps.processes import Command, Processes
 
-ROOT = Path(__file__).parents[2]
 JOBS = Path(__file__).with_name("sweep_jobs.py")
 TINY = [
     "data=synthetic",

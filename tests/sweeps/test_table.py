@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
-from sweeps.sweep_folders import (
+
+from support.paths import ROOT
+from support.sweep_folders import (
     COMMAND,
     STATUSES,
     age,
@@ -26,7 +28,6 @@ from sweeps.sweep_folders import (
     log,
     steps,
 )
-
 from titanlike.launch.heartbeat import Beat, Heartbeat
 from titanlike.metrics.events import Events
 from titanlike.metrics.summary import VALUES, Summary, summary, value_of
@@ -40,7 +41,6 @@ from titanlike.sweeps.table import (
     write_markdown,
 )
 
-ROOT = Path(__file__).parents[2]
 TOOL = [sys.executable, str(ROOT / "tools" / "sweep.py")]
 
 

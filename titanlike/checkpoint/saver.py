@@ -55,7 +55,7 @@ from titanlike.config.schema import Config
 from titanlike.data.sources import Data
 from titanlike.metrics import units
 from titanlike.metrics.events import Events
-from titanlike.optimization import Part
+from titanlike.optim.optimizer import Part
 
 MOST_FAILURES = 2  # saves in a row
 

@@ -14,7 +14,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from titanlike.files import replace_bytes
+from titanlike.config.files import replace_bytes
 
 
 class Storage:

@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 from titanlike.checkpoint.dcp_files import Reader, TensorsOnly, read_metadata
 from titanlike.checkpoint.storage import Storage
-from titanlike.optimization import Part
-from titanlike.torch_private import read_newer_checkpoints
+from titanlike.optim.optimizer import Part
+from titanlike.torch_private.checkpoints import read_newer_checkpoints
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 Tensors = dict[str, Tensor]

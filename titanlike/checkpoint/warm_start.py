@@ -10,7 +10,7 @@ from titanlike.checkpoint.find import named
 from titanlike.checkpoint.storage import Storage
 from titanlike.checkpoint.whole import check_all
 from titanlike.config.schema import Checkpoint
-from titanlike.optimization import Part
+from titanlike.optim.optimizer import Part
 
 _PREFIX = "model."
 

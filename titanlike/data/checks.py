@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from titanlike.config.imports import load
 from titanlike.config.schema import Config, Custom, SyntheticData, TextData, TokenData
 from titanlike.data.corpus import find_files, parquet_file
 from titanlike.data.errors import DataError
 from titanlike.data.tokenizer import open_tokenizer
 from titanlike.data.tokens import open_tokens, token_spans
-from titanlike.imports import load
 
 MOST_SEARCHED = 1 << 24  # tokens, for the boundary of documents
 PIECE = 1 << 20  # of them at once

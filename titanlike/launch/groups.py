@@ -25,7 +25,7 @@ def leave_groups(patience: float) -> bool:
             dist.destroy_process_group()
         gc.collect()  # the job's modules are cycles; gloo closes with the last reference
         # a job that has meshes has loaded this; to load it now would take seconds
-        if (fences := sys.modules.get("titanlike.torch_private")) is not None:
+        if (fences := sys.modules.get("titanlike.torch_private.process_groups")) is not None:
             fences.forget_groups_of_meshes()
 
     thread = threading.Thread(target=leave, daemon=True, name="leave groups")

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.config.errors import ConfigError
+from titanlike.config.imports import load
 from titanlike.config.parse import parse, to_plain
 from titanlike.config.schema import Config
-from titanlike.imports import load
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from titanlike import files
+from titanlike.config import files
 
 FILE = "owner.json"
 LOCK = "logs/lead.lock"

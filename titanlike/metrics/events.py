@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from titanlike import files
+from titanlike.config import files
 from titanlike.config.credentials import redact
 
 

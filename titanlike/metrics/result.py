@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from titanlike import files
+from titanlike.config import files
 from titanlike.config.credentials import redact, redact_override
 
 # invalid: a mistake in the config, nothing was started;

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any, Protocol
 
-from titanlike import files
+from titanlike.config import files
 
 
 class Sink(Protocol):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from titanlike import files
+from titanlike.config import files
 
 # What a sweep's jobs can be compared by -> whether higher is better.
 VALUES: dict[str, bool] = {

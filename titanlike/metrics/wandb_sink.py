@@ -21,8 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from titanlike import files
-from titanlike.config import schema
+from titanlike.config import files, schema
 from titanlike.config.credentials import redact
 
 BACKLOG = 10_000  # records that wait while wandb does not take them; a few MB

@@ -20,7 +20,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from titanlike.config.errors import Problem
 from titanlike.config.schema import Config, TraceSplit
 from titanlike.parallel.mesh import Mesh
-from titanlike.torch_private import in_backward
+from titanlike.torch_private.recording import in_backward
 
 
 def has_statistics(module: nn.Module) -> bool:

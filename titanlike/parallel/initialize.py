@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titanlike.torch_private import local_slices
+from titanlike.torch_private.dtensor import local_slices
 
 _PIECE = 2**18  # numbers in a piece: small beside a shard, large beside seeding a generator
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from titanlike.config.schema import Config
 from titanlike.launch.worker import Worker
 from titanlike.parallel.device import choose_device, return_freed_memory
-from titanlike.torch_private import set_timeout
+from titanlike.torch_private.process_groups import set_timeout
 
 
 @dataclass(frozen=True)

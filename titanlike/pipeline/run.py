@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlike.loss import Loss
+from titanlike.graph.blueprint import Fields, fields_of, shapes
+from titanlike.graph.stage import Stage
+from titanlike.optim.loss import Loss
 from titanlike.parallel.batchnorm import BatchNorms
 from titanlike.parallel.mesh import Mesh
 from titanlike.parallel.tied import Tied
-from titanlike.pipeline.blueprint import Fields, fields_of, shapes
-from titanlike.pipeline.stage import Stage
-from titanlike.torch_private import OrderRuntime
+from titanlike.torch_private.pipelining import OrderRuntime
 
 Batch = dict[str, Tensor]
 MOST_SHAPES = 32  # of batches, whose message buffers are kept

@@ -22,8 +22,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from titanlike.config.imports import load
 from titanlike.config.schema import CsvSchedule, Custom, LoopedSchedule, Schedule
-from titanlike.imports import load
 from titanlike.pipeline.order import Act, Order
 
 AnySchedule = Schedule | LoopedSchedule | CsvSchedule | Custom
@@ -117,7 +117,9 @@ def dual_pipe_v(pp: int, microbatches: int) -> Order:
 
 
 def _generated(class_name: str, pp: int, microbatches: int, place: tuple[int, ...]) -> Order:
-    from titanlike.torch_private import generated_order  # imports torch: only where it is needed
+    from titanlike.torch_private.pipelining import (
+        generated_order,  # imports torch: only where it is needed
+    )
 
     ranks = generated_order(class_name, pp, microbatches, len(place) // pp)
     return Order(tuple(tuple(Act(*act) for act in acts) for acts in ranks), place, microbatches)

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from titanlike.config.schema import ChunkedCrossEntropy, Config, TraceSplit
 from titanlike.data.example import example
-from titanlike.draft import Draft
-from titanlike.loss import build_loss
-from titanlike.pipeline.costs import CostError, Profile, state_bytes
-from titanlike.pipeline.cut import messages
+from titanlike.graph.cut import messages
+from titanlike.optim.loss import build_loss
 from titanlike.pipeline.order import Act, Order, awaited, needs, walk
+from titanlike.split.costs import CostError, Profile, state_bytes
+from titanlike.training.draft import Draft
 
 # An action reads its weights, whatever the number of tokens: as long as it computes so many of them
 # (a GPU does 200 to 300 FLOPs in the time in which it reads a byte). So small microbatches cost.

@@ -19,15 +19,15 @@ from titanlike.config import validate
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.parse import convert
 from titanlike.config.schema import Config, CsvSchedule, LoopedSchedule
-from titanlike.draft import draft
+from titanlike.job.run import Lead, senseless
 from titanlike.launch.failures import JobFailed
-from titanlike.lead import Lead, senseless
 from titanlike.metrics import units
-from titanlike.model import build_model, resolve_model
+from titanlike.models.registry import build_model, resolve_model
 from titanlike.pipeline.schedules import SCHEDULES, derive_microbatches, microbatch_problem
 from titanlike.sweeps.context import Context, key_of
 from titanlike.sweeps.estimate import estimate, least_memory
 from titanlike.sweeps.machine import Machine, machine
+from titanlike.training.draft import draft
 
 _SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 

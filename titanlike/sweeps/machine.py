@@ -12,7 +12,7 @@ import torch
 
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config
-from titanlike.lead import Lead
+from titanlike.job.run import Lead
 from titanlike.parallel.device import resident_memory
 from titanlike.sweeps.processes import cores
 

@@ -21,7 +21,7 @@ from matplotlib.colors import Normalize, to_rgba
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from titanlike import files
+from titanlike.config import files
 from titanlike.metrics import units
 from titanlike.metrics.console import shorten
 from titanlike.metrics.summary import VALUES, whole_records

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titanlike import files
+from titanlike.config import files
 from titanlike.config.credentials import redact, redact_override
 
 FILE = "sweep.jsonl"

@@ -12,12 +12,12 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from titanlike.check import leaving_nothing
 from titanlike.config.credentials import redact
 from titanlike.config.errors import ConfigError, Problem, quoted
 from titanlike.config.schema import Config, Wandb
+from titanlike.job.check import leaving_nothing
+from titanlike.job.run import Lead, Report, named, senseless
 from titanlike.launch.failures import JobFailed
-from titanlike.lead import Lead, Report, named, senseless
 from titanlike.metrics.result import had_its_time, read_result
 from titanlike.sweeps.context import Context
 from titanlike.sweeps.plan import Job

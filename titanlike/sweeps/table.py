@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titanlike import files
+from titanlike.config import files
 from titanlike.metrics import units
 from titanlike.metrics.console import table_lines
 from titanlike.sweeps import rows as sweep_rows

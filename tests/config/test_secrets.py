@@ -1,0 +1,118 @@
+"""Nothing secret is written: the run directory of commands with planted secrets is searched."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from support.commands import TINY, command
+
+PLANTED = {
+    "MY_DB_PASSWORD": "correct-horse-99",
+    "HF_TOKEN": "a-token-of-hugging-face",
+    "WANDB_API_KEY": "0123456789" * 4,
+}
+DATA = """
+import os
+from titanlike.data.sources import Data, SyntheticSource
+
+class Failing:
+    def __init__(self, source):
+        self.source, self.reads = source, 0
+
+    def __len__(self):
+        return len(self.source)
+
+    def __getitem__(self, index):
+        self.reads += 1
+        if self.reads > 20:
+            password = os.environ["MY_DB_PASSWORD"]
+            print("logging in with", password, flush=True)
+            raise RuntimeError(f"https://me:{password}@db and {password!r} were refused")
+        return self.source[index]
+
+def data(seq_len, vocab_size):
+    parts = (SyntheticSource(vocab_size, seq_len, 0, part) for part in (0, 1))
+    return Data(*map(Failing, parts), vocab_size, "fails in the second batch")
+
+def closed(seq_len, vocab_size):
+    raise RuntimeError("cannot log in with " + os.environ["MY_DB_PASSWORD"])
+"""
+
+
+@pytest.fixture(autouse=True)
+def planted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in PLANTED.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    (tmp_path / "leaky.py").write_text(DATA)
+
+
+def leaks(folder: Path, *more: str) -> list[str]:
+    """Files, or names of files, that hold a planted secret."""
+    secrets = [*PLANTED.values(), *more]
+    found = []
+    for path in folder.rglob("*"):
+        text = str(path.relative_to(folder)).encode()
+        if path.is_file():
+            text += path.read_bytes()
+        found += [f"{path}: {secret}" for secret in secrets if secret.encode() in text]
+    return found
+
+
+def test_an_error_that_quotes_a_secret_leaves_it_nowhere(tmp_path: Path) -> None:
+    """Not in any rank's log, error file or result, events, checkpoint or W&B's files."""
+    words = ["data=synthetic", "data.name=leaky.data", "pp=2", "run_dir=run"]
+    words += ["logger=wandb", "checkpoint.every=1"]
+    done = command(*TINY, *words, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "https://***@db and '***' were refused" in done.stderr
+    assert not any(secret in done.stdout + done.stderr for secret in PLANTED.values())
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["error"].endswith("RuntimeError: https://***@db and '***' were refused")
+    assert (tmp_path / "run" / "checkpoints" / "step-00000001" / "COMMITTED").exists()
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+    for rank in (0, 1):
+        log = (tmp_path / "run" / "logs" / f"rank{rank}.log").read_text()
+        assert "logging in with ***" in log and "'***' were refused" in log
+    assert leaks(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize("mode", [[], ["-m"]], ids=["run", "sweep"])
+def test_a_command_that_holds_secrets_writes_nothing(mode: list[str], tmp_path: Path) -> None:
+    done = command(
+        *mode,
+        *TINY,
+        "data=synthetic",
+        "data.name=leaky.data",
+        "run_dir=runs/${oc.env:HF_TOKEN}",
+        "+data.nested.path=x/${oc.env:MY_DB_PASSWORD}/y",
+        "+data.password=sesame",
+        "checkpoint.folder=s3://me:sesame@bucket/x",
+        "checkpoint.start_from='https://host/x?sig=sesame'",
+        "data.path=https://me:sesame@host/x",
+        "sede=hf_" + "sesame" * 5,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2
+    text = done.stdout + done.stderr
+    assert "7 mistakes in the config; nothing was started" in text
+    assert not any(secret in text for secret in [*PLANTED.values(), "sesame"])
+    assert os.listdir(tmp_path) == ["leaky.py"]
+
+
+def test_a_sweep_keeps_the_secrets_of_a_refused_job_out_of_its_folders(tmp_path: Path) -> None:
+    """One is only known when the job is composed, one when the user's function is called."""
+    words = ["run_dir=sweep", "data=synthetic", "data.name=leaky.closed"]
+    words += ["checkpoint.folder=null,'${oc.env:HF_TOKEN}'"]
+    done = command("-m", *TINY, *words, cwd=tmp_path)
+    assert done.returncode == 1
+    results = [json.loads((tmp_path / "sweep" / job / "result.json").read_text()) for job in "01"]
+    assert [result["status"] for result in results] == ["failed", "invalid"]
+    assert results[1]["error"].startswith("checkpoint.folder=***: it holds the value of")
+    assert results[0]["error"] == "RuntimeError: cannot log in with ***"
+    assert leaks(tmp_path / "sweep") == []
+    assert not any(secret in done.stdout + done.stderr for secret in PLANTED.values())

@@ -1,0 +1,381 @@
+"""Samples of different lengths, and with more fields: padded, prepared once a length, exact."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from support.models import tiny
+from support.runs import assert_goes_on
+from support.samples import Conditioned
+from support.world import run_world
+from titanlike.config.schema import Config, ConstantLr, Custom, Sgd, Validation
+from titanlike.data.errors import DataError
+from titanlike.data.example import example
+from titanlike.data.loader import batches, open_data, validation_batches
+from titanlike.data.sources import IGNORE
+from titanlike.graph import blueprint
+from titanlike.job.check import problems
+from titanlike.launch.worker import Worker
+from titanlike.models.registry import build_model, resolve_model, start_of
+from titanlike.optim.optimizer import gradient_norm
+from titanlike.parallel.initialize import initialize
+from titanlike.parallel.mesh import close_mesh, open_mesh
+from titanlike.pipeline import run as pipeline_run
+from titanlike.proof.verification import verify
+from titanlike.torch_private.dtensor import local_slices
+from titanlike.training.build import build
+from titanlike.training.loop import on_device, update
+
+SCHEDULES = ("1f1b", "interleaved1f1b", "zbvzerobubble")
+
+
+def data_of(function: str, **args: Any) -> Custom:
+    return Custom(f"support.samples.{function}", args)
+
+
+PHRASES = data_of("phrases")
+MASKED = data_of("masked")
+CONDITIONED = Custom("support.samples.Conditioned", {})
+
+
+# --- batches -----------------------------------------------------------------------------------
+
+
+def test_a_batch_is_as_long_as_its_longest_sample_in_whole_buckets() -> None:
+    config = tiny(dp=2, data=PHRASES, batch_size=8, seq_len=18)
+    source = open_data(config).train
+    samples = {i: source[i]["inputs"] for i in range(len(source))}
+    lengths = set()
+    for rank in range(2):
+        for batch in islice(batches(source, config, dp_rank=rank), 40):
+            inputs, targets = batch["inputs"], batch["targets"]
+            valid = (targets != IGNORE).sum(1)
+            tokens = inputs.size(1)
+            assert tokens in (min(18, -(-int(valid.max()) // 4) * 4),) and len(inputs) == 4
+            for row, count in zip(inputs, valid.tolist(), strict=True):
+                assert row[count:].eq(0).all() and count > 0
+                assert any(torch.equal(row[:count], sample) for sample in samples.values())
+            lengths.add(tokens)
+    assert {4, 12, 18} <= lengths <= {4, 8, 12, 16, 18}
+
+
+def test_more_fields_are_padded_as_declared() -> None:
+    config = tiny(data=MASKED, batch_size=4)
+    data = open_data(config)
+    batch = next(batches(data.train, config, dp_rank=0))
+    tokens = batch["inputs"].size(1)
+    count = (batch["targets"] != IGNORE).sum(1)
+    assert batch["mask"].sum(1).equal(count) and batch["mask"].dtype == torch.bool
+    assert batch["bias"].shape == (4, tokens, tokens)
+    seen = batch["mask"][:, :, None] & batch["mask"][:, None, :]
+    assert (batch["bias"][~seen] == -9).all() and (batch["bias"][seen] != -9).all()
+    assert batch["target"].shape == (4,) and batch["losses"].shape == (4, 3, 2, 2)
+    found = example(config, data)
+    assert {k: (v.shape[1:], v.dtype) for k, v in found.items()} == {
+        "inputs": ((16,), torch.int64),
+        "targets": ((16,), torch.int64),
+        "mask": ((16,), torch.bool),
+        "bias": ((16, 16), torch.float32),
+        "target": ((), torch.float32),
+        "losses": ((3, 2, 2), torch.float32),
+    }
+
+
+def rows_of(config: Config, steps: int, start: int = 0) -> list[list[bytes]]:
+    """The samples of each step, of all dp ranks, without their padding."""
+    train, found = open_data(config).train, []
+    streams = [batches(train, config, dp_rank=r, start_step=start) for r in range(config.dp)]
+    for _ in range(steps):
+        step = []
+        for batch in map(next, streams):
+            for inputs, targets in zip(batch["inputs"], batch["targets"], strict=True):
+                step.append(inputs[targets != IGNORE].numpy().tobytes())
+        found.append(step)
+    return found
+
+
+def test_known_lengths_make_batches_of_similar_samples_in_an_order_of_seed_and_step() -> None:
+    # the samples of 64 steps are sorted among themselves
+    config = tiny(data=data_of("phrases", sort=True), batch_size=4, seq_len=64)
+    rows = rows_of(config, 128)
+    plain = rows_of(replace(config, data=PHRASES), 128)
+    for window in (slice(0, 64), slice(64, 128)):
+        samples = sorted(row for step in rows[window] for row in step)
+        assert samples == sorted(row for step in plain[window] for row in step)
+
+    def spread(steps: list[list[bytes]]) -> float:
+        return float(np.mean([len(max(step, key=len)) - len(min(step, key=len)) for step in steps]))
+
+    assert spread(rows) < spread(plain) / 8
+    longest = [len(max(step, key=len)) for step in rows[:64]]
+    assert longest != sorted(longest) and rows[:64] != rows[64:]
+    assert rows_of(replace(config, dp=2), 70) == rows[:70]
+    assert rows_of(config, 9, start=60) == rows[60:69]
+    assert rows_of(replace(config, seed=1), 3) != rows[:3]
+
+
+def test_validation_is_padded_too() -> None:
+    config = tiny(data=PHRASES, validation=Validation(batches=6), batch_size=2)
+    source = open_data(config).validation
+    shapes = {b["inputs"].size(1) for b in validation_batches(source, config, dp_rank=0)}
+    assert len(shapes) > 1
+
+
+# --- training on them --------------------------------------------------------------------------
+
+RECORDINGS = 4  # of 3 lengths in training and in evaluation, without those of the draft
+# of each step, the lengths of the batches of the two dp ranks: long, short, long, and as before
+STEPS = ((32, 32), (8, 16), (32, 32), (16, 8), (8, 16), (32, 8))
+
+
+def batch_of(step: int, dp_rank: int, tokens: int | None = None) -> dict[str, Tensor]:
+    """8 samples of unequal lengths, padded to their step's or to `tokens`."""
+    longest = STEPS[step][dp_rank]
+    draw = torch.Generator().manual_seed(100 * step + dp_rank)
+    ids = torch.randint(64, (8, longest + 1), generator=draw)
+    targets = ids[:, 1:].clone()
+    for row in range(8):
+        targets[row, longest - row % 3 :] = IGNORE
+    pad = (0, (tokens or longest) - longest)
+    return {"inputs": F.pad(ids[:, :-1], pad), "targets": F.pad(targets, pad, value=IGNORE)}
+
+
+def several_steps(
+    config: Config, worker: Worker, most_shapes: int
+) -> tuple[list[float], list[int], int]:
+    """Train in the layout and, on each rank, in plain torch; the largest difference of each step.
+
+    Also how often a runtime was made, after each step; and how often the model was recorded.
+    """
+    pipeline_run.MOST_SHAPES = most_shapes
+    mesh = open_mesh(config, worker)
+    run = build(config, mesh)
+    made: list[object] = []
+    make = run.pipeline._make
+    run.pipeline._make = lambda fields: made.append(fields) or make(fields)
+    recorded: list[object] = []
+    record = blueprint.record
+    blueprint.record = lambda *args: recorded.append(args) or record(*args)
+
+    resolved = resolve_model(config)
+    model = build_model(resolved)
+    initialize(model, start_of(resolved, config.seed), mesh.device)
+    plain = torch.optim.SGD(model.parameters(), lr=config.optimizer.lr)
+
+    def whole_loss(step: int) -> Tensor:
+        both = [batch_of(step, rank, 32) for rank in range(2)]
+        batch = {name: torch.cat([part[name] for part in both]) for name in both[0]}
+        logits = model(batch["inputs"]).flatten(0, 1)
+        return F.cross_entropy(logits, batch["targets"].flatten(), ignore_index=IGNORE)
+
+    def mine(step: int) -> dict[str, Tensor]:
+        return on_device(batch_of(step, mesh.dp_rank), mesh, config)
+
+    worst, count = [], []
+    for step in range(len(STEPS)):
+        loss, _ = run.pipeline.train(mine(step))
+        truth = whole_loss(step)
+        truth.backward()
+        difference = abs(loss.item() - truth.item())
+        whole = dict(model.named_parameters())
+        for part in run.parts:
+            for name, parameter in part.parameters():
+                right = whole[name].grad[local_slices(parameter)]
+                held = parameter.grad
+                held = held.to_local() if isinstance(held, DTensor) else held
+                if right.numel():
+                    difference = max(difference, (held - right).abs().max().item())
+        norm = gradient_norm(run.owned, mesh)
+        right = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)
+        difference = max(difference, abs(norm.item() - right.item()))
+        update(run, config, step + 1, norm)
+        plain.step()
+        for optimizer in (plain, *(part.optimizer for part in run.parts)):
+            optimizer.zero_grad()
+        # validation in between, of another length than training
+        other = (step + 1) % len(STEPS)
+        run.train_mode(False)
+        with torch.no_grad():
+            loss, _ = run.pipeline.evaluate(mine(other))
+            difference = max(difference, abs(loss.item() - whole_loss(other).item()))
+        run.train_mode(True)
+        worst.append(difference)
+        count.append(len(made))
+    close_mesh()
+    return worst, count, len(recorded)
+
+
+def long_and_short(schedule: str, **changes: Any) -> Config:
+    settings = {"optimizer": Sgd(lr=0.5), "lr": ConstantLr(warmup=0), "seq_len": 32, "layers": 4}
+    return tiny(2, 2, schedule, **{**settings, **changes})
+
+
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", pytest.param("interleaved1f1b", marks=pytest.mark.slow), "zbvzerobubble"]
+)
+def test_steps_of_any_lengths_are_exact_and_a_length_is_prepared_once(
+    schedule: str, tmp_path: Path
+) -> None:
+    config = long_and_short(schedule, tied=schedule == "zbvzerobubble")
+    results = run_world(several_steps, config, tmp_path, 32)
+    for worst, made, recorded in results:
+        assert max(worst) < 2e-6, worst
+        # dp rank 0 meets 32, 8, 16; the other one 32, 16, 8
+        assert made == [2, 2, 3, 3, 3, 3]
+        assert recorded == RECORDINGS
+
+
+def test_lengths_that_are_forgotten_are_prepared_again_and_still_exact(tmp_path: Path) -> None:
+    config = long_and_short("1f1b", family="gpt2")
+    results = run_world(several_steps, config, tmp_path, 1)
+    for worst, made, recorded in results:
+        assert max(worst) < 2e-6, worst
+        assert made[:5] == [2, 3, 4, 5, 6] and recorded == RECORDINGS
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        tiny(2, 2, "zbvzerobubble", family="gpt2", layers=4, data=PHRASES),
+        tiny(4, 1, layers=4, data=data_of("phrases", sort=True)),
+        *(
+            pytest.param(tiny(2, 2, name, layers=4, data=PHRASES), marks=pytest.mark.slow)
+            for name in SCHEDULES
+        ),
+    ],
+    ids=lambda config: f"{config.model.name}-{config.schedule.name}",
+)
+def test_layouts_read_samples_of_any_length(config: Config, tmp_path: Path) -> None:
+    assert_proven(config, tmp_path)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved1f1b"])
+def test_a_run_of_many_lengths_goes_on_with_the_same_bits(schedule: str, tmp_path: Path) -> None:
+    data = data_of("phrases", sort=True)
+    validation = Validation(every=3, batches=1)
+    config = tiny(2, 2, schedule, layers=4, steps=4, data=data, validation=validation)
+    assert_goes_on(config, tmp_path)
+
+
+# --- more than one input -----------------------------------------------------------------------
+
+
+def assert_proven(config: Config, folder: Path) -> None:
+    results = run_world(verify, config, folder)
+    assert {result["exit_code"] for result in results} == {0}, (folder / "rank0.out").read_text()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_stage_gets_the_fields_that_it_needs(schedule: str, tmp_path: Path) -> None:
+    """Masks, scales and images, two of them called what torch's runtime calls its own arguments."""
+    assert_proven(tiny(2, 2, schedule, model=CONDITIONED, data=MASKED), tmp_path)
+
+
+def test_padding_is_not_seen_where_it_is_masked() -> None:
+    config = tiny(data=MASKED, batch_size=4)
+    model, source = Conditioned(), open_data(config).train
+    samples = [source[i] for i in range(4)]
+    batch = source.batch(samples)
+    targets = batch.pop("targets")
+    logits = model(batch.pop("inputs"), **batch)
+    for row, sample in enumerate(samples):
+        one = {name: value[None] for name, value in sample.items() if name != "targets"}
+        alone = model(one.pop("inputs"), **one)[0]
+        torch.testing.assert_close(logits[row][targets[row] != IGNORE], alone, rtol=0, atol=1e-5)
+
+
+# --- what cannot be ----------------------------------------------------------------------------
+
+
+def told(config: Config) -> str:
+    return "\n".join(map(str, problems(config)))
+
+
+def test_a_field_without_an_argument_is_named_with_those_that_there_are(tmp_path: Path) -> None:
+    config = tiny(data=MASKED, run_dir=str(tmp_path))
+    lines = told(config).splitlines()
+    beside = "it takes document_ids, positions, mask)"
+    assert len(lines) == 3 and all("data.name=support.samples.masked" in line for line in lines)
+    for line, name in zip(lines, ("bias", "target", "losses"), strict=True):
+        assert f"a field {name}, which the forward of model.name=llama" in line and beside in line
+
+
+@pytest.mark.parametrize(
+    "mistake, said",
+    {
+        "tuple": "is a tuple and no dict",
+        "no targets": "has no 'targets' (it has inputs, labels)",
+        "number": "has a float as 'scale'",
+        "longer": "has 32 tokens, more than seq_len=16. Cut it, or write seq_len=32",
+        "dtype": "has 'targets' of torch.float32, and sample 0 of torch.int64",
+        "more": "and sample 0 do not both have 'mask'",
+        "shorter": "has 'inputs' of shape [15], sample 0 [16]. Give all samples the same shapes, "
+        "or the Data a variable=VariableLength()",
+    }.items(),
+)
+def test_a_sample_that_cannot_be_used_is_named(mistake: str, said: str) -> None:
+    data = open_data(tiny(data=data_of("odd", mistake=mistake)))
+    config = tiny(batch_size=40)
+    with pytest.raises(DataError) as raised:
+        next(batches(data.train, config, dp_rank=0))
+    assert f"training sample 3 {said}" in str(raised.value)
+    assert str(raised.value).startswith("data.name=support.samples.odd: ")
+
+
+@pytest.mark.parametrize("mistake", ["tuple", "no targets", "number", "longer"])
+def test_a_first_sample_that_cannot_be_used_is_told_before_a_worker_starts(
+    mistake: str, tmp_path: Path
+) -> None:
+    data = data_of("odd", mistake=mistake, everywhere=True)
+    config = tiny(data=data, run_dir=str(tmp_path))
+    assert told(config).startswith("data.name=support.samples.odd: training sample 0 ")
+
+
+@pytest.mark.parametrize(
+    "mistake, said",
+    {
+        "apart": "has 'targets' of shape [15] and inputs of [16]",
+        "longer": "has 32 tokens, more than seq_len=16",
+    }.items(),
+)
+def test_lengths_that_vary_have_limits(mistake: str, said: str) -> None:
+    data = open_data(tiny(data=data_of("odd", mistake=mistake, variable=True)))
+    with pytest.raises(DataError, match="training sample 3") as raised:
+        next(batches(data.train, tiny(batch_size=40), dp_rank=0))
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "data, said",
+    [
+        (data_of("badly_declared", mistake="bucket"), "VariableLength has bucket=0"),
+        (data_of("badly_declared", mistake="padding"), "VariableLength has -100 as padding of"),
+        (data_of("badly_declared", mistake="lengths"), "VariableLength has 3 lengths for 500"),
+        (data_of("badly_declared", mistake="inputs"), "VariableLength has no padding for 'inputs'"),
+        (data_of("badly_declared", mistake="nothing"), "sample 0 has no 'weights', which is to be"),
+        (data_of("empty"), "its validation part is empty"),
+    ],
+    ids=lambda value: value.args.get("mistake", "empty") if isinstance(value, Custom) else "",
+)
+def test_what_is_declared_wrong_is_told_before_a_worker_starts(
+    data: Custom, said: str, tmp_path: Path
+) -> None:
+    text = told(tiny(data=data, run_dir=str(tmp_path)))
+    assert text.startswith(f"data.name={data.name}: ") and said in text
+
+
+def test_a_model_with_positions_refuses_what_is_longer(tmp_path: Path) -> None:
+    sizes = {"dim": 32, "heads": 4, "layers": 2, "max_seq_len": 16, "vocab_size": None}
+    config = tiny(model=Custom("gpt2", sizes), data=PHRASES, run_dir=str(tmp_path))
+    assert not told(config)
+    assert told(replace(config, seq_len=20)).startswith("seq_len=20: is longer than the model's")

@@ -1,0 +1,288 @@
+"""Whatever a forward does, its stages one after another do the same, gradients included."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from support import forwards
+from support.forwards import VOCAB
+from support.models import tiny
+from support.world import run_world
+from titanlike.config.schema import Custom, EvenSplit, Sgd, SyntheticData
+from titanlike.graph.blueprint import Blueprint, Field
+from titanlike.graph.cut import message, problem_of
+from titanlike.graph.record import RecordError, record
+from titanlike.graph.stage import Stage
+from titanlike.models.registry import build_model, start_of
+from titanlike.proof.verification import verify
+from titanlike.split.partition import partition
+from titanlike.training.draft import preflight
+
+MODELS = {
+    "torch's encoder": forwards.TorchEncoder,
+    "LSTM": forwards.Lstm,
+    "experts": forwards.Routed,
+    "checkpointed": forwards.Checkpointed,
+    "checkpointed, reentrant": lambda: forwards.Checkpointed(reentrant=True),
+    "in place": forwards.InPlace,
+    "complex buffer": forwards.Rotating,
+    "one block": forwards.OneBlock,
+    "items set": forwards.Filled,
+    "weight norm": forwards.Normed,
+    "dense skips": forwards.Dense,
+    "no lists": forwards.Flat,
+    "no gradients": forwards.WithoutGradient,
+    "gradient of its own": forwards.Reversed,
+    "made when needed": forwards.Lazy,
+    "ViT": forwards.Vit,
+}
+
+
+def batch_for(model: nn.Module) -> Tensor:
+    if isinstance(model, forwards.Vit):
+        return torch.randn(4, 3, 16, 16)
+    return torch.randint(0, VOCAB, (4, 12))
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_cut_model_computes_what_the_whole_one_does(name: str, stages: int) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    with torch.device("meta"):
+        blueprint_model = MODELS[name]()
+    inputs = batch_for(model)
+    fields = {"inputs": Field(tuple(inputs.shape[1:]), inputs.dtype)}
+    blueprint = Blueprint(blueprint_model, fields, len(inputs), ())
+    blueprint.stages = partition(blueprint.units, EvenSplit(), stages)
+    graphs = blueprint.graphs(fields, True)
+    assert not any(map(problem_of, graphs))
+
+    truth = copy.deepcopy(model)
+    right = truth(inputs)
+    right.square().mean().backward()
+
+    chain, arrived, sent = [], [], [inputs]
+    for index, graph in enumerate(graphs):
+        stage = Stage(copy.deepcopy(model), graph.units, graph.weights)
+        stage.learn("a shape", {True: graph}, index, torch.device("cpu"))
+        arrived.append([t.detach().requires_grad_(index > 0) for t in sent])
+        answer = stage(*arrived[-1], inputs=inputs)
+        sent = list(answer) if isinstance(answer, tuple) else [answer]
+        declared = [(message(node).shape, message(node).dtype) for node in graph.sends]
+        assert [(tensor.shape, tensor.dtype) for tensor in sent] == declared
+        chain.append((stage, sent))
+    assert torch.equal(sent[0], right)
+
+    gradients = list(torch.autograd.grad(sent[0].square().mean(), sent[0]))
+    for (_, answer), leaves in zip(reversed(chain), reversed(arrived), strict=True):
+        torch.autograd.backward(answer, gradients)
+        gradients = [leaf.grad for leaf in leaves]
+    canonical, found = blueprint.canonical(), Counter()
+    for stage, _ in chain:
+        for key, parameter in stage.named_parameters():
+            if parameter.grad is not None:
+                found[canonical[key]] = found[canonical[key]] + parameter.grad
+    for key, parameter in truth.named_parameters():
+        torch.testing.assert_close(found[key], parameter.grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        ("Lstm", "zbvzerobubble"),
+        ("Routed", "1f1b"),
+        ("Checkpointed", "zbvzerobubble"),
+        ("OneBlock", "interleavedzerobubble"),
+        ("WithoutGradient", "interleaved1f1b"),
+        ("Dense", "dualpipev"),
+        ("InPlace", "zbvzerobubble"),
+        ("Normed", "interleavedzerobubble"),
+        ("Frozen", "zbvzerobubble"),
+        ("HalfAsleep", "1f1b"),
+        ("NormedTwice", "zbvzerobubble"),
+    ],
+)
+def test_the_same_in_torchs_pipeline(name: str, schedule: str, tmp_path: Path) -> None:
+    config = tiny(2, 2, schedule, model=Custom(f"support.forwards.{name}"))
+    config.data = SyntheticData(vocab_size=VOCAB)
+    results = run_world(verify, config, tmp_path)
+    assert {result["exit_code"] for result in results} == {0}, (tmp_path / "rank0.out").read_text()
+
+
+def test_activations_that_a_model_computes_again_are_computed_again_in_a_stage() -> None:
+    with torch.device("meta"):
+        model = forwards.Checkpointed()
+    blueprint = Blueprint(model, {"inputs": Field((12,), torch.int64)}, 4, ())
+    blueprint.stages = [[unit.name for unit in blueprint.units]]
+    (graph,) = blueprint.graphs(blueprint.fields, True)
+    real = forwards.Checkpointed()
+    calls = []
+    for block in real.blocks:
+        block.register_forward_pre_hook(lambda *_: calls.append(1))
+    stage = Stage(real, graph.units, graph.weights)
+    stage.learn("a shape", {True: graph}, 0, torch.device("cpu"))
+    stage(torch.randint(0, VOCAB, (4, 12))).sum().backward()
+    assert len(calls) == 8
+
+
+class LooksAtValues(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.second(x) if x.sum() > 0 else x
+
+
+class Autocast(LooksAtValues):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.second(self.first(x))
+
+
+class CountsCalls(LooksAtValues):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.second(self.first(x))
+
+
+class Hooked(LooksAtValues):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        y.register_hook(lambda gradient: 2 * gradient)
+        return self.second(y)
+
+
+class InPlaceInput(LooksAtValues):
+    def forward(self, x: Tensor) -> Tensor:
+        x[:, 0] = 1.0
+        return self.second(self.first(x))
+
+
+class CountsSteps(LooksAtValues):
+    steps = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return self.second(self.first(x)) * self.steps
+
+
+class Dice(LooksAtValues):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)) if random.random() < 2 else x
+
+
+class Appends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, seen: list[Tensor]) -> Tensor:
+        seen.append(x)
+        return self.linear(x) + sum(seen)
+
+
+class ListGiven(LooksAtValues):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Appends(), Appends()
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen: list[Tensor] = []
+        return self.second(self.first(x, seen), seen)
+
+
+class TakesModule(nn.Module):
+    def forward(self, x: Tensor, module: nn.Module) -> Tensor:
+        return module(x)
+
+
+class ModuleGiven(LooksAtValues):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop = TakesModule(), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x, self.drop))
+
+
+class OwnStatistics(LooksAtValues):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("var", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(F.batch_norm(self.first(x), self.mean, self.var, training=True))
+
+
+class LooseTensor(LooksAtValues):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x) * self.scale)
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        (LooksAtValues, "looks at the values"),
+        (Autocast, "turns autocast on"),
+        (LooseTensor, "neither a parameter nor a buffer"),
+        (CountsCalls, "changes the buffer calls"),
+        (Hooked, "calls register_hook"),
+        (InPlaceInput, "changes the batch's inputs"),
+        (CountsSteps, "changes self.steps"),
+        (Dice, "random numbers of Python"),
+        (ListGiven, "first changes an object, list or dict"),
+        (ModuleGiven, "hands a Dropout to another module"),
+        (OwnStatistics, "batch_norm with running statistics"),
+    ],
+)
+def test_a_forward_that_cannot_be_cut_is_refused_with_the_reason(family, reason) -> None:
+    with torch.device("meta"):
+        model = family()
+    with pytest.raises(RecordError, match=reason):
+        record(model, {"inputs": torch.empty(2, 4, device="meta")}, ["first", "second"])
+
+
+def test_a_model_that_sends_something_else_in_evaluation_is_refused_where_it_is_cut() -> None:
+    config = tiny(3, 1, model=Custom("support.forwards.OtherInEvaluation"))
+    (problem,) = preflight(config)
+    assert "other tensors in evaluation" in problem.reason
+    assert not preflight(tiny(1, 2, model=config.model))
+
+
+def test_experts_that_one_rank_alone_reaches_learn_what_one_process_learns(tmp_path: Path) -> None:
+    """One sequence a rank: FSDP would add up gradients of different experts."""
+    config = tiny(1, 2, batch_size=2, seq_len=1, optimizer=Sgd())
+    config.model = Custom("support.forwards.Routed")
+    results = run_world(verify, config, tmp_path)
+    assert {result["exit_code"] for result in results} == {0}, (tmp_path / "rank0.out").read_text()
+
+
+def test_a_constructors_random_numbers_and_dtypes_do_not_depend_on_the_process() -> None:
+    model = Custom("support.forwards.Shuffled")
+    first, again, other = (start_of(model, seed).buffer("order") for seed in (0, 0, 1))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert {p.dtype for p in build_model(model).parameters()} == {torch.float32}

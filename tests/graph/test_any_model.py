@@ -1,0 +1,109 @@
+"""Models that know nothing of a pipeline are cut anywhere, and what cannot be cut is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.models import tiny
+from support.world import run_world
+from titanlike.config.schema import Config, Custom, PointSplit
+from titanlike.data.sources import Data, SyntheticSource
+from titanlike.proof.verification import verify
+from titanlike.training.draft import draft, preflight
+
+
+def config(name: str, *mesh: Any, points: list[str] | None = None, **changes: Any) -> Config:
+    model = Custom(f"support.any_models.{name}")
+    if points:
+        changes["split"] = PointSplit(points=points)
+    return tiny(*mesh, model=model, **changes)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        config("Plain", 2, 2, points=["beta"]),
+        config("sequential", 2, 1, "zbvzerobubble"),
+        config("Direct", 4, 1, points=["steps.1", "steps.2", "again"]),
+        config("Direct", 2, 2, "zbvzerobubble", points=["steps.1", "steps.2", "steps.3"]),
+        config("Deep", 2, 2, points=["trunk.blocks.b2.mlp"]),
+        config(  # what is sent around a norm is what the norm has saved
+            "Deep",
+            2,
+            1,
+            "zbvzerobubble",
+            points=["trunk.blocks.b0.mlp", "trunk.blocks.b2.mlp", "trunk.blocks.b3"],
+        ),
+        config(
+            "Deep",
+            2,
+            1,
+            "interleaved1f1b",
+            points=["trunk", "trunk.blocks.b0.mlp", "trunk.blocks.b2.norm"],
+        ),
+    ],
+    ids=lambda case: f"{case.model.name.partition('.')[2]} {case.schedule.name}",
+)
+def test_models_are_cut_where_the_user_says(case: Config, tmp_path: Path) -> None:
+    results = run_world(verify, case, tmp_path)
+    assert {result["exit_code"] for result in results} == {0}, (tmp_path / "rank0.out").read_text()
+
+
+def test_a_stage_may_begin_inside_of_a_block(tmp_path: Path) -> None:
+    plan = draft(config("Deep", 2, 1, points=["trunk.blocks.b2.mlp"]))
+    assert plan.stages[0][-1] == "trunk.blocks.b2.norm"
+    assert plan.stages[1] == ["trunk.blocks.b2.mlp", "trunk.blocks.b3", "write"]
+    second = plan.blueprint.graphs(plan.fields, True)[1]
+    assert len(second.arrives) == 2, "the residual goes around the cut"
+
+
+class Longer:
+    """Samples with a field that no model here takes."""
+
+    def __init__(self, part: int, seq_len: int) -> None:
+        self.source = SyntheticSource(64, seq_len, 0, part)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        return {**self.source[i], "weights": torch.ones(1)}
+
+
+def longer(seq_len: int) -> Data:
+    return Data(Longer(0, seq_len), Longer(1, seq_len), 64, "with weights")
+
+
+@pytest.mark.parametrize(
+    "case, key, told",
+    [
+        (config("Looking"), "model.name", "looks at the values of tensors"),
+        (config("Unused"), "model.name", "does not use the parameter spare.weight, spare.bias"),
+        (
+            config("Unregistered"),
+            "model.name",
+            "self.register_buffer('table', ..., persistent=False)",
+        ),
+        (config("Misshapen"), "model", "its forward on inputs [16, 16] raised RuntimeError"),
+        (
+            replace(config("Deep"), data=Custom("pipeline.test_any_model.longer")),
+            "data.name",
+            "a field weights, which the forward of model.name=support.any_models.Deep does not",
+        ),
+        (config("Deep", 2, points=["trunk.blocks.b2.mpl"]), "split.points", "blocks.b2.mlp?"),
+        (
+            config("Deep", 3, points=["trunk", "trunk.blocks.b0"], batch_size=15),
+            "split.points",
+            "trunk.blocks.b0 begins where trunk does",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_run_is_refused_by_name(case: Config, key: str, told: str) -> None:
+    (problem,) = preflight(case)
+    assert problem.key == key and told in str(problem), str(problem)

@@ -1,0 +1,103 @@
+"""split=trace: torch's own tracer, cut at modules of any depth; what it cannot do is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support.models import tiny
+from support.proven import assert_proven
+from support.vision_configs import of_images
+from titanlike.config.errors import ConfigError
+from titanlike.config.schema import Config, Custom, TraceSplit
+from titanlike.graph.trace import trace
+from titanlike.training.draft import draft
+
+
+def traced(*points: str, schedule: str = "1f1b", **changes: Any) -> Config:
+    return tiny(2, 2, schedule, split=TraceSplit(points=list(points)), layers=4, **changes)
+
+
+FOUR = ("layers.1", "layers.2.ffn", "layers.3.attention.wo")
+SKIPS = ["down.2", "up.0.1", "up.2"]  # of the U-Net; the second is inside of a block
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(traced("layers.1.attention.wk", tied=True), id="1f1b"),
+        pytest.param(
+            of_images("UNet", 2, 1, "zbvzerobubble", split=TraceSplit(points=SKIPS)), id="U-Net"
+        ),
+        *(
+            pytest.param(traced(*FOUR, schedule=name), id=name, marks=pytest.mark.slow)
+            for name in ("interleaved1f1b", "zbvzerobubble")
+        ),
+    ],
+)
+def test_traced_models_in_layouts(config: Config, tmp_path: Path) -> None:
+    assert_proven(config, tmp_path)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_dropout_is_traced_in_the_mode_of_the_model(training: bool) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+        batch = {"inputs": torch.empty(2, 8)}
+    recording = trace(model.train(training), batch)
+    assert any(node.random for node in recording.nodes) == training
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(64, 8), nn.Linear(8, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        if x.sum() > 0:
+            x = -x
+        return self.head(x)
+
+
+class Constant(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embedding(x) * torch.tensor([1.0, 2.0] * 4))
+
+
+class Counting(Branching):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return self.head(self.embedding(x))
+
+
+@pytest.mark.parametrize(
+    "model, told",
+    [
+        ("Branching", "tracer cannot follow its forward.*split=points or split=even"),
+        ("Constant", "makes a tensor of numbers.*register_buffer"),
+        ("Counting", "its forward changes steps.*split=points or split=even"),
+    ],
+)
+def test_what_the_tracer_cannot_do_is_said_with_the_alternative(model: str, told: str) -> None:
+    model_of_ours = Custom(f"test_trace.{model}", {})
+    with pytest.raises(ConfigError, match=told):
+        draft(traced("head", model=model_of_ours))
+
+
+def test_batch_norms_are_refused() -> None:
+    with pytest.raises(ConfigError, match="split=trace: the tracer cannot see.*split=points"):
+        draft(of_images("ResNet", 2, 1, split=TraceSplit(points=["layer2"])))
+
+
+def test_the_nearest_module_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"no unit layers.2.fnn; .*layers.2.ffn"):
+        draft(traced("layers.2.fnn"))

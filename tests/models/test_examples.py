@@ -1,0 +1,73 @@
+"""The example package, as a user of it would run it: from another folder, nothing installed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.models import tiny
+from support.paths import ROOT
+from support.world import run_world
+from titanlike.config.schema import Custom, PointSplit
+from titanlike.metrics.sinks import read_jsonl
+from titanlike.proof.verification import verify
+from titanlike.training.draft import preflight
+
+EXAMPLES = ROOT / "examples"
+CONF = EXAMPLES / "my_models" / "conf"
+SMALL = ["logger=none", "seq_len=16", "batch_size=8", "model=mixer", "model.width=16", "data=echo"]
+
+
+def run(program: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / program), "--config-dir", str(CONF), *SMALL, *arguments]
+    env = {**os.environ, "PYTHONPATH": str(EXAMPLES), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=90)
+
+
+@pytest.mark.slow  # the README's line of it runs in test_readme
+def test_it_trains_and_goes_on_in_another_layout(tmp_path: Path) -> None:
+    settings = ["run_dir=run", "loss=focal", "validation.every=2", "log_every=1"]
+    first = run("train.py", *settings, "pp=2", "steps=2", cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    assert "my_models.mixer.Mixer" in first.stdout and "echo after 2 of 16" in first.stdout
+    second = run("train.py", *settings, "steps=3", cwd=tmp_path)
+    assert second.returncode == 0, second.stderr
+    assert "going on from step 2" in second.stdout
+    steps = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [step["step"] for step in steps] == [1, 2, 3] and steps[1]["val_loss"] > 0
+
+
+def test_it_is_proven_with_stages_that_begin_inside_of_blocks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    config = tiny(
+        2,
+        2,
+        "zbvzerobubble",
+        model=Custom("my_models.mixer.Mixer", {"vocab_size": None, "length": 16, "width": 16}),
+        data=Custom("my_models.data.echo", {"vocab_size": 16}),
+        loss=Custom("my_models.losses.focal", {"gamma": 1.0}),
+        split=PointSplit(points=["trunk.blocks.0.mlp", "trunk.blocks.2.mix", "write"]),
+    )
+    results = run_world(verify, config, tmp_path)
+    assert {result["exit_code"] for result in results} == {0}, (tmp_path / "rank0.out").read_text()
+
+
+def test_mistakes_are_told_all_at_once(tmp_path: Path) -> None:
+    own = ["loss.name=my_models.losses.focal", "loss.gamma=1"]
+    done = run("train.py", "model.widht=3", "model.depth=0", *own, cwd=tmp_path)
+    assert done.returncode == 2
+    for fix in ("write model.width=3", "write model.depth=1", "write +loss.gamma=1"):
+        assert fix in done.stderr, done.stderr
+
+
+def test_a_length_that_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    sizes = {"vocab_size": 64, "length": 12, "width": 8}
+    (problem,) = preflight(tiny(model=Custom("my_models.mixer.Mixer", sizes)))
+    assert "its forward on inputs [16, 16] raised RuntimeError" in str(problem)

@@ -1,0 +1,178 @@
+"""Losses: chunked cross entropy, mean squared error, a user's own, in every kind of layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from support.models import tiny
+from support.world import run_world
+from titanlike.config.schema import (
+    BalanceSplit,
+    ChunkedCrossEntropy,
+    Config,
+    CrossEntropy,
+    Custom,
+    Fsdp,
+    Mse,
+    Precision,
+    SyntheticData,
+)
+from titanlike.launch.worker import Worker
+from titanlike.parallel.mesh import close_mesh, open_mesh
+from titanlike.proof.verification import verify
+from titanlike.training.build import build
+from titanlike.training.draft import draft, preflight
+
+CHUNKED = ChunkedCrossEntropy(chunk=7)  # does not divide the tokens of a microbatch
+UNEVEN = Custom("support.data.uneven", {"vocab_size": 64})
+
+
+def own(name: str, **args: Any) -> Custom:
+    return Custom(f"support.losses.{name}", args)
+
+
+def regression(loss: Any, *mesh: Any, returns: str = "tensor", **changes: Any) -> Config:
+    model, data = own("Regressor", returns=returns), own("curves")
+    return tiny(*mesh, model=model, data=data, loss=loss, **changes)
+
+
+def ended(end: str, *mesh: Any, **changes: Any) -> Config:
+    model = own("Ended", vocab_size=64, end=end)
+    return tiny(*mesh, **{"model": model, "loss": CHUNKED, **changes})
+
+
+def assert_proven(config: Config, folder: Path) -> None:
+    results = run_world(verify, config, folder)
+    assert {result["exit_code"] for result in results} == {0}, (folder / "rank0.out").read_text()
+
+
+@pytest.mark.parametrize(
+    "config",
+    {
+        "chunked 1f1b": tiny(2, 2, loss=CHUNKED, data=UNEVEN),
+        "chunked zero 3": tiny(2, 2, "interleaved1f1b", loss=CHUNKED, fsdp=Fsdp(3)),
+        "chunked zero bubble, tied": tiny(2, 2, "zbvzerobubble", family="gpt2", loss=CHUNKED),
+        "chunked bf16": tiny(1, 2, loss=CHUNKED, precision=Precision("bf16")),
+        "chunked, soft cap, in a dict": ended("cap", 2, 1, "interleavedzerobubble"),
+        "chunked, tied by the forward": ended("tied", 2, 2),
+        "chunked, norm and head in one module": ended("inside", 2, 1),
+        "mse": regression(Mse(), 2, 2, returns="dict"),
+        "own with arguments": regression(own("huber", delta=0.3), 2, 2, "zbvzerobubble"),
+        "own of a dataclass": regression(own("likelihood"), 2, 1, returns="dataclass"),
+        "own that counts": tiny(2, 2, data=UNEVEN, loss=own("Smoothed", amount=0.1)),
+        "torch's own": regression(
+            Custom("torch.nn.functional.l1_loss", {"reduction": "none"}), 1, 2
+        ),
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_losses_in_layouts(config: tuple[str, Config], tmp_path: Path) -> None:
+    assert_proven(config[1], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["cap", "tied", "weight", "inside"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved1f1b", "zbvzerobubble", "dualpipev"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_chunked_everywhere(end: str, schedule: str, precision: str, tmp_path: Path) -> None:
+    assert_proven(ended(end, 2, 2, schedule, precision=Precision(precision)), tmp_path)
+
+
+# --- memory ------------------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):
+    """Sees every tensor that any operation makes in memory."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+                self.numbers = max(self.numbers, tensor.numel())
+        return result
+
+
+def largest_tensors(config: Config, worker: Worker) -> tuple[int, int]:
+    """Numbers in the largest tensor of a training step, and of an evaluation."""
+    mesh = open_mesh(config, worker)
+    run = build(config, mesh)
+    ids = torch.zeros(config.batch_size // config.dp, config.seq_len, dtype=torch.int64)
+    batch = {"inputs": ids, "targets": ids}
+    found = []
+    for step in (run.pipeline.train, run.pipeline.evaluate):
+        with Largest() as largest:
+            step(batch)
+        found.append(largest.numbers)
+    close_mesh()
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("mesh", [(1, 1), (2, 1, "zbvzerobubble")])
+def test_logits_of_all_tokens_are_never_there(mesh: tuple, tmp_path: Path) -> None:
+    vocabulary, chunk = 4096, 8
+    data = SyntheticData(vocab_size=vocabulary)
+    config = tiny(*mesh, data=data, batch_size=8 if mesh[0] == 1 else 32, layers=4)
+    tokens = draft(config).blueprint.rows * config.seq_len
+    whole = run_world(largest_tensors, replace(config, loss=CrossEntropy()), tmp_path / "whole")
+    assert max(whole) == (tokens * vocabulary,) * 2, "so it is seen"
+    small = replace(config, loss=ChunkedCrossEntropy(chunk=chunk))
+    train, evaluation = max(run_world(largest_tensors, small, tmp_path / "small"))
+    weight = vocabulary * config.model.args["dim"]  # of the head, and its gradient
+    assert chunk * vocabulary < train == evaluation == weight < tokens * vocabulary
+
+
+# --- refusals ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config, key, told",
+    [
+        (regression(own("mean")), "loss.name", "mean or another scalar; return the losses unred"),
+        (regression(own("mean_of_one")), "loss.name", "1 losses for 16 sequences and 1 for 32"),
+        (regression(own("looking")), "loss.name", "looks at the values of tensors"),
+        (regression(own("pair")), "loss.name", "it returns a tuple of 2 and not a tensor"),
+        (regression(own("hubert")), "loss.name", "did you mean support.losses.huber?"),
+        (regression(own("huber", detla=1)), "loss.detla", "no such key; write loss.delta=..."),
+        (regression(own("Smoothed")), "loss.name", "missing a required argument: 'amount'"),
+        (regression(Custom("nowhere.f")), "loss.name", "importing nowhere failed"),
+        (regression(Custom("support.losses.IGNORE")), "loss.name", "is no function"),
+        (
+            regression(own("likelihood")),
+            "loss.name",
+            "with an output that is a tensor [16, 16, 2] and targets [16, 16, 2] it raised "
+            "AttributeError: 'Tensor' object has no attribute 'value'",
+        ),
+        (
+            regression(CrossEntropy()),
+            "loss.name",
+            "not logits [16, 16, 2] and targets [16, 16, 2] of float32",
+        ),
+        (tiny(loss=Mse()), "loss.name", "one shape, not [16, 16, 64] and [16, 16]"),
+        (
+            regression(Mse(), returns="dataclass"),
+            "loss.name",
+            "returns a Guess of 'value' [16, 16, 2], 'spread' [16, 16, 2], in which nothing",
+        ),
+        (regression(Mse(), returns="tuple"), "loss.name", "returns a tuple of 2, in which nothing"),
+        (ended("mixed"), "loss.name", "ends with sub and not with a linear layer"),
+        (ended("summed"), "loss.name", "(cumsum) is not done token by token; write loss=cross_ent"),
+        (ended("inside", split=BalanceSplit(balance=[4])), None, ""),
+        (tiny(loss=CHUNKED), None, ""),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_a_loss_cannot_take_is_refused(config: Config, key: str | None, told: str) -> None:
+    problems = preflight(config)
+    if key is None:
+        assert not problems
+        return
+    (problem,) = problems
+    assert problem.key == key and told in str(problem), str(problem)

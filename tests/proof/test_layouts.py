@@ -1,0 +1,307 @@
+"""One truth: every layout trains the model that one process of plain torch trains.
+
+Each case is `tools/verify.py` on a layout: initial weights to the last bit, losses to 1e-6, every
+gradient to 1e-6, the updated parameters, and the validation loss.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.models import SCHEDULES, schedule_of, tiny
+from support.proven import assert_proven
+from support.world import run_world
+from titanlike.config.schema import (
+    BalanceSplit,
+    Checkpoint,
+    Config,
+    ConstantLr,
+    Custom,
+    Fsdp,
+    LoopedSchedule,
+    PointSplit,
+    Precision,
+    Schedule,
+    Sgd,
+)
+from titanlike.launch.worker import Worker
+from titanlike.metrics.sinks import read_jsonl
+from titanlike.pipeline.run import Pipeline
+from titanlike.proof.verification import verify
+from titanlike.training.loop import train
+
+BF16 = Precision("bf16")
+UNEVEN = Custom("support.data.uneven", {"vocab_size": 64})
+
+
+@pytest.mark.parametrize(
+    "pp, dp", [pytest.param(2, dp, marks=pytest.mark.slow) for dp in (1, 2)] + [(4, 2)]
+)
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        # these two have one stage a rank as 1f1b has, or loop as interleaved1f1b does
+        pytest.param(name, marks=pytest.mark.slow) if name in ("gpipe", "loopedbfs") else name
+        for name in SCHEDULES
+    ],
+)
+def test_every_schedule_on_a_mesh(schedule: str, pp: int, dp: int, tmp_path: Path) -> None:
+    # tied: in a V embedding and head are on one rank, else on two
+    tied = pp == 4
+    assert_proven(tiny(pp, dp, schedule_of(schedule, pp, tmp_path), tied=tied), tmp_path)
+
+
+WAYS = {
+    "one process": tiny(),
+    "FSDP": tiny(dp=4),
+    "HSDP": tiny(dp=4, replicate=2),
+    "HSDP and zero bubble": tiny(2, 4, "zbvzerobubble", replicate=2),
+    "ZeRO 3 in a pipeline": tiny(2, 2, "interleaved1f1b", fsdp=Fsdp(3)),
+    "CPU offload": tiny(2, 2, fsdp=Fsdp(cpu_offload=True)),
+    "three stages a rank, uneven": tiny(2, 2, LoopedSchedule("loopedbfs", None, 3), layers=7),
+    "split by balance": tiny(2, 2, split=BalanceSplit(balance=[5, 3])),
+    "fewer microbatches than stages": tiny(4, 1, Schedule("1f1b", 2)),
+    "several stages in one process": tiny(1, 1, "interleaved1f1b"),
+    "gradient accumulation": tiny(1, 2, Schedule("1f1b", 4)),
+    "SGD": tiny(2, 2, optimizer=Sgd(momentum=0.9)),
+    "GPT-2": tiny(2, 2, family="gpt2"),
+    "clipping and HSDP": tiny(dp=4, replicate=2, optimizer=Sgd(clip=0.01)),
+    "unequal valid tokens": tiny(2, 2, data=UNEVEN),
+    "tied and FSDP": tiny(dp=2, tied=True),
+    "tied and HSDP in a V": tiny(2, 4, "zbvzerobubble", replicate=2, tied=True),
+    "tied and ZeRO 3": tiny(2, 2, "interleaved1f1b", fsdp=Fsdp(3), tied=True),
+    "tied in bf16": tiny(2, 2, precision=BF16, tied=True),
+    "two blocks on four ranks": tiny(4, 1, layers=2),
+    "two blocks in eight stages": tiny(4, 1, "interleaved1f1b", layers=2),
+    "an empty stage": tiny(3, 2, layers=2, split=BalanceSplit(balance=[1, 0, 1])),
+    "split inside of blocks": tiny(
+        3, 2, split=PointSplit(points=["layers.2.ffn", "layers.5.attention.wo"])
+    ),
+    "bf16": tiny(precision=BF16),
+    "bf16 in a pipeline": tiny(2, 2, precision=BF16),
+    "bf16 and HSDP": tiny(dp=4, replicate=2, precision=BF16),
+}
+MORE_WAYS = {  # of the same kinds
+    "replication": tiny(dp=4, replicate=4),
+    "HSDP in a pipeline": tiny(pp=2, dp=4, replicate=2),
+    "replication in a pipeline": tiny(pp=2, dp=2, replicate=2),
+    "replication and zero bubble": tiny(2, 2, "interleavedzerobubble", replicate=2),
+    "ZeRO 1 in a pipeline": tiny(2, 2, fsdp=Fsdp(1)),
+    "ZeRO 2 without a pipeline": tiny(dp=2, fsdp=Fsdp(2)),
+    "four stages a rank": tiny(2, 1, LoopedSchedule("interleaved1f1b", None, 4)),
+    "uneven even split": tiny(3, 1, layers=7, batch_size=6),
+    "split by points": tiny(2, 1, split=PointSplit(points=["layers.3"])),
+    "one microbatch": tiny(2, 2, Schedule("gpipe", 1)),
+    "GPT-2 and zero bubble": tiny(2, 2, "zbvzerobubble", family="gpt2"),
+    "clipping": tiny(2, 2, optimizer=Sgd(clip=0.01)),
+    "clipping and CPU offload": tiny(dp=2, optimizer=Sgd(clip=0.01), fsdp=Fsdp(cpu_offload=True)),
+    "unequal valid tokens and FSDP": tiny(1, 4, Schedule("1f1b", 2), data=UNEVEN),
+    "tied in one process": tiny(tied=True),
+    "tied and CPU offload": tiny(2, 2, fsdp=Fsdp(cpu_offload=True), tied=True),
+    "two blocks in a V of eight": tiny(4, 1, "zbvzerobubble", layers=2),
+    "bf16 and zero bubble": tiny(2, 2, "zbvzerobubble", precision=BF16),
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(pytest.param(config, id=name) for name, config in WAYS.items()),
+        *(
+            pytest.param(config, id=name, marks=pytest.mark.slow)
+            for name, config in MORE_WAYS.items()
+        ),
+    ],
+)
+def test_every_way_to_lay_out_a_model(config: Config, tmp_path: Path) -> None:
+    assert_proven(config, tmp_path)
+
+
+# --- verify must be able to fail ---------------------------------------------------------------
+
+
+def verify_with_a_fault(config: Config, worker: Worker, fault: str) -> dict:
+    """`verify`, on a pipeline whose backward does something wrong on one rank."""
+    train_right = Pipeline.train
+
+    def train_wrong(self: Pipeline, batch: dict[str, torch.Tensor]):
+        result = train_right(self, batch)
+        if self._mesh.pp_rank == 1:
+            named = dict(self._stages[0].named_parameters())
+            parameter = named["layers.5.ffn.up.weight"]
+            if fault == "scaled":
+                parameter.grad *= 1.01
+            elif fault == "missing":
+                parameter.grad = None
+            elif fault == "nan":
+                parameter.grad *= math.nan
+        if fault == "loss":
+            return result[0] * (1 + 1e-5), result[1]
+        return result
+
+    Pipeline.train = train_wrong
+    return verify(config, worker)
+
+
+@pytest.mark.parametrize("fault", ["scaled", "missing", "nan", "loss"])
+def test_a_wrong_gradient_or_loss_is_caught_and_named(fault: str, tmp_path: Path) -> None:
+    # SGD, because Adam's first update does not show the size of a gradient
+    results = run_world(verify_with_a_fault, tiny(2, 1, optimizer=Sgd()), tmp_path, fault)
+    assert {result["exit_code"] for result in results} == {1}
+    verdict = (tmp_path / "rank0.out").read_text().splitlines()[-1]
+    wrong = "loss of loss" if fault == "loss" else "gradient of layers.5.ffn.up.weight"
+    assert verdict.startswith("FAIL") and wrong in verdict
+
+
+def test_a_missing_gradient_is_named_in_bf16_too(tmp_path: Path) -> None:
+    config = tiny(2, 2, optimizer=Sgd(), precision=BF16)
+    results = run_world(verify_with_a_fault, config, tmp_path, "missing")
+    assert {result["exit_code"] for result in results} == {1}
+    assert "gradient of layers.5.ffn.up.weight" in (tmp_path / "rank0.out").read_text()
+
+
+# --- whole runs --------------------------------------------------------------------------------
+
+
+def losses(folder: Path) -> list[tuple[float, float]]:
+    return [(row["loss"], row["grad_norm"]) for row in read_jsonl(folder / "metrics.jsonl")]
+
+
+def test_five_steps_in_any_two_layouts_give_the_same_curve(tmp_path: Path) -> None:
+    layouts = {
+        "one": tiny(),
+        "mesh": tiny(2, 2, "zbvzerobubble"),
+        "hsdp": tiny(2, 4, "interleaved1f1b", replicate=2),
+    }
+    for name, config in layouts.items():
+        run_world(train, config, tmp_path / name)
+    truth = losses(tmp_path / "one")
+    assert len(truth) == 5
+    for name in layouts:
+        for (loss, norm), (right, right_norm) in zip(losses(tmp_path / name), truth, strict=True):
+            assert loss == pytest.approx(right, abs=1e-5), name
+            assert norm == pytest.approx(right_norm, rel=1e-4), name
+
+
+def test_a_run_goes_on_where_it_stopped_to_the_last_bit(tmp_path: Path) -> None:
+    saving = Checkpoint(every=2, last=True)
+    whole = tiny(2, 2, checkpoint=saving, steps=6)
+    run_world(train, whole, tmp_path / "whole")
+    cut = tmp_path / "cut"
+    run_world(stop_after_three, whole, cut)
+    assert [row["step"] for row in read_jsonl(cut / "metrics.jsonl")] == [1, 2, 3]
+    run_world(train, whole, cut)
+    assert losses(cut) == losses(tmp_path / "whole")
+    assert [row["step"] for row in read_jsonl(cut / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+class Stop(Exception):
+    pass
+
+
+def test_what_a_model_draws_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    """Dropout: masks differ from step to step, and a resumed run draws what it would have drawn."""
+    settings = {"dim": 32, "layers": 4, "vocab_size": None}
+    model = Custom("support.data.Dropping", settings)
+    config = tiny(2, 2, model=model, checkpoint=Checkpoint(every=2, last=True), steps=6)
+    run_world(train, config, tmp_path / "whole")
+    run_world(stop_after_three, config, tmp_path / "cut")
+    run_world(train, config, tmp_path / "cut")
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+def test_a_save_that_was_killed_does_not_count(tmp_path: Path) -> None:
+    config = tiny(2, 1, checkpoint=Checkpoint(every=2, last=True), steps=4)
+    run_world(train, config, tmp_path / "whole")
+    with pytest.raises(AssertionError, match="died without a word"):
+        run_world(killed_while_saving_step_4, config, tmp_path / "cut")
+    assert (tmp_path / "cut" / "checkpoints" / "step-00000004" / ".metadata").exists()
+    run_world(train, config, tmp_path / "cut")
+    assert "going on from step 2" in (tmp_path / "cut" / "rank0.out").read_text()
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+def killed_while_saving_step_4(config: Config, worker: Worker) -> None:
+    """Train, and die after the tensors of step 4 are written and before they are committed."""
+    import titanlike.checkpoint.dcp_files as dcp_files
+
+    commit_right = dcp_files.commit
+
+    def commit(folder, files, state):
+        if state["step"] == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        commit_right(folder, files, state)
+
+    dcp_files.commit = commit
+    train(config, worker)
+
+
+def stop_after_three(config: Config, worker: Worker) -> None:
+    """Train, and fall over in the fourth step: the newest checkpoint is that of step 2."""
+    import titanlike.training.loop as training
+
+    step_right = training.training_step
+
+    def training_step(run, config, step, batch, guard):
+        if step == 4:
+            raise Stop
+        return step_right(run, config, step, batch, guard)
+
+    training.training_step = training_step
+    try:
+        train(config, worker)
+    except Stop:
+        return
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(tiny(1, 4, tied=True), marks=pytest.mark.slow),
+        pytest.param(tiny(4, 1, "interleaved1f1b", tied=True), marks=pytest.mark.slow),
+        tiny(2, 2, "zbvzerobubble", replicate=2, tied=True),
+    ],
+)
+def test_a_run_goes_on_in_another_layout(other: Config, tmp_path: Path) -> None:
+    settings = {"checkpoint": Checkpoint(every=3), "lr": ConstantLr(warmup=0)}
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    run_world(train, tiny(steps=6, tied=True, **settings), whole)
+    run_world(train, tiny(2, 2, steps=3, tied=True, **settings), part)
+    run_world(train, replace(other, steps=6, **settings), part)
+    assert [row["step"] for row in read_jsonl(part / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    for (loss, _), (right, _) in zip(losses(part), losses(whole), strict=True):
+        assert loss == pytest.approx(right, abs=1e-5)
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
+    saving = Checkpoint(every=0, last=True)
+    run_world(train, tiny(steps=1, checkpoint=saving), tmp_path)
+    with pytest.raises(
+        AssertionError, match=r"optimizer=sgd: .*made with adamw.*write optimizer=adamw"
+    ):
+        run_world(train, tiny(steps=2, checkpoint=saving, optimizer=Sgd()), tmp_path)
+    with pytest.raises(AssertionError, match=r"model.layers=9: .*write model.layers=8"):
+        run_world(train, tiny(steps=2, layers=9, checkpoint=saving), tmp_path)
+    with pytest.raises(AssertionError, match=r"seed=7: .*write seed=0"):
+        run_world(train, tiny(steps=2, seed=7, checkpoint=saving), tmp_path)
+
+
+def test_a_run_that_diverges_stops_before_the_update_and_says_where(tmp_path: Path) -> None:
+    diverging = tiny(2, 2, optimizer=Sgd(lr=1e30, clip=None), lr=ConstantLr(warmup=0), steps=20)
+    expected = (
+        r"step \d+: loss \S+, grad_norm (nan|inf).*rank \d: .*last good checkpoint is \S+step-"
+    )
+    with pytest.raises(AssertionError, match=expected):
+        run_world(train, replace(diverging, checkpoint=Checkpoint(every=1)), tmp_path)
+    assert all(
+        math.isfinite(json.loads(line)["loss"])
+        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    )

@@ -1,0 +1,276 @@
+"""split=auto: what units cost, the stages that follow from it, and that all ranks agree."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from support.models import tiny
+from support.world import run_world
+from titanlike.config.errors import ConfigError
+from titanlike.config.schema import (
+    AutoSplit,
+    Checkpoint,
+    ChunkedCrossEntropy,
+    Config,
+    Custom,
+    Fsdp,
+    Precision,
+    Schedule,
+    Sgd,
+)
+from titanlike.graph.blueprint import Blueprint, Field
+from titanlike.launch.worker import Worker
+from titanlike.metrics import units
+from titanlike.optim.loss import build_loss
+from titanlike.parallel.mesh import close_mesh, open_mesh
+from titanlike.pipeline.schedules import gpipe, one_f_one_b, zbv_zero_bubble
+from titanlike.proof.verification import verify
+from titanlike.split.automatic import KEPT
+from titanlike.split.costs import Profile, in_flight, state_bytes
+from titanlike.training.build import build
+from titanlike.training.draft import draft
+from titanlike.training.loop import train
+
+ROWS, TOKENS, WIDTH, VOCAB = 2, 8, 4, 64
+
+
+class Mixed(nn.Module):
+    """A tied head that is a call in the forward, blocks of unequal width, a residual."""
+
+    def __init__(self, vocab_size: int = VOCAB, broken: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, wide), nn.GELU(), nn.Linear(wide, WIDTH))
+            for wide in (8, 8, 32, 8)
+        )
+        self.once = Once() if broken else nn.Identity()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x = self.embed(inputs)
+        for layer in self.layers:
+            x = x + layer(x)
+        return F.linear(self.once(x), self.embed.weight)
+
+
+class Once(nn.Module):
+    """Can be called in its model's forward alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.grad_fn or "Add" not in x.grad_fn.name():
+            raise LookupError("where am I?")
+        return x
+
+
+def profile_of(config: Config, loss: Any = None) -> Profile:
+    plan = draft(config)
+    targets = torch.empty(plan.blueprint.rows, config.seq_len, dtype=torch.int64, device="meta")
+    return Profile(plan.blueprint, targets, build_loss(config.loss))
+
+
+def mixed() -> Profile:
+    with torch.device("meta"):
+        model = Mixed()
+        targets = torch.empty(ROWS, TOKENS, dtype=torch.int64)
+    blueprint = Blueprint(model, {"inputs": Field((TOKENS,), torch.int64)}, ROWS, [])
+    return Profile(blueprint, targets, build_loss(tiny().loss))
+
+
+def own(**changes: Any) -> Config:
+    model = Custom(f"{__name__}.Mixed", {"vocab_size": None, **changes.pop("args", {})})
+    return tiny(2, 1, model=model, **changes)
+
+
+# --- costs -------------------------------------------------------------------------------------
+
+
+def test_flops_are_those_of_the_matrices_forward_and_backward_and_of_what_is_between_units() -> (
+    None
+):
+    tokens = ROWS * TOKENS
+    layers = [6 * tokens * 2 * WIDTH * wide for wide in (8, 8, 32, 8)]
+    # embedding, blocks, and the last unit with the tied head, which no module calls
+    assert mixed().flops() == [0, *layers, 6 * tokens * WIDTH * VOCAB]
+
+
+def test_parameters_that_two_units_use_are_held_once_in_a_stage() -> None:
+    held = mixed().held(lambda p: p.numel())
+    tied, layer = VOCAB * WIDTH, 2 * WIDTH * 8 + WIDTH + 8
+    assert held[0, 1] == tied and held[5, 6] == tied and held[1, 2] == layer
+    assert held[0, 6] == sum(p.numel() for p in Mixed().parameters())
+    assert held[1, 6] == held[0, 6]
+
+
+def test_memory_is_what_the_backward_waits_for() -> None:
+    tokens, fp32 = ROWS * TOKENS, 4
+    saved = mixed().saved()
+    # of a block: its input, what GELU takes and what it gives
+    assert saved[1:5] == [fp32 * tokens * (WIDTH + 2 * wide) for wide in (8, 8, 32, 8)]
+    # of the end: the input, log probabilities, targets, and the sum that they are weighted with
+    least = fp32 * tokens * (WIDTH + VOCAB) + 8 * tokens
+    assert least <= saved[5] <= least + 16
+
+
+def test_memory_of_attention_does_not_grow_with_the_square_of_the_sequence() -> None:
+    short, long = (profile_of(tiny(seq_len=n, batch_size=4)).saved() for n in (64, 256))
+    assert [x / y for x, y in zip(long, short, strict=True)] == pytest.approx([4] * 11, rel=0.02)
+
+
+def test_memory_of_a_chunked_loss_is_without_logits() -> None:
+    config = tiny(
+        2, 1, model=Custom("llama", {"dim": 8, "heads": 2, "kv_heads": 2, "vocab_size": 64})
+    )
+    whole, chunked = (
+        profile_of(replace(config, loss=loss, batch_size=4)).saved()
+        for loss in (config.loss, ChunkedCrossEntropy(chunk=4))
+    )
+    tokens = draft(replace(config, batch_size=4)).blueprint.rows * config.seq_len
+    assert whole[:-1] == chunked[:-1] and chunked[-1] <= whole[-1] - 4 * 64 * tokens
+
+
+@pytest.mark.parametrize(
+    "changes, each",
+    [
+        ({}, 16),
+        ({"optimizer": Sgd()}, 8),
+        ({"optimizer": Sgd(momentum=0.9)}, 12),
+        ({"precision": Precision("bf16")}, 18),
+        ({"dp": 4}, 16 / 4),
+        ({"dp": 4, "replicate": 2, "fsdp": Fsdp(2)}, 16 / 2 + 4),
+        ({"dp": 4, "fsdp": Fsdp(1), "precision": Precision("bf16")}, 12 / 4 + 2 + 4),
+        ({"fsdp": Fsdp(cpu_offload=True)}, 4),
+    ],
+)
+def test_bytes_of_a_parameter(changes: dict[str, Any], each: float) -> None:
+    config = tiny(**changes)
+    zero = 3 if config.fsdp.zero == "auto" else config.fsdp.zero
+    assert state_bytes(config, zero) == each
+
+
+def test_microbatches_in_flight_follow_from_the_order() -> None:
+    assert in_flight(one_f_one_b(4, 8)) == [4, 3, 2, 1]
+    assert in_flight(gpipe(2, 8)) == [8, 8]
+    flying = in_flight(zbv_zero_bubble(4, 8))
+    assert flying[0] == max(flying) and len(flying) == 8
+
+
+def test_a_unit_that_cannot_run_alone_is_an_error_with_a_way_out() -> None:
+    config = own(args={"broken": True}, split=AutoSplit())
+    with pytest.raises(ConfigError) as caught:
+        draft(config)
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.fix) == ("split.cost", "split.cost=params")
+    assert "LookupError: where am I?" in problem.reason
+    assert draft(replace(config, split=AutoSplit(cost="params"))).automatic is not None
+
+
+# --- stages ------------------------------------------------------------------------------------
+
+
+def test_the_stages_follow_the_cost() -> None:
+    config = own(split=AutoSplit(cost="flops"), batch_size=4)
+    found = draft(config)
+    # 16 + 16 + 64 of 176: the wide block is with those before it, as the head is as heavy
+    assert found.stages[1] == ["layers.3", "once"]
+    assert found.automatic.chosen.imbalance <= found.automatic.even.imbalance
+    # 1F1B holds twice the microbatches on the first stage, and bytes of the head are few here
+    gpt2 = {"dim": 32, "heads": 4, "layers": 8, "vocab_size": None, "max_seq_len": None}
+    by_memory = tiny(4, 1, model=Custom("gpt2", gpt2), split=AutoSplit("auto", "memory"))
+    sizes = [len(stage) for stage in draft(replace(by_memory, seq_len=256)).stages]
+    assert sizes[1] < sizes[2] < sizes[3]
+
+
+def test_one_stage_and_more_stages_than_units_work() -> None:
+    assert draft(tiny(1, 2, split=AutoSplit())).automatic is None
+    few = draft(own(split=AutoSplit(), schedule=Schedule("zbvzerobubble"), batch_size=8))
+    assert len(few.stages) == 4
+    many = draft(replace(own(split=AutoSplit(), batch_size=8), pp=8))
+    assert [len(stage) for stage in many.stages] == [1, 1, 1, 1, 1, 0, 0, 1]
+
+
+def test_a_driver_measures_nothing() -> None:
+    assert draft(tiny(2, 1, split=AutoSplit(cost="time"))).automatic.cost == "flops"
+
+
+def stages_of(config: Config, worker: Worker) -> list[list[str]]:
+    mesh = open_mesh(config, worker)
+    stages = build(config, mesh).draft.stages
+    close_mesh()
+    return stages
+
+
+def test_times_hold_for_the_same_shapes_alone() -> None:
+    signatures = [profile_of(tiny(seq_len=n)).signature for n in (8, 8, 16)]
+    assert signatures[0] == signatures[1] != signatures[2]
+
+
+def test_measured_times_are_shared_and_kept(tmp_path: Path) -> None:
+    config = tiny(2, 1, split=AutoSplit(cost="time"), steps=1, layers=4)
+    first = run_world(stages_of, config, tmp_path)
+    assert first[0] == first[1]
+    kept = json.loads((tmp_path / KEPT).read_text())
+    times = kept["nanoseconds"]
+    assert len(times) == 7 and min(times) > 0 and len(set(times[1:5])) == 1  # blocks are alike
+    # times that nobody measures: a run that goes on takes what is kept
+    (tmp_path / KEPT).write_text(json.dumps({**kept, "nanoseconds": [1, 1, 1, 1, 1, 1, 10**9]}))
+    stages = run_world(stages_of, config, tmp_path)
+    assert stages[0] == stages[1] and stages[0][1] == ["head"]
+
+
+def test_a_run_says_what_it_chose_and_goes_on_in_another_split(tmp_path: Path) -> None:
+    saving = Checkpoint(every=0, last=True)
+    config = tiny(2, 1, "interleaved1f1b", split=AutoSplit(), steps=1, checkpoint=saving)
+    run_world(train, config, tmp_path)
+    text = (tmp_path / "rank0.out").read_text()
+    assert "one microbatch" in text and "FLOP" in text
+    assert "auto by flops: heaviest rank" in text and "even would give: heaviest rank" in text
+    again = replace(config, steps=2, split=AutoSplit(cost="params"))
+    run_world(train, again, tmp_path)
+    assert "going on from step 1" in (tmp_path / "rank0.out").read_text()
+
+
+# --- layouts -----------------------------------------------------------------------------------
+
+
+def cells() -> list[Any]:
+    quick = {("llama", "1f1b"), ("gpt2", "zbvzerobubble"), ("llama", "interleaved1f1b")}
+    costs = {"1f1b": "time", "interleaved1f1b": "flops", "zbvzerobubble": "memory"}
+    return [
+        pytest.param(
+            tiny(2, 2, schedule, family=family, split=AutoSplit(cost=cost)),
+            id=f"{family}-{schedule}-{cost}",
+            marks=[] if (family, schedule) in quick else [pytest.mark.slow],
+        )
+        for family in ("llama", "gpt2")
+        for schedule, cost in costs.items()
+    ]
+
+
+@pytest.mark.parametrize("config", cells())
+def test_any_split_that_is_found_trains_the_same_model(config: Config, tmp_path: Path) -> None:
+    results = run_world(verify, config, tmp_path)
+    assert {result["exit_code"] for result in results} == {0}, (tmp_path / "rank0.out").read_text()
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        (units.flop(999), "999 FLOP"),
+        (units.flop(1234), "1.2 kFLOP"),
+        (units.flop(999_960_000), "1.0 GFLOP"),
+        (units.flop(2e21), "2000.0 EFLOP"),
+        (units.short_time(12.34e-6), "12.3 us"),
+        (units.short_time(0.99996), "1.0 s"),
+        (units.short_time(0.0045), "4.5 ms"),
+    ],
+)
+def test_costs_as_people_read_them(text: str, expected: str) -> None:
+    assert text == expected

@@ -1,0 +1,1 @@
+"""Helpers of the tests: real ranks, tiny models and data, programs that are started."""

@@ -1,0 +1,112 @@
+"""Tiny models of transformers: their sizes, their folders, their own forward."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from support.models import tiny
+from titanlike.config.schema import Config, Custom
+
+transformers.logging.set_verbosity_error()
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "ffn_dim": 64,
+    "word_embed_proj_dim": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "sliding_window": 5,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+}
+DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dropout")
+DROPOUT += ("hidden_dropout", "residual_dropout", "embedding_dropout")
+
+
+def sizes(family: str, **changes: Any) -> dict[str, Any]:
+    """The keys of a family's config for a tiny model without dropout."""
+    config = transformers.AutoConfig.for_model(family)
+    known = {*config.to_dict(), *config.attribute_map}
+    known.update(inspect.signature(type(config)).parameters)
+    wanted = SIZES | EXPERTS | dict.fromkeys(DROPOUT, 0.0) | changes
+    found = {key: value for key, value in wanted.items() if key in known}
+    if family == "deepseek_v3":
+        found["num_key_value_heads"] = 4
+        del found["head_dim"]
+    return found
+
+
+def model_of(family: str, **changes: Any) -> Custom:
+    config = sizes(family, **changes)
+    return Custom("hf", {"family": family, "config": config, "vocab_size": 64, "max_seq_len": 32})
+
+
+def tiny_hf(model: Custom, pp: int = 1, dp: int = 1, schedule: Any = "1f1b", **more: Any) -> Config:
+    return replace(tiny(pp, dp, schedule), model=model, **more)
+
+
+def own(model: nn.Module) -> nn.Module:
+    """The same model as transformers has it, without anything of ours."""
+    theirs = copy.deepcopy(model)
+    theirs.__class__ = next(
+        kind
+        for kind in type(model).__mro__
+        if kind.__module__.startswith("transformers") and "forward" in vars(kind)
+    )
+    for module in theirs.modules():
+        module._forward_pre_hooks.clear()
+        module._forward_pre_hooks_with_kwargs.clear()
+        vars(module).pop("warn_if_padding_and_no_attention_mask", None)
+    return theirs
+
+
+def logits_by_document(model: nn.Module, ids: Tensor, documents: Tensor) -> Tensor:
+    """transformers' forward of each document by itself: ids, documents [B, T] -> [B, T, V]."""
+    rows = []
+    for row, of in zip(ids, documents, strict=True):
+        lengths = of.unique_consecutive(return_counts=True)[1].tolist()
+        parts = [part[None] for part in row.split(lengths)]
+        rows.append(torch.cat([model(part, use_cache=False).logits for part in parts], dim=1))
+    return torch.cat(rows)
+
+
+def folder_of(family: str, folder: Path, shard: str = "20KB", **changes: Any) -> nn.Module:
+    """A folder as transformers' save_pretrained writes it, in shards; and what was saved."""
+    config = sizes(family, **changes) | {"vocab_size": 64}
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(family, **config)
+    )
+    with torch.no_grad():  # norms and biases are told apart, too
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+    model.save_pretrained(folder, max_shard_size=shard)
+    return model

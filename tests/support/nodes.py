@@ -1,0 +1,77 @@
+"""Several machines on this one: a torchrun each, which meet at a store of the test's own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import torch.distributed as dist
+
+from support.launched import Launched
+from support.paths import ROOT
+
+TRAIN = ROOT / "train.py"
+# a dead machine is missed after 6 s (sooner, a busy one would be taken for dead, and two runs go on
+# in one folder); who is there after 1 s more makes up the next start
+TIMES = "keep_alive_interval=1,keep_alive_max_attempt=6,last_call_timeout=1,join_timeout=60"
+
+
+class Nodes:
+    """Machines by number, each with one rank."""
+
+    def __init__(self, nnodes: str, words: list[str], cwd: Path, restarts: int = 2) -> None:
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._options = (
+            f"--nnodes={nnodes}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint=127.0.0.1:{self._store.port}",
+            f"--rdzv-conf=is_host=0,{TIMES}",
+            "--rdzv-id=test",
+            "--local-addr=127.0.0.1",
+            f"--max-restarts={restarts}",
+        )
+        self._words, self._cwd = words, cwd
+        self._started: list[Launched] = []
+
+    def start(self) -> Launched:
+        """Bring a machine up."""
+        node = Launched(
+            *self._words, torchrun=1, options=self._options, program=TRAIN, cwd=self._cwd
+        )
+        self._started.append(node)
+        return node
+
+    def close(self) -> None:
+        for node in self._started:
+            for process in node.alive():
+                process.kill()
+            node.process.communicate()
+
+
+@contextlib.contextmanager
+def nodes(nnodes: str, words: list[str], cwd: Path, **how: int) -> Iterator[Nodes]:
+    """None of their processes is left behind."""
+    all_nodes = Nodes(nnodes, words, cwd, **how)
+    try:
+        yield all_nodes
+    finally:
+        all_nodes.close()
+
+
+def worker(node: Launched, rank: int) -> psutil.Process | None:
+    """The process of a rank, if it is on that machine."""
+    for process in node.alive():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("RANK") == str(rank):
+                return process
+    return None
+
+
+def power_off(node: Launched) -> None:
+    """Kill all at once, as where the machine is gone."""
+    for process in sorted(node.alive(), key=lambda process: process.pid != node.process.pid):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    node.process.communicate()

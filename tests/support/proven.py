@@ -1,0 +1,14 @@
+"""A layout proven by the verify job, on real ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from support.world import run_world
+from titanlike.config.schema import Config
+from titanlike.proof.verification import verify
+
+
+def assert_proven(config: Config, folder: Path) -> None:
+    results = run_world(verify, config, folder)
+    assert {result["exit_code"] for result in results} == {0}, (folder / "rank0.out").read_text()

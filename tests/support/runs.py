@@ -1,0 +1,33 @@
+"""Runs that go on, in real ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from support.world import numbers, run_world
+from titanlike.config.schema import Checkpoint, Config
+from titanlike.launch.worker import Worker
+from titanlike.training.loop import train
+
+
+def train_each(_: Config, worker: Worker, configs: list[Config]) -> None:
+    """Train each, one after the other, in the same processes."""
+    for number, config in enumerate(configs):
+        store = worker.store and dist.PrefixStore(f"{number}", worker.store)
+        train(config, replace(worker, run_dir=Path(config.run_dir), store=store))
+
+
+def assert_goes_on(config: Config, folder: Path) -> None:
+    """A run from the checkpoint of its second step is to the last bit the run that went on."""
+    saved = Checkpoint(every=2, last=False, keep=0)
+    whole = replace(config, checkpoint=saved, run_dir=str(folder / "whole"))
+    resume = str(folder / "whole" / "checkpoints" / "step-00000002")
+    again = replace(whole, checkpoint=replace(saved, resume=resume), run_dir=str(folder / "again"))
+    for each in (whole, again):
+        Path(each.run_dir).mkdir()
+    run_world(train_each, config, folder / "world", [whole, again])
+    first, then = numbers(folder / "whole"), numbers(folder / "again")
+    assert len(then) == config.steps - 2 and then == first[2:]

@@ -1,0 +1,93 @@
+"""A small run in real ranks, and what it leaves: for tests that harm its checkpoints."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from support.models import tiny
+from support.world import run_world
+from titanlike.checkpoint.storage import Storage
+from titanlike.checkpoint.whole import MANIFEST, MARKER, checksum
+from titanlike.config.schema import Checkpoint, Config
+from titanlike.launch.worker import Worker
+from titanlike.metrics.sinks import read_jsonl
+from titanlike.training import loop as training
+
+Numbers = dict[int, tuple[float, float, float]]  # step -> loss, gradient norm, learning rate
+
+
+def a_run(run_dir: Path, pp: int = 1, dp: int = 1, steps: int = 8, **checkpoint: Any) -> Config:
+    """8 steps with checkpoints of steps 3 and 6."""
+    settings = {"every": 3, "last": False, "keep": 0} | checkpoint
+    return tiny(
+        pp,
+        dp,
+        layers=2,
+        steps=steps,
+        checkpoint=Checkpoint(**settings),
+        run_dir=str(run_dir),
+    )
+
+
+def train_each(_: Config, worker: Worker, configs: list[Config]) -> list[str]:
+    """Train each, one after the other; what each raised, "" for a run that came to its end.
+
+    With several ranks, of which the first error stops some in the middle, that is raised.
+    """
+    raised = []
+    for number, config in enumerate(configs):
+        store = worker.store and dist.PrefixStore(f"{number}", worker.store)
+        try:
+            training.train(config, replace(worker, run_dir=Path(config.run_dir), store=store))
+            raised.append("")
+        except (ValueError, OSError) as error:
+            if worker.world_size > 1:
+                raise
+            raised.append(f"{type(error).__name__}: {error}")
+            dist.destroy_process_group()
+    return raised
+
+
+def train_all(*configs: Config, folder: Path | None = None) -> list[str]:
+    """`train_each` in ranks of the first one's mesh; what rank 0 says.
+
+    folder: for rank0.out, the console's output; None = the first one's run directory.
+    """
+    folder = folder or Path(configs[0].run_dir)
+    for config in configs:
+        Path(config.run_dir).mkdir(parents=True, exist_ok=True)
+    return run_world(train_each, configs[0], folder, list(configs))[0]
+
+
+def numbers(run_dir: Path) -> Numbers:
+    records = read_jsonl(run_dir / "metrics.jsonl")
+    found = {r["step"]: (r["loss"], r["grad_norm"], r["lr"]) for r in records}
+    assert len(found) == len(records), "a step is there twice"
+    return found
+
+
+def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    path = run_dir / "events.jsonl"
+    found = read_jsonl(path) if path.exists() else []
+    return [event for event in found if event["event"] == kind]
+
+
+def checkpoint(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"step-{step:08d}"
+
+
+def reseal(folder: Path) -> None:
+    """Make manifest and marker fit the files that are there, as whoever plants one would."""
+    files = {}
+    for path in sorted(folder.iterdir()):
+        if path.name not in (MANIFEST, MARKER):
+            data = path.read_bytes()
+            files[path.name] = (len(data), checksum(data))
+    text = json.dumps(files).encode()
+    (folder / MANIFEST).write_bytes(text)
+    Storage(folder).write(MARKER, checksum(text).encode())

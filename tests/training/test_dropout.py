@@ -1,0 +1,100 @@
+"""Dropout: every dp rank, microbatch and stage has masks of its own, and a recomputation the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from support.models import tiny
+from support.vision_configs import of_images
+from support.world import numbers, run_world
+from titanlike.config.schema import Checkpoint, Config, Custom
+from titanlike.data.loader import batches, open_data
+from titanlike.launch.worker import Worker
+from titanlike.parallel.mesh import close_mesh, open_mesh
+from titanlike.training.build import build
+from titanlike.training.loop import on_device, train
+
+
+class Masking(nn.Module):
+    """Dropout that keeps its masks."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+        self.masks: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = F.dropout(torch.ones_like(x), 0.5, self.training)
+        if not x.is_meta:
+            self.masks.append(mask.detach())
+        return self.linear(x) * mask
+
+
+class Masked(nn.Module):
+    def __init__(self, *, dim: int = 8, layers: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, dim)
+        self.layers = nn.ModuleList(Masking(dim) for _ in range(layers))
+        self.head = nn.Linear(dim, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def a_step(config: Config, worker: Worker) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Train on one batch: masks, gradients and buffers of this rank."""
+    data = open_data(config)
+    mesh = open_mesh(config, worker)
+    run = build(config, mesh, data)
+    batch = next(batches(data.train, config, dp_rank=mesh.dp_rank))
+    run.pipeline.train(on_device(batch, mesh, config))
+    run.norms.update()
+    masks = [m for stage in run.stages for x in stage.modules() for m in getattr(x, "masks", ())]
+    held = {n: p.grad for part in run.parts for n, p in part.parameters()} if mesh.dp == 1 else {}
+    held |= {name: buffer for stage in run.stages for name, buffer in stage.named_buffers()}
+    close_mesh()
+    return masks, held
+
+
+def test_no_two_masks_are_equal(tmp_path: Path) -> None:
+    config = tiny(2, 2, model=Custom("test_dropout.Masked", {}), seq_len=4)
+    results = run_world(a_step, config, tmp_path)
+    masks = [mask for found, _ in results for mask in found]
+    assert len(masks) == 4 * 2 * 8  # layers, dp ranks, microbatches
+    assert not any(torch.equal(one, other) for one, other in combinations(masks, 2))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbvzerobubble"])
+def test_recomputation_changes_no_gradient_and_no_statistics(schedule: str, tmp_path: Path) -> None:
+    found = []
+    for recompute in (False, True):
+        args = {"dropout": 0.3, "recompute": recompute}
+        config = of_images("Tower", 2, 1, schedule, args=args)
+        results = run_world(a_step, config, tmp_path / str(recompute))
+        found.append({name: value for _, held in results for name, value in held.items()})
+    right, recomputed = found
+    assert right.keys() == recomputed.keys() and len(right) > 20
+    for name, value in right.items():
+        torch.testing.assert_close(recomputed[name], value, rtol=0, atol=1e-6, msg=name)
+    without = of_images("Tower", 2, 1, schedule)
+    (_, plain), _ = run_world(a_step, without, tmp_path / "without")
+    assert not torch.allclose(plain["stem.weight"], right["stem.weight"])  # dropout was on
+
+
+def test_masks_go_on_after_a_stop(tmp_path: Path) -> None:
+    saving = {"checkpoint": Checkpoint(every=1), "args": {"dropout": 0.3, "recompute": True}}
+    config = of_images("Tower", 2, 1, **saving)
+    for steps, folder in ((2, "whole"), (1, "part"), (2, "part")):
+        run_world(train, replace(config, steps=steps), tmp_path / folder)
+    assert len(numbers(tmp_path / "whole")) == 2
+    assert numbers(tmp_path / "part") == numbers(tmp_path / "whole")

@@ -1,0 +1,81 @@
+"""A run that is asked to end: at a step, on all ranks, with a checkpoint to go on from."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from support.models import tiny
+from support.world import numbers, run_world
+from titanlike.config.schema import Checkpoint, Config, Validation
+from titanlike.launch.worker import Worker
+from titanlike.metrics.sinks import read_jsonl
+from titanlike.training.loop import STOPPED_EARLY, train
+
+SAVING = Checkpoint(every=0, last=True)
+
+
+def test_max_tokens_completes_the_run_at_the_first_step_that_has_them(tmp_path: Path) -> None:
+    config = tiny(max_tokens=3 * 16 * 16 - 5, checkpoint=SAVING)
+    (result,) = run_world(train, config, tmp_path)
+    assert "exit_code" not in result
+    assert [step for step, *_ in numbers(tmp_path)] == [1, 2, 3]
+    assert (tmp_path / "checkpoints" / "step-00000003" / "COMMITTED").exists()
+
+
+def test_max_time_stops_the_run_which_then_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
+    config = tiny(2, 1, checkpoint=SAVING, steps=4)
+    run_world(train, config, tmp_path / "whole")
+    results = run_world(train, replace(config, max_time=1e-3), tmp_path / "cut")
+    assert {(r["stopped"], r["exit_code"]) for r in results} == {("max_time", STOPPED_EARLY)}
+    assert [step for step, *_ in numbers(tmp_path / "cut")] == [1]
+    assert "go on: python train.py --config-path" in (tmp_path / "cut" / "rank0.out").read_text()
+    run_world(train, config, tmp_path / "cut")
+    assert numbers(tmp_path / "cut") == numbers(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("where", ["validation", "save"])
+def test_a_signal_to_one_rank_stops_all_of_them(where: str, tmp_path: Path) -> None:
+    """Also in the middle of a validation, which is given up, and of a save."""
+    validation = Validation(every=2, batches=4)
+    config = tiny(2, 1, checkpoint=Checkpoint(every=2), validation=validation, steps=4)
+    run_world(train, config, tmp_path / "whole")
+    results = run_world(interrupted, config, tmp_path / "cut", where)
+    assert {(r["stopped"], r["exit_code"]) for r in results} == {("SIGUSR1", STOPPED_EARLY)}
+    rows = read_jsonl(tmp_path / "cut" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2]
+    assert ("val_loss" in rows[1]) == (where == "save")
+    newest = max(path.name for path in (tmp_path / "cut" / "checkpoints").iterdir())
+    assert newest == "step-00000002"
+    run_world(train, config, tmp_path / "cut")
+    assert numbers(tmp_path / "cut") == numbers(tmp_path / "whole")
+
+
+def interrupted(config: Config, worker: Worker, where: str) -> dict:
+    """Train; rank 1 gets SIGUSR1 in its first validation, at the second batch, or first save."""
+    import titanlike.training.loop as training
+
+    signal.signal(signal.SIGUSR1, lambda signum, _: worker.stop.request(signum))
+    if worker.rank == 1 and where == "validation":
+        batches = training.validation_batches
+
+        def validation_batches(*args, **kwargs):
+            for i, batch in enumerate(batches(*args, **kwargs)):
+                if i == 1:
+                    os.kill(os.getpid(), signal.SIGUSR1)
+                yield batch
+
+        training.validation_batches = validation_batches
+    elif worker.rank == 1:
+        save = training.Saver.save
+
+        def saved(self, *args, **kwargs):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            return save(self, *args, **kwargs)
+
+        training.Saver.save = saved
+    return train(config, worker)

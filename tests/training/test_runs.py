@@ -1,0 +1,173 @@
+"""Whole commands, as a user types them: the main job, the proof, the bench, and going on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from support.commands import TINY, command
+from support.launched import until
+from support.paths import ROOT
+from titanlike.checkpoint.find import find
+from titanlike.config.schema import Checkpoint, Config
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").open()]
+
+
+def test_the_main_job_learns_in_two_minutes_and_says_how_to_go_on(tmp_path: Path) -> None:
+    start = time.monotonic()
+    done = command("run_dir=run", cwd=tmp_path, timeout=240)
+    seconds = time.monotonic() - start
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert records[0]["loss"] == pytest.approx(5.6, abs=0.2)  # nats a byte, knowing nothing
+    assert records[-1]["val_loss"] < 2.0
+    assert seconds < 120
+    keys = [
+        "step",
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "tokens_per_second",
+        "step_seconds",
+        "memory_bytes",
+    ]
+    assert list(records[0])[: len(keys)] == keys
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (result["status"], result["value"]) == ("completed", records[-1]["val_loss"])
+    assert (tmp_path / "run" / "checkpoints" / "step-00000300" / "COMMITTED").exists()
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+    last = done.stdout.strip().splitlines()[-1]
+    assert last == f"train on: python train.py --config-path {tmp_path / 'run'} steps=600"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run of 5 steps, in a folder whose name has a space, and what it printed."""
+    folder = tmp_path_factory.mktemp("finished")
+    words = ["checkpoint.every=2", "checkpoint.last=true", "run_dir=a run"]
+    done = command(*TINY, *words, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "a run", done.stdout
+
+
+def test_the_line_that_a_run_ends_with_trains_on(finished: tuple[Path, str]) -> None:
+    run, printed = finished
+    line = printed.strip().splitlines()[-1].removeprefix("train on: python train.py ")
+    before = losses(run)
+    on = subprocess.run(
+        f"{sys.executable} {ROOT / 'train.py'} {line} run_dir=../on checkpoint.resume='{run}'",
+        shell=True,
+        cwd=run,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert on.returncode == 0, on.stderr
+    assert "going on from step 5" in on.stdout
+    assert len(losses(run.parent / "on")) == 5
+    assert losses(run) == before
+
+
+@pytest.mark.slow
+def test_torchrun_with_its_default_of_one_process_starts_the_others(
+    finished: tuple[Path, str], tmp_path: Path
+) -> None:
+    words = [*TINY, "pp=2", "schedule=interleaved1f1b", "run_dir=two"]
+    two = command("torchrun", *words, cwd=tmp_path)
+    assert two.returncode == 0, two.stderr
+    assert losses(tmp_path / "two") == pytest.approx(losses(finished[0]), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_verify_leaves_a_runs_files_alone_and_ends_with_a_verdict(
+    finished: tuple[Path, str],
+) -> None:
+    run, _ = finished
+    before = {path.name: path.read_bytes() for path in run.glob("*.*")}
+    done = command(*TINY, f"run_dir='{run}'", "pp=2", tool="tools/verify.py", cwd=run.parent)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.strip().splitlines()[-1].startswith("PASS")
+    assert {path.name: path.read_bytes() for path in run.glob("*.*")} == before
+
+
+def test_bench_measures_a_command_beside_a_plain_loop(tmp_path: Path) -> None:
+    done = command("model.layers=2", "steps=10", "logger=none", tool="tools/bench.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for label in ("tokens/s", "step", "first step done", "peak memory a rank", "ours / plain"):
+        assert label in done.stdout
+
+
+@pytest.mark.slow
+def test_the_framework_costs_at_most_3_percent(tmp_path: Path) -> None:
+    done = command("steps=60", "logger=none", tool="tools/bench.py", cwd=tmp_path, timeout=300)
+    ratio = float(done.stdout.strip().splitlines()[-1].split()[-1])
+    assert ratio < 1.03
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(
+    finished: tuple[Path, str], tmp_path: Path
+) -> None:
+    shutil.copytree(finished[0], tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints" / "step-00000005"
+    next(folder.glob("*.distcp")).write_bytes(b"short")
+    done = command(*TINY, "checkpoint.last=true", "run_dir=run", "steps=8", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"checkpoint {folder} is damaged: __0_0.distcp has 5 bytes" in done.stdout
+    assert "going on from step 4" in done.stdout
+
+
+@pytest.mark.parametrize("resume", ["never", "run/checkpoints/step-00000002"])
+def test_a_run_does_not_start_before_checkpoints_that_are_there(
+    resume: str, finished: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(finished[0], tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    config = Config(run_dir="run", checkpoint=Checkpoint(resume=resume))
+    with pytest.raises(ValueError, match="write another run_dir"):
+        find(config)
+
+
+def test_a_named_checkpoint_is_gone_on_from_in_another_folder(
+    finished: tuple[Path, str], tmp_path: Path
+) -> None:
+    run, _ = finished
+    resume = f"checkpoint.resume='{run / 'checkpoints' / 'step-00000002'}'"
+    done = command(*TINY, resume, "run_dir=two", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "two") == losses(run)[2:]
+
+
+def test_a_folder_that_cannot_be_written_is_a_mistake_of_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = command(*TINY, "run_dir=file", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "run_dir=" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_that_is_started_twice_goes_on_in_the_newest_start_alone(tmp_path: Path) -> None:
+    """Else both would write to one metrics.jsonl and one folder of checkpoints."""
+    words = [sys.executable, str(ROOT / "train.py"), *TINY, "model.layers=2", "run_dir=run"]
+    words += ["steps=1000", "checkpoint.every=50"]
+    settings = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    first = subprocess.Popen(words, cwd=tmp_path, **settings)
+    until(lambda: (tmp_path / "run" / "checkpoints" / "step-00000050" / "COMMITTED").exists())
+    second = subprocess.Popen(words, cwd=tmp_path, **settings)
+    out, err = second.communicate(timeout=120)
+    assert second.returncode == 0 and "going on from step" in out, err
+    _, err = first.communicate(timeout=60)
+    assert first.returncode == 1
+    assert "another start of this run has taken it over" in err and f"process {second.pid}" in err
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert steps == list(range(1, 1001))

@@ -1,0 +1,167 @@
+"""One recorded call done again, alone: on meta to count, or on a device to measure its time."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from titanlike.graph.record import DEVICE, Node
+from titanlike.graph.structure import flatten, replaced
+
+_META = torch.device("meta")
+
+
+def flops(node: Node, model: nn.Module) -> int:
+    """Of forward and backward: matrix products, convolutions and attention (all of it, where a
+    causal kernel leaves half out)."""
+    with FlopCounterMode(display=False) as counter:
+        _Call(node, _module(node, model), _META, _empty).both()
+    return counter.get_total_flops()
+
+
+def saved_bytes(node: Node, model: nn.Module) -> int:
+    """What the forward keeps for the backward, parameters apart; attention as its fused kernels do."""
+    module = _module(node, model)
+    call = _Call(node, module, _META, _empty)
+    weights = [*(module.parameters() if module else ()), *call.weights]
+    ours = {id(p.untyped_storage()): p.untyped_storage() for p in weights}
+    kept: dict[int, torch.UntypedStorage] = {}  # while these live their ids are theirs
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if id(storage) not in ours:
+            kept[id(storage)] = storage
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with hooks, _FusedAttention():
+        call.forward()
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def seconds(node: Node, model: nn.Module, device: torch.device, repeats: int = 5) -> float:
+    """Median time of forward and backward with random values, whose memory is free afterwards."""
+    module = _module(node, model)
+    if module is not None:
+        module = copy.deepcopy(module).to_empty(device=device)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.normal_(0, 0.02)
+            for buffer in module.buffers():
+                buffer.fill_(1 if buffer.is_floating_point() else 0)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        call = _Call(node, module, device, lambda tensor: _random(tensor, device))
+        times = []
+        for _ in range(2 + repeats):
+            _wait(device)
+            begin = time.perf_counter()
+            call.both()
+            _wait(device)
+            times.append(time.perf_counter() - begin)
+    return statistics.median(times[2:])
+
+
+class _Call:
+    """A node's function with arguments of its own."""
+
+    def __init__(
+        self,
+        node: Node,
+        module: nn.Module | None,
+        device: torch.device,
+        make: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._node, self._device = node, device
+        self._inputs = {use: make(use.value) for use in dict.fromkeys(node.uses)}
+        self.weights = [self._inputs[use] for use in self._inputs if _is_weight(use)]
+        if node.tail is not None:
+            self._function = node.tail.over(module)
+        else:
+            self._function = node.target if module is None else module
+        wanted = [*self._inputs.values(), *(module.parameters() if module else ())]
+        self._wanted = [tensor for tensor in wanted if tensor.requires_grad]
+
+    def forward(self) -> list[Tensor]:
+        """The results that have a gradient."""
+
+        def real(leaf: Any) -> Any:
+            if not isinstance(leaf, Node):
+                return self._device if leaf is DEVICE else leaf
+            tensor = self._inputs[leaf]
+            # a leaf with a gradient cannot be changed in place, as the call may do
+            return tensor.clone() if tensor.requires_grad and not _is_weight(leaf) else tensor
+
+        args, kwargs = replaced((self._node.args, self._node.kwargs), real)
+        with torch.set_grad_enabled(self._node.grad), self._device:
+            result = self._function(*args, **kwargs)
+        leaves, _ = flatten(result)
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+    def both(self) -> None:
+        results = self.forward()
+        if results and self._wanted:
+            ones = [torch.ones_like(result) for result in results]
+            torch.autograd.grad(results, self._wanted, ones, allow_unused=True)
+
+
+def _module(node: Node, model: nn.Module) -> nn.Module | None:
+    return model.get_submodule(node.target) if node.kind == "unit" else None
+
+
+def _is_weight(node: Node) -> bool:
+    return isinstance(node.value, nn.Parameter)
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, nn.Parameter):
+        return tensor
+    return torch.empty_like(tensor).requires_grad_(tensor.requires_grad)
+
+
+def _random(tensor: Tensor, device: torch.device) -> Tensor:
+    """Whole numbers are 0, which is a token and a place in any list; truth is True."""
+    if tensor.is_floating_point():
+        scale = 0.02 if isinstance(tensor, nn.Parameter) else 1.0
+        made = scale * torch.randn(tensor.shape, dtype=tensor.dtype, device=device)
+        return made.requires_grad_(tensor.requires_grad)
+    full = 1 if tensor.dtype == torch.bool else 0
+    return torch.full(tensor.shape, full, dtype=tensor.dtype, device=device)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class _FusedAttention(TorchFunctionMode):
+    """On meta, attention is computed with all its probabilities, which no fused kernel keeps."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is not F.scaled_dot_product_attention:
+            return function(*args, **kwargs)
+        given = dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)) | kwargs
+        mask = given.get("attn_mask")
+        return _Attention.apply(given["query"], given["key"], given["value"], mask)
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps what fused attention keeps: its arguments, its result and a number for each query."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        result = q.new_empty(*q.shape[:-1], v.shape[-1])
+        sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, mask, result, sums)
+        return result

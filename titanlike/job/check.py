@@ -1,0 +1,130 @@
+"""Every problem of a config that parses, from each room that knows of some; before a worker starts."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from titanlike.checkpoint.find import difference, find, named, quick_look, storage_of
+from titanlike.checkpoint.storage import Storage
+from titanlike.checkpoint.whole import Damaged
+from titanlike.config import credentials, validate
+from titanlike.config.errors import Problem
+from titanlike.config.parse import to_plain
+from titanlike.config.schema import Config, TensorBoard
+from titanlike.data import checks as data
+from titanlike.metrics.tensorboard_sink import tensorboard_problem
+
+# with one of these wrong, nothing can be laid out
+LAYOUT = ("pp", "dp", "replicate", "batch_size", "seq_len", "schedule.stages_per_rank")
+
+
+def problems(config: Config, world_size: int | None = None) -> list[Problem]:
+    """world_size: processes that were started for the run, None if they will be."""
+    if secrets := list(secret_problems(to_plain(config))):
+        return secrets  # first, and alone: other rooms' messages quote values
+    found = validate.problems(config, world_size)
+    for key, value, reason, remedy in data.problems(config):
+        remedy = remedy.removeprefix("Write ")
+        found.append(Problem(key, value, reason, remedy[:1].lower() + remedy[1:]))
+    if isinstance(config.logger, TensorBoard) and (text := tensorboard_problem()):
+        found.append(Problem.parse("logger", text))
+    if not any(problem.key in LAYOUT for problem in found):
+        from titanlike.training.draft import preflight  # torch: after what is quick
+
+        found += preflight(config)
+    return found or [*_checkpoint(config)] or [*_writable(config)]
+
+
+def secret_problems(plain: dict[str, Any]) -> Iterator[Problem]:
+    """Passwords, keys and tokens in a config, which would be written to config.yaml and to W&B."""
+    for key, reason in credentials.found(plain):
+        yield _secret(key, reason)
+
+
+def _secret(key: str, reason: str) -> Problem:
+    return Problem(
+        key,
+        credentials.HIDDEN,
+        f"{reason}, and a config is written down",
+        "keep it in the environment, where fsspec, Hugging Face and W&B find their own "
+        "(AWS_SECRET_ACCESS_KEY, HF_TOKEN, WANDB_API_KEY)",
+    )
+
+
+def secrets_in_command(overrides: list[str], config: Config | None) -> list[Problem]:
+    """The same of a command line, before Hydra makes folders of it.
+
+    config: what the overrides give, of a sweep its first job; None where they give nothing.
+    """
+    told = {p.key: p for p in (secret_problems(to_plain(config)) if config is not None else ())}
+    for text in overrides:
+        key, _, value = text.lstrip("+~").partition("=")
+        if key not in told and credentials.redact_override(text) != text:
+            why = next((why for _, why in credentials.found(value, key)), "it holds a secret")
+            told[key] = _secret(credentials.redact(key), why)
+    return list(told.values())
+
+
+def _checkpoint(config: Config) -> Iterator[Problem]:
+    """What would be found when the run goes on, as far as it can be told without the data."""
+    settings = config.checkpoint
+    for key, location in (("folder", settings.folder), ("start_from", settings.start_from)):
+        try:
+            if location is not None and Storage(location).of_one_process and config.world_size > 1:
+                reason = "is the memory of one process: the other ranks would not see it"
+                yield Problem(f"checkpoint.{key}", location, reason, f"checkpoint.{key}=/a/path")
+                return
+        except (ValueError, ImportError) as error:
+            fix = f"checkpoint.{key}=/a/path or a URL whose file system is installed"
+            yield Problem(f"checkpoint.{key}", location, str(error), fix)
+            return
+    try:
+        found = find(config)
+        if found.path is not None and (text := difference(found.path, config)):
+            raise ValueError(text)
+        if found.path is None and settings.start_from is not None:
+            quick_look(named("checkpoint.start_from", settings.start_from))
+    except Damaged as error:
+        yield Problem(
+            "checkpoint", str(error.folder), str(error), "checkpoint.resume=/another/checkpoint"
+        )
+    except ValueError as error:
+        yield Problem.parse("checkpoint.resume", str(error))
+    except Exception as error:  # each file system has errors of its own: no rights, no network
+        reason = f"cannot be read: {type(error).__name__}: {error}"
+        fix = "checkpoint.folder=/another/path"
+        yield Problem("checkpoint", str(storage_of(config)), reason, fix)
+
+
+@contextlib.contextmanager
+def leaving_nothing(folder: Path) -> Iterator[None]:
+    """Within it, a check may make `folder` to see whether it can; afterwards it is gone again."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        yield
+    finally:
+        for path in missing:
+            with contextlib.suppress(OSError):  # never made, or somebody has come to use it
+                path.rmdir()
+
+
+def _writable(config: Config) -> Iterator[Problem]:
+    """Whether everything can be written, found out by writing."""
+    try:
+        Path(config.run_dir).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=config.run_dir).close()
+    except OSError as error:
+        reason = f"cannot be written: {error.strerror}"
+        yield Problem("run_dir", config.run_dir, reason, "run_dir=outputs/NAME")
+        return
+    if config.checkpoint.folder is not None:
+        try:
+            Storage(config.checkpoint.folder).prove_writable()
+        except Exception as error:  # each file system has errors of its own
+            reason = f"cannot be written: {type(error).__name__}: {error}"
+            fix = "checkpoint.folder=/another/path, or null for run_dir/checkpoints"
+            yield Problem("checkpoint.folder", config.checkpoint.folder, reason, fix)

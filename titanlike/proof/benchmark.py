@@ -1,0 +1,191 @@
+"""The bench job: a command line's speed, memory and start-up, beside a plain torch loop.
+
+1. All ranks train in their layout, as `train` does with metrics.jsonl and nothing else.
+2. One process trains the same model on the same batches in a loop written straight on torch. With a
+   mesh of one process the two alternate step by step, so that the machine's moods hit both.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from titanlike.config.schema import Config
+from titanlike.data.loader import batches
+from titanlike.data.sources import IGNORE, Data
+from titanlike.launch.worker import Worker, meet
+from titanlike.metrics import units
+from titanlike.metrics.console import Console
+from titanlike.metrics.sinks import JsonlSink
+from titanlike.models.registry import build_model, resolve_model, start_of
+from titanlike.optim.optimizer import build_optimizer, set_lr
+from titanlike.parallel.device import peak_memory, resident_memory
+from titanlike.parallel.initialize import initialize
+from titanlike.parallel.mesh import close_mesh, open_mesh
+from titanlike.training.build import Run, build
+from titanlike.training.guard import Guard
+from titanlike.training.loop import PREPARATION, open_on_every_rank, timed_step
+
+WARMUP = 4  # steps that are not counted
+STEPS = 40  # counted, unless the command line has steps=
+
+
+def bench(config: Config, worker: Worker) -> dict[str, Any]:
+    """Measure; prints a table; {"value": tokens/s, ...the figures}."""
+    asked = any(text.startswith("steps=") for text in worker.overrides)
+    counted = max(2, config.steps) if asked else STEPS
+    config = replace(config, steps=1 + WARMUP + counted)
+    data = open_on_every_rank(config, worker)
+    mesh = open_mesh(config, worker)
+    before = resident_memory(mesh.device)
+    run = build(config, mesh, data)
+    ours = _framework(run, config, data, worker)
+    next(ours)
+    ready = time.time() - _started(worker)
+
+    for _ in range(WARMUP):
+        next(ours)
+    memory = peak_memory(mesh.device)
+    if mesh.world_size == 1:
+        rival = _plain(config, data, mesh.device)
+        for _ in range(WARMUP):
+            next(rival)
+        mine, plain, ratios = [], [], []
+        for _ in range(counted // 2):
+            # ours, plain, plain, ours: who comes second finds other caches than who comes first
+            a, b, c, d = next(ours), next(rival), next(rival), next(ours)
+            mine, plain = [*mine, a, d], [*plain, b, c]
+            ratios.append(_seconds(a, d) / _seconds(b, c))
+        ratio = median(ratios)
+    else:
+        mine = list(ours)
+        memory = peak_memory(mesh.device)
+        plain, ratio = _plain_on_rank_0(config, data, run, worker, counted), None
+    grown = [0] * mesh.world_size
+    dist.all_gather_object(grown, (memory, memory - before))
+
+    seconds = median(record["step_seconds"] for record in mine)
+    tokens = config.batch_size * config.seq_len
+    figures = {
+        "value": tokens / seconds,
+        "step_seconds": seconds,
+        "first_step_seconds": ready,
+        "memory_bytes": [peak for peak, _ in grown],
+        "memory_of_training_bytes": [own for _, own in grown],
+        "plain_step_seconds": median(r["step_seconds"] for r in plain) if plain else None,
+        "ratio": ratio,
+    }
+    if worker.rank == 0:
+        _print(figures, mine)
+    close_mesh()
+    return figures
+
+
+def _seconds(*records: dict[str, Any]) -> float:
+    return sum(record["step_seconds"] for record in records)
+
+
+def _framework(run: Run, config: Config, data: Data, worker: Worker) -> Iterator[dict[str, Any]]:
+    """Records of training steps, as `train` takes them."""
+    stream = batches(data.train, config, dp_rank=run.mesh.dp_rank)
+    guard = Guard(config, {})
+    sink = JsonlSink(worker.run_dir / "metrics.jsonl") if worker.rank == 0 else None
+    for step in range(1, config.steps + 1):
+        record = timed_step(run, config, step, stream, guard, worker).record
+        if sink:
+            sink.log(record)
+        yield record
+
+
+def _plain(config: Config, data: Data, device: torch.device) -> Iterator[dict[str, Any]]:
+    """The loop that one would write without a framework."""
+    alone = replace(config, dp=1, replicate=1)
+    resolved = resolve_model(config)
+    model = build_model(resolved)
+    initialize(model, start_of(resolved, config.seed), device)
+    optimizer = build_optimizer(model, config.optimizer)
+    stream = batches(data.train, alone, dp_rank=0)
+    bf16 = config.precision.name == "bf16"
+    for step in range(1, config.steps + 1):
+        begin = time.perf_counter()
+        batch = next(stream)
+        inputs, targets = (batch[key].to(device) for key in ("inputs", "targets"))
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            logits = model(inputs)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE)
+        loss.backward()
+        if config.optimizer.clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)
+        set_lr(optimizer, config, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        value = loss.item()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        yield {"loss": value, "step_seconds": time.perf_counter() - begin}
+
+
+def _plain_on_rank_0(
+    config: Config, data: Data, run: Run, worker: Worker, counted: int
+) -> list[dict[str, Any]]:
+    """The plain loop with the whole machine's cores, while the other ranks wait.
+
+    Empty where the whole model does not fit one device.
+    """
+    records: list[dict[str, Any]] = []
+    if worker.rank == 0:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        try:
+            loop = _plain(config, data, run.mesh.device)
+            records = [next(loop) for _ in range(WARMUP + counted)][WARMUP:]
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+        torch.set_num_threads(threads)
+    meet(worker, "plain loop", PREPARATION)
+    return records
+
+
+def _started(worker: Worker) -> float:
+    """When the command was started: this process, or the launcher that is its parent."""
+    pid = os.getpid() if worker.world_size == 1 else os.getppid()
+    with open(f"/proc/{pid}/stat") as stat:
+        ticks = int(stat.read().rpartition(")")[2].split()[19])
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - age
+
+
+def _print(figures: dict[str, Any], records: list[dict[str, Any]]) -> None:
+    console = Console(steps=1)
+    memory = figures["memory_bytes"]
+    own = figures["memory_of_training_bytes"]
+    rows = [
+        ("tokens/s", units.count(figures["value"])),
+        ("step", f"{figures['step_seconds'] * 1e3:.1f} ms (median of {len(records)})"),
+        ("first step done", f"{figures['first_step_seconds']:.1f} s after the start"),
+        (
+            "peak memory a rank",
+            f"{units.size(max(memory))} at most, {units.size(max(own))} of it for this run",
+        ),
+    ]
+    if len(memory) > 1:
+        rows.append(("of each rank", ", ".join(units.size(value) for value in own)))
+    if "mfu" in records[-1]:
+        rows.append(("MFU", f"{median(record['mfu'] for record in records):.1%}"))
+    plain = figures["plain_step_seconds"]
+    if plain is None:
+        rows.append(("plain torch loop", "does not fit one device"))
+    else:
+        ratio = figures["ratio"] or figures["step_seconds"] / plain
+        how = "paired: ours, plain, plain, ours" if figures["ratio"] else "one process, all cores"
+        rows.append(("plain torch loop", f"{plain * 1e3:.1f} ms a step ({how})"))
+        rows.append(("time of ours / plain", f"{ratio:.3f}"))
+    console.table("", (), rows)

@@ -1,0 +1,167 @@
+"""The bench of checkpoints: the stall of a save in each mode, and bandwidth beside plain files.
+
+The modes take turns, a few training steps after each save, so that the machine's moods hit all. The
+plain write is this rank's own bytes into one file with fsync, at the same time on all ranks; the
+plain read reads them back. Both are in the page cache for reading: what is compared is the
+program's own cost (checksums, DCP, copying into shards), not the disk's.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titanlike.checkpoint.saver import Progress, Saver
+from titanlike.checkpoint.whole import read_manifest
+from titanlike.config.schema import Checkpoint, Config
+from titanlike.data.loader import batches
+from titanlike.launch.worker import Worker
+from titanlike.metrics import units
+from titanlike.metrics.console import Console
+from titanlike.metrics.events import Events
+from titanlike.parallel.mesh import close_mesh, open_mesh
+from titanlike.training.build import Run, build
+from titanlike.training.guard import Guard
+from titanlike.training.loop import open_on_every_rank, timed_step
+
+MODES = ("sync", "async", "async_pinned")
+ROUNDS = 5  # counted; one before them is not
+STEPS = 2  # of training after a save
+
+
+def bench(config: Config, worker: Worker) -> dict[str, Any]:
+    """Measure; prints a table; {"value": stall of async / stall of sync, ...the figures}."""
+    data = open_on_every_rank(config, worker)
+    mesh = open_mesh(config, worker)
+    run = build(config, mesh, data)
+    guard, stream = Guard(config, {}), batches(data.train, config, dp_rank=mesh.dp_rank)
+    quiet = Events(worker.run_dir, None)
+    folders = {mode: worker.run_dir / mode for mode in MODES}
+    savers = {
+        mode: Saver(
+            run.parts, replace(config, checkpoint=_settings(folders[mode], mode)), data, quiet
+        )
+        for mode in MODES
+    }
+    step = 1
+    timed_step(run, config, step, stream, guard, worker)
+    stalls: dict[str, list[float]] = {mode: [] for mode in MODES}
+    during: dict[str, list[float]] = {mode: [] for mode in MODES}
+    loads, writes, reads = [], [], []
+    for _ in range(ROUNDS + 1):
+        for mode, saver in savers.items():
+            dist.barrier()
+            stalls[mode].append(_slowest(run, saver.save(Progress(step=step))))
+            for _ in range(STEPS):
+                step += 1
+                record = timed_step(run, config, step, stream, guard, worker).record
+                during[mode].append(record["step_seconds"])
+            saver.finish(Progress(step=step), done=False)  # the next mode has the disk to itself
+        size, own = _sizes(folders["sync"], savers["sync"].newest, worker.rank)
+        writes.append(_timed(run, lambda own=own: _plain_write(worker, own)))
+        reads.append(_timed(run, lambda: _plain_read(worker)))
+        loads.append(_timed(run, savers["sync"].resume))
+    for mode in MODES:
+        dist.barrier()
+        if worker.rank == 0:
+            shutil.rmtree(folders[mode])
+    plain_file(worker).unlink()
+    stall = {mode: median(stalls[mode][1:]) for mode in MODES}
+    figures = {
+        "value": stall["async"] / stall["sync"],
+        "bytes": size,
+        "stall_seconds": stall,
+        "step_seconds": {mode: median(during[mode][STEPS:]) for mode in MODES},
+        "save_seconds": stall["sync"],
+        "load_seconds": median(loads[1:]),
+        "plain_write_seconds": median(writes[1:]),
+        "plain_read_seconds": median(reads[1:]),
+    }
+    if worker.rank == 0:
+        _print(figures)
+    close_mesh()
+    return figures
+
+
+def plain_file(worker: Worker) -> Path:
+    return worker.run_dir / f"plain-{worker.rank}"
+
+
+def _settings(folder: Path, mode: Any) -> Checkpoint:
+    return Checkpoint(folder=str(folder), mode=mode, keep=1)
+
+
+def _sizes(folder: Path, step: int, rank: int) -> tuple[int, int]:
+    """Bytes of a checkpoint, and of a rank's own files in it."""
+    from titanlike.checkpoint.storage import Storage
+
+    files = read_manifest(Storage(folder / f"step-{step:08d}"))
+    own = sum(size for name, (size, _) in files.items() if name.startswith(f"__{rank}_"))
+    return sum(size for size, _ in files.values()), own
+
+
+def _plain_write(worker: Worker, size: int) -> None:
+    plain_file(worker).unlink(missing_ok=True)
+    piece = memoryview(torch.ones(size, dtype=torch.uint8).numpy())
+    with plain_file(worker).open("wb", buffering=0) as file:
+        file.write(piece)
+        os.fsync(file.fileno())
+
+
+def _plain_read(worker: Worker) -> None:
+    plain_file(worker).read_bytes()
+
+
+def _timed(run: Run, action: Callable[[], Any]) -> float:
+    dist.barrier()
+    begin = time.perf_counter()
+    action()
+    return _slowest(run, time.perf_counter() - begin)
+
+
+def _slowest(run: Run, seconds: float) -> float:
+    mine = torch.tensor([seconds], dtype=torch.float64, device=run.mesh.device)
+    return run.mesh.max(mine).item()
+
+
+def _print(figures: dict[str, Any]) -> None:
+    def speed(key: str) -> str:
+        return f"{units.size(figures['bytes'] / figures[key])}/s"
+
+    console = Console(steps=1)
+    stall, steps = figures["stall_seconds"], figures["step_seconds"]
+    console.table(
+        "",
+        ["mode", "training waits", "of sync's", "a step during it"],
+        [
+            (
+                mode,
+                f"{stall[mode] * 1e3:.1f} ms",
+                f"{stall[mode] / stall['sync']:.2f}",
+                f"{steps[mode] * 1e3:.1f} ms",
+            )
+            for mode in MODES
+        ],
+    )
+    console.line()
+    write, read = figures["plain_write_seconds"], figures["plain_read_seconds"]
+    rows = [
+        ("save", speed("save_seconds"), f"{write / figures['save_seconds']:.2f}"),
+        ("plain write with fsync", speed("plain_write_seconds"), ""),
+        (
+            "load, checksums read too",
+            speed("load_seconds"),
+            f"{read / figures['load_seconds']:.2f}",
+        ),
+        ("plain read", speed("plain_read_seconds"), ""),
+    ]
+    console.table("", ["", f"a checkpoint of {units.size(figures['bytes'])}", "of plain"], rows)

@@ -1,0 +1,206 @@
+"""What each unit of a model costs: parameters, FLOPs, memory, or time on a device.
+
+A unit's cost includes what the forward does between it and its neighbours (a residual, a product
+with a weight), as the stage would that begins or ends there; the last one's includes the loss.
+Calls that are alike (modules of one class with equal settings, on tensors of equal shapes) are
+costed once: see `replay.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from titanlike.config.schema import Config, Sgd
+from titanlike.graph import replay
+from titanlike.graph.blueprint import Blueprint
+from titanlike.graph.cut import cut, starts
+from titanlike.graph.record import Node
+from titanlike.graph.structure import replaced
+from titanlike.optim.loss import Loss
+from titanlike.parallel.sharding import compute_dtype
+from titanlike.pipeline.order import Order
+from titanlike.split.cost_table import Costs
+
+# What modules are told of their own place, which changes no cost
+_PLACES = ("index", "idx", "layer_number", "layer_id")
+
+
+class CostError(ValueError):
+    """A call that cannot be done again by itself."""
+
+
+class Profile:
+    """The calls of each unit in the forward of one microbatch, in training."""
+
+    def __init__(self, blueprint: Blueprint, targets: Tensor, loss: Loss) -> None:
+        """targets: of a microbatch, on meta."""
+        self.model = blueprint.model
+        recording = blueprint.recording(blueprint.fields, True)
+        end = blueprint.end(cut(recording, [recording.units])[0]).nodes[-1]
+        if end.tail is not None:  # the head and the loss are one call
+            gone = {end.tail.head, *end.tail.glue}
+            next(node for node in end.uses if node.target == "targets").value = targets
+        else:
+            gone = set()
+            end = Node("function", loss.total, (recording.output, Node("input", "", value=targets)))
+        edges = [*starts(recording), len(recording.nodes)]
+        self._calls = [
+            [n for n in recording.nodes[a:b] if n.kind in ("unit", "function") and n not in gone]
+            for a, b in pairwise(edges)
+        ]
+        self._calls[-1].append(end)
+        self._end = end
+        self._keys: dict[Node, str] = {}
+        self.model.train()
+
+    def held(self, size: Callable[[nn.Parameter], int]) -> np.ndarray:
+        """[start, stop] -> size of the parameters of units start ... stop - 1.
+
+        What several of them use (a tied weight) counts once: a stage holds it once, but each stage
+        that uses it holds a copy.
+        """
+        own = [{id(p): size(p) for p in self._parameters(calls)} for calls in self._calls]
+        held = np.zeros((len(own) + 1, len(own) + 1), dtype=np.int64)
+        for start in range(len(own)):
+            seen: set[int] = set()
+            total = 0
+            for stop, parameters in enumerate(own[start:], start + 1):
+                total += sum(size for key, size in parameters.items() if key not in seen)
+                seen.update(parameters)
+                held[start, stop] = total
+        return held
+
+    def flops(self) -> list[int]:
+        """Of a training step on a microbatch, see `replay.flops`. Raises CostError."""
+        return self._sums(lambda node: replay.flops(node, self.model))
+
+    def saved(self) -> list[int]:
+        """Bytes that wait for the backward of a microbatch. Raises CostError."""
+        return self._sums(lambda node: replay.saved_bytes(node, self.model))
+
+    def nanoseconds(self, device: torch.device) -> list[int]:
+        """Of a training step on a microbatch, measured. Raises CostError.
+
+        Functions between the units that multiply no matrices are taken to be free.
+        """
+
+        def measured(node: Node) -> int:
+            between = node.kind == "function" and node is not self._end
+            if between and replay.flops(node, self.model) == 0:
+                return 0
+            return round(1e9 * replay.seconds(node, self.model, device))
+
+        return self._sums(measured)
+
+    @property
+    def signature(self) -> str:
+        """Says what is computed: times that were measured hold for the same again."""
+        keys = [[self._key(node) for node in calls] for calls in self._calls]
+        return hashlib.blake2b(repr(keys).encode(), digest_size=16).hexdigest()
+
+    def _parameters(self, calls: Sequence[Node]) -> Iterator[nn.Parameter]:
+        for node in calls:
+            if node.kind == "unit":
+                yield from self.model.get_submodule(node.target).parameters()
+            yield from (use.value for use in node.uses if isinstance(use.value, nn.Parameter))
+
+    def _sums(self, cost: Callable[[Node], int]) -> list[int]:
+        """Of each unit's calls."""
+        known: dict[str, int] = {}
+        for node in (node for calls in self._calls for node in calls):
+            key = self._key(node)
+            if key not in known:
+                # a part of a tuple or dict costs nothing
+                whole = all(use.value is not None for use in node.uses)
+                try:
+                    known[key] = cost(node) if whole else 0
+                except Exception as error:  # whatever a model of the user's raises
+                    name = getattr(node.target, "__name__", node.target)
+                    text = (str(error).strip().splitlines() or [""])[0]
+                    reason = f"{name} alone raised {type(error).__name__}: {text}"
+                    raise CostError(reason) from error
+        return [sum(known[self._key(node)] for node in calls) for calls in self._calls]
+
+    def _key(self, node: Node) -> str:
+        """The same for calls that cost the same."""
+        if node not in self._keys:
+            what: Hashable = getattr(node.target, "__name__", str(node.target))
+            if node.kind == "unit":
+                what = _settings(self.model.get_submodule(node.target))
+            given = replaced([list(node.args), node.kwargs], _described)
+            chunk = None if node.tail is None else node.tail.chunk
+            self._keys[node] = repr((what, given, node.grad, chunk, node is self._end))
+        return self._keys[node]
+
+
+def _described(leaf: Any) -> Any:
+    if isinstance(leaf, Node):
+        value = leaf.value
+        return value if value is None else (tuple(value.shape), value.dtype, value.requires_grad)
+    plain = leaf is None or isinstance(leaf, (bool, int, float, str, slice, torch.dtype))
+    return leaf if plain else type(leaf).__name__  # no addresses: they differ from run to run
+
+
+def _settings(module: nn.Module) -> Hashable:
+    """Classes, numbers and shapes of a module and what is in it."""
+    parts = []
+    for part in module.modules():
+        plain = {
+            key: value
+            for key, value in vars(part).items()
+            if isinstance(value, (bool, int, float, str)) and not key.endswith(_PLACES)
+        }
+        kind = type(part)
+        parts.append((kind.__module__, kind.__qualname__, sorted(plain.items())))
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    shapes = [(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors]
+    return repr((parts, shapes))
+
+
+# --- from a config -----------------------------------------------------------------------------
+
+
+def memory_costs(profile: Profile, config: Config, order: Order, zero: int) -> Costs:
+    """Bytes on a rank: parameters, gradients and optimizer state, and what waits for backwards.
+
+    A stage's activations are counted for the most microbatches that are in flight there at a time.
+    """
+    each = state_bytes(config, zero)
+    held = profile.held(lambda p: math.ceil(p.numel() * each))
+    return Costs(held, profile.saved(), in_flight(order))
+
+
+def state_bytes(config: Config, zero: int) -> float:
+    """Of one parameter on one rank."""
+    plain = isinstance(config.optimizer, Sgd)
+    optimizer = 4 * (config.optimizer.momentum > 0) if plain else 8
+    shards = config.dp // config.replicate
+    offload = config.fsdp.cpu_offload
+    computing = compute_dtype(config).itemsize
+    gathered = 0 if shards == 1 and computing == 4 and not offload else computing
+    if zero == 3 and shards > 1:
+        gathered = 0  # but for a block
+    whole_gradient = zero == 1 and shards > 1
+    state = 0.0 if offload else (4 + optimizer + (0 if whole_gradient else 4)) / shards
+    return state + gathered + (4 if whole_gradient else 0)
+
+
+def in_flight(order: Order) -> list[int]:
+    """Of each stage: the most microbatches that wait for their backward at a time."""
+    now, most = [0] * order.stages, [0] * order.stages
+    for acts in order.ranks:
+        for act in acts:
+            if act.kind == "F":
+                now[act.stage] += 1
+                most[act.stage] = max(most[act.stage], now[act.stage])
+            elif act.kind in "BW":
+                now[act.stage] -= 1
+    return most

@@ -1,0 +1,25 @@
+"""Distributed checkpoints (DCP) that another version of torch wrote."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import TensorProperties
+
+
+def read_newer_checkpoints() -> None:
+    """Let torch 2.11 and 2.13 read a checkpoint that 2.15 wrote ("too many values to unpack").
+
+    2.15 pickles one more field, the strides, into each tensor's properties.
+    """
+    if "strides" in TensorProperties.__dataclass_fields__ or hasattr(
+        TensorProperties.__setstate__, "cut"
+    ):
+        return
+    read = TensorProperties.__setstate__
+
+    def cut(self: TensorProperties, state: tuple[Any, ...]) -> None:
+        read(self, tuple(state)[:5])
+
+    cut.cut = True  # type: ignore[attr-defined]
+    TensorProperties.__setstate__ = cut  # type: ignore[method-assign]

@@ -1,0 +1,140 @@
+"""Judges a step's numbers before they change the parameters: not finite, or a spike.
+
+A spike is a loss or a gradient norm more than `spike_zscore` standard deviations above the mean of
+the last `spike_window` good steps. The deviation counts as at least a share of the mean, so that
+after a very smooth stretch not every wiggle is a spike. Bad steps do not enter the window; but
+`MOST_IN_A_ROW` spikes one after another are the new level: the window begins anew with them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from titanlike.config.schema import Config
+from titanlike.training.build import Run
+
+JUDGED = ("loss", "grad_norm")  # numbers of a record
+MOST_IN_A_ROW = 10  # bad steps; spikes are then the new level, and skipping NaN does not help
+LEAST_DEVIATION = 0.01  # as a share of the mean
+
+
+class BadNumbers(ValueError):
+    """The run was stopped for a loss or a gradient norm that is not finite, or a spike."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is wrong with a step, and what the config says to do."""
+
+    kind: Literal["nonfinite", "spike"]
+    action: Literal["stop", "skip", "rollback"]
+    text: str  # step, numbers; ranks and parameters, or z-score, mean and window
+
+
+class Guard:
+    """Looks at every step of a run; knows the numbers of the last good ones."""
+
+    def __init__(self, config: Config, state: dict[str, Any]) -> None:
+        self._config = config
+        self.load(state)
+
+    def judge(self, record: dict[str, Any], run: Run) -> Verdict | None:
+        """None for a good step. All ranks come to the same verdict. Collective where it is bad."""
+        if not all(math.isfinite(record[name]) for name in JUDGED):
+            return self._not_finite(record, run)
+        self._nonfinite = 0
+        numbers = {name: record[name] for name in JUDGED}
+        if self._config.on_spike != "ignore" and (high := self._too_high(numbers)):
+            self._spikes.append(numbers)
+            count = len(self._spikes)
+            if count < MOST_IN_A_ROW:
+                text = f"step {record['step']}: {'; '.join(high)}"
+                if count > 1:
+                    text += f"; spike {count} in a row, {MOST_IN_A_ROW} are taken as a new level"
+                return Verdict("spike", self._config.on_spike, text)
+            for window in self._good.values():
+                window.clear()
+            for spike in self._spikes:
+                self._take(spike)
+        else:
+            self._take(numbers)
+        self._spikes.clear()
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON: with it a run judges as if it had not been stopped."""
+        return {
+            **{name: list(window) for name, window in self._good.items()},
+            "spikes": [dict(spike) for spike in self._spikes],
+            "nonfinite": self._nonfinite,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take back what `state` returned, {} for a fresh start."""
+        size = self._config.spike_window
+        self._good = {name: deque(state.get(name, []), size) for name in JUDGED}
+        self._spikes = [dict(spike) for spike in state.get("spikes", [])]  # the last ones, in a row
+        self._nonfinite = state.get("nonfinite", 0)  # steps in a row
+
+    def _take(self, numbers: dict[str, float]) -> None:
+        for name, window in self._good.items():
+            window.append(numbers[name])
+
+    def _too_high(self, numbers: dict[str, float]) -> list[str]:
+        """What is a spike, in words."""
+        found = []
+        for name, window in self._good.items():
+            if 2 * len(window) < self._config.spike_window:
+                continue
+            mean, deviation = mean_and_deviation(window)
+            above = numbers[name] - mean
+            if above > self._config.spike_zscore * deviation:
+                zscore = above / deviation if deviation else math.inf
+                found.append(
+                    f"{name} {numbers[name]:.4g} is {zscore:.1f} standard deviations above "
+                    f"{mean:.4g}, the mean of the last {len(window)} good steps "
+                    f"(spike_zscore={self._config.spike_zscore:g})"
+                )
+        return found
+
+    def _not_finite(self, record: dict[str, Any], run: Run) -> Verdict:
+        found: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(found, _first_bad_gradient(run))
+        where = [f"rank {rank}: gradient of {name}" for rank, name in enumerate(found) if name]
+        if where:
+            reason = f"not finite on {'; '.join(where)}"
+        elif math.isfinite(record["loss"]):
+            reason = "each gradient is finite, the sum of their squares is not"
+        else:
+            reason = "each gradient is finite, the loss alone is not"
+        self._nonfinite += 1
+        action = self._config.on_nonfinite
+        if action == "skip" and self._nonfinite >= MOST_IN_A_ROW:
+            action = "stop"
+            reason += f"; step {self._nonfinite} in a row, so that skipping does not help"
+        numbers = ", ".join(f"{name} {record[name]}" for name in JUDGED)
+        return Verdict("nonfinite", action, f"step {record['step']}: {numbers}; {reason}")
+
+
+def mean_and_deviation(window: deque[float]) -> tuple[float, float]:
+    """Mean and standard deviation of some numbers, the latter at least a share of the mean."""
+    mean = math.fsum(window) / len(window)
+    variance = math.fsum((number - mean) ** 2 for number in window) / len(window)
+    return mean, max(math.sqrt(variance), LEAST_DEVIATION * abs(mean))
+
+
+def _first_bad_gradient(run: Run) -> str:
+    for part in run.parts:
+        for name, parameter in part.parameters():
+            grad = parameter.grad
+            local = grad.to_local() if isinstance(grad, DTensor) else grad
+            if local is not None and not torch.isfinite(local).all():
+                return name
+    return ""

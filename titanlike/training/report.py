@@ -1,0 +1,159 @@
+"""What a run says about itself before the first step and after the last."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from typing import NamedTuple
+
+from titanlike.checkpoint.saver import Progress
+from titanlike.config.schema import Config
+from titanlike.data.sources import Data
+from titanlike.launch.worker import Worker
+from titanlike.metrics import units
+from titanlike.metrics.console import Console
+from titanlike.split.automatic import Automatic
+from titanlike.split.balance import Balance
+from titanlike.training.build import Run
+
+
+def opening(
+    console: Console,
+    config: Config,
+    run: Run,
+    data: Data,
+    worker: Worker,
+    start: int,
+    sinks: list[str],
+) -> None:
+    """What will run: mesh, stages, parameters, tokens a step, where things are written."""
+    draft, mesh = run.draft, run.mesh
+    shape = f"pp {config.pp} x dp {config.dp}"
+    if config.replicate > 1:
+        shape += f" ({config.replicate} replicas)"
+    shape += f"; ZeRO {draft.zero} ({draft.why_zero})"
+    tokens = config.batch_size * config.seq_len
+    most = "at most " if data.variable is not None else ""
+    rows = config.batch_size // config.dp // draft.microbatches
+    cut = f"{draft.microbatches} x {rows} sequences on each dp rank"
+    fields = [
+        ("device", f"{mesh.device.type} with {mesh.backend} ({mesh.reason})"),
+        ("mesh", shape if mesh.world_size > 1 else "one process"),
+        ("model", f"{config.model.name}, {units.count(draft.parameters)} parameters"),
+        ("weights", "" if start or config.checkpoint.start_from else run.origin),
+        ("precision", config.precision.name),
+        ("data", data.description),
+        ("batch", f"{config.batch_size} x {config.seq_len} = {most}{units.count(tokens)} tokens"),
+        ("microbatches", f"{cut} ({draft.why_microbatches})"),
+        ("schedule", config.schedule.name),
+        ("steps", f"{start + 1} to {config.steps}" if start < config.steps else "none left"),
+        ("written to", str(worker.run_dir)),
+        ("", "; ".join(sinks)),
+    ]
+    if mesh.pp == 1:
+        fields = [field for field in fields if field[0] != "schedule"]
+    console.fields([field for field in fields if field[1]])
+    console.line()
+    found, cost = draft.automatic, _Cost.of(draft.automatic)
+    console.table(
+        "",
+        ["rank", "stage", "modules", "parameters", *([cost.heading] if cost else [])],
+        [
+            (
+                _ranks(rank, mesh.dp),
+                stage,
+                _span(draft.stages[stage]),
+                units.count(draft.stage_parameters(stage)),
+                *([cost.text(found.chosen.stages[stage])] if cost else []),
+            )
+            for rank in range(mesh.pp)
+            for stage in draft.order.local(rank)
+        ],
+    )
+    if found is not None and mesh.pp > 1:
+        console.line()
+        console.fields(_splits(found))
+    console.line()
+    if start:
+        console.line(f"going on from step {start}")
+
+
+def closing(
+    console: Console,
+    config: Config,
+    worker: Worker,
+    start: int,
+    progress: Progress,
+    saved: int,
+    stopped: str,
+) -> None:
+    """Where the run is and what to do next."""
+    if start >= progress.step and not stopped:
+        console.line(f"nothing to do: the run is at step {start}, and steps={config.steps}")
+    more = ["python", "train.py", "--config-path", str(worker.run_dir)]
+    if not stopped:
+        more.append(f"steps={2 * max(start, config.steps)}")
+    if config.checkpoint.resume != "auto":
+        more.append("checkpoint.resume=auto")
+    if stopped == "max_time":
+        stopped = "max_time is up"
+    end = f"stopped after step {progress.step} ({stopped})" if stopped else "done"
+    result = "" if progress.value is None else f"loss {units.decimal(progress.value)}, "
+    at = f"checkpoint at step {saved}, " if saved else ""
+    console.line(f"{end}: {result}{at}everything in {worker.run_dir}")
+    console.line(f"{'go' if stopped else 'train'} on: {shlex.join(more)}")
+
+
+class _Cost(NamedTuple):
+    """How the costs of split=auto are shown in the table of stages."""
+
+    heading: str
+    text: Callable[[float], str]
+
+    @classmethod
+    def of(cls, found: Automatic | None) -> _Cost | None:
+        """None where the table has them without a column more."""
+        if found is None or found.cost == "params":
+            return None
+        text = _TEXT[found.cost]
+        heading = "memory" if found.cost == "memory" else "one microbatch"
+        return cls(heading, lambda cost: text(cost * found.scale))
+
+
+_TEXT: dict[str, Callable[[float], str]] = {
+    "params": lambda cost: f"{units.count(cost)} parameters",
+    "flops": units.flop,
+    "time": lambda cost: units.short_time(cost / 1e9),
+    "memory": units.size,
+}
+
+
+def _splits(found: Automatic) -> list[tuple[str, str]]:
+    """What the heaviest rank has, and would have with split=even."""
+
+    def told(split: Balance) -> str:
+        heaviest = _TEXT[found.cost](max(split.ranks) * found.scale)
+        return f"heaviest rank {heaviest}, {split.imbalance:.3f} x the mean"
+
+    proven = "" if found.chosen.proven else " (not proven: there may be a lighter split)"
+    return [
+        ("split", f"auto by {found.cost}: {told(found.chosen)}{proven}"),
+        ("", f"even would give: {told(found.even)}"),
+    ]
+
+
+def _ranks(pp_rank: int, dp: int) -> str:
+    first = pp_rank * dp
+    return str(first) if dp == 1 else f"{first}-{first + dp - 1}"
+
+
+def _span(names: list[str]) -> str:
+    """embedding, layers.0 ... layers.3"""
+    if not names:
+        return "none: sends on what arrives"
+    blocks = [name for name in names if "." in name]
+    if len(blocks) < 3:
+        return ", ".join(names)
+    inner = f"{blocks[0]} ... {blocks[-1]}"
+    before, after = names[: names.index(blocks[0])], names[names.index(blocks[-1]) + 1 :]
+    return ", ".join([*before, inner, *after])
