@@ -91,7 +91,7 @@ def longer(seq_len: int) -> Data:
         ),
         (config("Misshapen"), "model", "its forward on inputs [16, 16] raised RuntimeError"),
         (
-            replace(config("Deep"), data=Custom("pipeline.test_any_model.longer")),
+            replace(config("Deep"), data=Custom("graph.test_any_model.longer")),
             "data.name",
             "a field weights, which the forward of model.name=support.any_models.Deep does not",
         ),

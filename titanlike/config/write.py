@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import yaml
-from omegaconf import OmegaConf
-
 from titanlike.config.folder import conf_dir
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config
@@ -14,6 +11,9 @@ from titanlike.config.schema import Config
 
 def write_config(config: Config, run_dir: Path) -> None:
     """Leave run_dir/config.yaml, from which the run can be launched again."""
+    import yaml
+    from omegaconf import OmegaConf
+
     own = yaml.safe_load((conf_dir() / "config.yaml").read_text(encoding="utf-8"))
     overrides = [item for item in own["defaults"] if str(item).startswith("{'override")]
     settings = yaml.safe_dump({"defaults": ["_self_", *overrides], "hydra": own["hydra"]})
