@@ -22,7 +22,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from titanlike.config.overrides import as_hydra
+from titanlike.config.overrides import to_hydra
 
 if TYPE_CHECKING:
     from titanlike.cli import Task
@@ -75,7 +75,7 @@ class GridSweeper(BasicSweeper):
         (combinations,) = self.split_arguments(overrides, None)
         jobs = self._todo(context, combinations)
         lists = [
-            [*map(as_hydra, job.overrides), f"hydra.sweep.subdir={job.folder}"] for job in jobs
+            [*map(to_hydra, job.overrides), f"hydra.sweep.subdir={job.folder}"] for job in jobs
         ]
         return self.launcher.launch(lists, initial_job_idx=0) if lists else []
 
@@ -83,7 +83,7 @@ class GridSweeper(BasicSweeper):
         return context.todo(combinations)
 
     def _parse_config(self) -> list[str]:
-        return [as_hydra(f"{key}={value}") for key, value in self.params.items()]
+        return [to_hydra(f"{key}={value}") for key, value in self.params.items()]
 
 
 class LayoutSweeper(GridSweeper):

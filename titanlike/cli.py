@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 
 from titanlike.config.errors import ConfigError, Problem, quoted
 from titanlike.config.folder import conf_dir
-from titanlike.config.overrides import as_typed
+from titanlike.config.overrides import from_hydra
 from titanlike.job.run import End, Lead, Report, refuse, senseless
 from titanlike.launch.environment import is_restart
 from titanlike.launch.external import StartedRanks, record_for_torchrun
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from omegaconf import DictConfig
 
-    from titanlike.command.hydra_overrides import Findings
+    from titanlike.command.hydra_overrides import CheckedOverrides
     from titanlike.metrics.result import Status
     from titanlike.sweeps.context import Context
 
@@ -200,7 +200,7 @@ class Task:
 
         hydra = HydraConfig.get()
         run_dir = Path(hydra.runtime.output_dir)
-        overrides = [as_typed(text) for text in hydra.overrides.task]
+        overrides = [from_hydra(text) for text in hydra.overrides.task]
         plain = OmegaConf.to_container(composed, resolve=True)
         assert isinstance(plain, dict)
         if self.context is None:
@@ -252,7 +252,7 @@ def _kept_folder(kept: Kept) -> list[str]:
     return [f"{key}={quoted(path)}" for key, path in paths.items() if path is not None]
 
 
-def _problems(args: argparse.Namespace, findings: Findings, lead: Lead) -> list[Problem]:
+def _problems(args: argparse.Namespace, findings: CheckedOverrides, lead: Lead) -> list[Problem]:
     """Every mistake in the command line; a sweep's jobs are checked for sense one by one, later."""
     from titanlike.config.validate import sweep_problems
     from titanlike.job import elastic
@@ -286,7 +286,7 @@ def _problems(args: argparse.Namespace, findings: Findings, lead: Lead) -> list[
 
 
 def _open_sweep(
-    args: argparse.Namespace, raw: list[str], findings: Findings, lead: Lead
+    args: argparse.Namespace, raw: list[str], findings: CheckedOverrides, lead: Lead
 ) -> tuple[Context, list[Problem]]:
     """Begin a sweep: fix its directory, and what its sweeper is to know of the config."""
     from titanlike.sweeps.context import Context

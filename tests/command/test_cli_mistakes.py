@@ -8,11 +8,11 @@ import pytest
 from hydra._internal.utils import get_args_parser
 
 from support.launched import Launched
-from titanlike.command.hydra_overrides import Findings, examine, prepare
+from titanlike.command.hydra_overrides import CheckedOverrides, examine, prepare
 from titanlike.config.folder import conf_dir
 
 
-def examined(*arguments: str) -> Findings:
+def examined(*arguments: str) -> CheckedOverrides:
     args = get_args_parser().parse_args(arguments)
     prepare(args, conf_dir(), [])
     return examine(args)

@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titanlike.config.credentials import found, hide, redact, redact_override, says_secret
+from titanlike.config.credentials import (
+    find_secrets,
+    is_secret_name,
+    redact,
+    redact_override,
+    redact_value,
+)
 from titanlike.config.errors import Problem
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import VARIANTS, Checkpoint, Config, Custom
@@ -57,7 +63,7 @@ def test_a_credential_in_a_text_is_shown_as_stars(text: str) -> None:
 @pytest.mark.parametrize("text", HARMLESS)
 def test_what_only_looks_a_little_like_one_is_left_alone(text: str) -> None:
     assert redact(text) == text
-    assert not list(found({"key": text}))
+    assert not list(find_secrets({"key": text}))
 
 
 def test_names_of_secrets_are_told_from_names_of_tokens_keys_and_places() -> None:
@@ -65,19 +71,19 @@ def test_names_of_secrets_are_told_from_names_of_tokens_keys_and_places() -> Non
         *("password", "db_pwd", "api_key", "apiKey", "token", "hf_token", "authToken", "secret"),
         *("access_key", "aws_secret_access_key", "client_secret", "private_key", "credentials"),
     ):
-        assert says_secret(name), name
+        assert is_secret_name(name), name
     for name in (
         *("max_tokens", "tokens", "tokenizer", "pad_token", "eos_token_id", "text_key", "key"),
         *("keep", "keep_every", "vocab_size", "token_file", "password_path", "secret_name"),
     ):
-        assert not says_secret(name), name
+        assert not is_secret_name(name), name
 
 
 def test_no_shipped_key_or_default_counts_as_a_secret() -> None:
     for group, variants in VARIANTS.items():
         for variant in variants.values():
             for name in variant.__dataclass_fields__:
-                assert not says_secret(name), f"{group}.{name}"
+                assert not is_secret_name(name), f"{group}.{name}"
     assert not list(secret_problems(to_plain(Config())))
 
 
@@ -92,7 +98,7 @@ def test_values_of_secret_environment_variables_are_found_however_they_are_writt
     quoted = "pa%20ss%2Fw%22ord%25%5C%271"
     for written in (VALUE, repr(VALUE), '{"x": "pa ss/w\\"ord%\\\\\'1"}', f"u?x={quoted}"):
         assert "ord%" not in redact(f"a {written} b") and "***" in redact(written)
-        assert [key for key, _ in found({"a": [f"x{written}y"]})] == ["a[0]"]
+        assert [key for key, _ in find_secrets({"a": [f"x{written}y"]})] == ["a[0]"]
     assert redact("a word-of-8 b line-of-11") == "a *** b ***"
     assert redact("short, disabled, /etc/hosts") == "short, disabled, /etc/hosts"
 
@@ -154,5 +160,5 @@ def test_a_mistake_at_a_secrets_key_does_not_show_it() -> None:
 @given(value=st.recursive(st.text() | st.integers() | st.none() | st.floats(), st.lists))
 @settings(max_examples=100, deadline=None)
 def test_what_is_no_secret_is_shown_as_it_is(value) -> None:
-    if not list(found(value, "key")):
-        assert [hide("key", value)] == [value]
+    if not list(find_secrets(value, "key")):
+        assert [redact_value("key", value)] == [value]

@@ -127,11 +127,11 @@ def one_dies_once(config, worker):
 
 def mistaken(config, worker):
     """Fails by a mistake of the user's, which another start would meet again."""
-    from titanlike.config.imports import load
+    from titanlike.config.imports import import_object
 
     with (worker.run_dir / "starts0").open("a") as file:
         file.write("x")
-    load("no.such.module")
+    import_object("no.such.module")
 
 
 def stops(config, worker):

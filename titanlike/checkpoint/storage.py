@@ -14,7 +14,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from titanlike.config.files import replace_bytes
+from titanlike.config.files import atomic_write_bytes
 
 
 class Storage:
@@ -86,7 +86,7 @@ class Storage:
         if not self.local:
             self._fs.pipe_file(self._path(name), data)
             return
-        replace_bytes(Path(self._path(name)), data)
+        atomic_write_bytes(Path(self._path(name)), data)
         self.sync()
 
     def make(self) -> None:

@@ -33,7 +33,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from titanlike.config.errors import Problem, nearest
-from titanlike.config.overrides import as_hydra
+from titanlike.config.overrides import to_hydra
 from titanlike.config.parse import parse
 from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config
 
@@ -41,7 +41,7 @@ CONFIG_NAME = "config"
 
 
 @dataclass(frozen=True)
-class SweepShape:
+class SweepSettings:
     """What is known of a sweep before Hydra runs."""
 
     folder: Path  # its directory, absolute
@@ -98,13 +98,13 @@ class SweepShape:
 
 
 @dataclass
-class Findings:
+class CheckedOverrides:
     """What is known of a command line before Hydra runs."""
 
     multirun: bool
     problems: list[Problem] = field(default_factory=list)
     config: Config | None = None  # of the overrides that are good; None where nothing composes
-    sweep: SweepShape | None = None  # where multirun
+    sweep: SweepSettings | None = None  # where multirun
 
     def add(self, problem: Problem) -> None:
         if problem not in self.problems:
@@ -128,17 +128,17 @@ def prepare(args: argparse.Namespace, conf: Path, plugin_confs: list[str]) -> No
         elif text.startswith("+experiment="):
             overrides.append(text[1:])  # it is in the defaults list; both spellings are common
         else:
-            overrides.append(as_hydra(text))
+            overrides.append(to_hydra(text))
     if extra:
         quoted = ",".join(f"'{path}'" for path in extra)
         overrides.append(f"hydra.searchpath=[{quoted}]")
     args.overrides = overrides
 
 
-def examine(args: argparse.Namespace) -> Findings:
+def examine(args: argparse.Namespace) -> CheckedOverrides:
     """Find the mistakes in a prepared command line."""
     setup_globals()
-    findings = Findings(multirun=args.multirun)
+    findings = CheckedOverrides(multirun=args.multirun)
     search_path = create_config_search_path(args.config_path)
     if args.config_dir is not None:
         folder = Path(args.config_dir).absolute()
@@ -156,7 +156,7 @@ def examine(args: argparse.Namespace) -> Findings:
             findings.add(Problem(key, value, reason, f"\"{key}='{value}'\""))
         else:
             overrides.append(parsed)
-    _Examination(args.config_name, loader, findings).run(overrides)
+    _OverrideChecker(args.config_name, loader, findings).run(overrides)
     return findings
 
 
@@ -167,10 +167,12 @@ def _parse_override(text: str, loader: ConfigLoaderImpl | None = None) -> Overri
         return None
 
 
-class _Examination:
+class _OverrideChecker:
     """Steps 2 to 4 of the module's list."""
 
-    def __init__(self, config_name: str, loader: ConfigLoaderImpl, findings: Findings) -> None:
+    def __init__(
+        self, config_name: str, loader: ConfigLoaderImpl, findings: CheckedOverrides
+    ) -> None:
         self.config_name, self.loader, self.findings = config_name, loader, findings
         self.fixed: set[str] = set()  # keys of a sweep in a file that have one value
 
@@ -235,7 +237,7 @@ class _Examination:
             return swept
         values = []
         for key, value in (composed.hydra.sweeper.get("params") or {}).items():
-            override = _parse_override(as_hydra(f"{key}={value}"), self.loader)
+            override = _parse_override(to_hydra(f"{key}={value}"), self.loader)
             if override is None:
                 reason = "hydra.sweeper.params is not of the form key: values"
                 self.findings.add(Problem(str(key), value, reason, f"{key}: a,b"))
@@ -316,7 +318,7 @@ class _Examination:
         HydraConfig.instance().set_config(composed)  # for ${hydra:...} in values
         if self.findings.multirun:
             given = [override.key_or_group for override in self.overrides]
-            self.findings.sweep = SweepShape(
+            self.findings.sweep = SweepSettings(
                 Path(composed.hydra.sweep.dir).absolute(),
                 composed.hydra.sweeper,
                 frozenset(given),

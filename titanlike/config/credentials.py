@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-HIDDEN = "***"
-SHORTEST = 8  # characters of an environment variable's value that is looked for
+REDACTED = "***"
+_MIN_LENGTH = 8  # characters of an environment variable's value that is looked for
 
 # --- names: split into words at _ - . and capitals ---------------------------------------------
 
@@ -35,12 +35,24 @@ _SECRET_PAIRS = {  # neighbours
     *(("signing", "key"), ("ssh", "key"), ("connection", "string"), ("connection", "str")),
 }
 # before `token`: a token without them may be one of a vocabulary (pad_token, eos_token)
-_ACCESS = {
+_ACCESS_WORDS = {
     *("auth", "access", "api", "bearer", "refresh", "session", "security", "sas", "aws", "ci"),
     *("hf", "hub", "huggingface", "gh", "git", "github", "gitlab", "wandb", "slack"),
 }
 # at the end: where a secret is, not what it is
-_PLACES = {"file", "path", "dir", "folder", "env", "name", "url", "uri", "endpoint", "type", "sock"}
+_LOCATION_WORDS = {
+    "file",
+    "path",
+    "dir",
+    "folder",
+    "env",
+    "name",
+    "url",
+    "uri",
+    "endpoint",
+    "type",
+    "sock",
+}
 
 # --- values ------------------------------------------------------------------------------------
 
@@ -73,12 +85,12 @@ _ASSIGNED = re.compile(rf"(?<![\w.?&;-])([A-Za-z_][\w.-]*=){_TEXT}")  # password
 _MAPPED = re.compile(rf"""([{{,]\s*['"]?[A-Za-z_][\w.-]*['"]?:\s*){_TEXT}""")  # {password: ...}
 
 
-def says_secret(name: str, environment: bool = False) -> bool:
+def is_secret_name(name: str, environment: bool = False) -> bool:
     """Whether what has this name is a secret. environment: the name of an environment variable,
     of which a lone TOKEN at the end is never one of a vocabulary."""
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
     words = [word for word in re.split(r"[^a-z0-9]+", spaced) if word]
-    if not words or words[-1] in _PLACES:
+    if not words or words[-1] in _LOCATION_WORDS:
         return False
     if "pwd" in words[1:]:  # by itself, the working directory
         return True
@@ -86,112 +98,116 @@ def says_secret(name: str, environment: bool = False) -> bool:
         return True
     if environment:
         return "token" in words or words[-1] == "pat"
-    return words == ["token"] or ("token" in words and bool(_ACCESS & set(words)))
+    return words == ["token"] or ("token" in words and bool(_ACCESS_WORDS & set(words)))
 
 
 def redact(text: str) -> str:
     """The text with *** for each credential in it: of kinds 2 to 4 above, and password=..."""
-    for _, value in _environment():
-        for written in _ways_to_write(value):
-            text = text.replace(written, HIDDEN)
-    text = _TOKENS.sub(HIDDEN, text)
-    text = _USER.sub(HIDDEN, text)
-    text = _QUERY.sub(lambda m: f"{m[1]}={HIDDEN}" if _gives_access(m[1]) else m[0], text)
+    for _, value in _environment_secrets():
+        for written in _encodings(value):
+            text = text.replace(written, REDACTED)
+    text = _TOKENS.sub(REDACTED, text)
+    text = _USER.sub(REDACTED, text)
+    text = _QUERY.sub(lambda m: f"{m[1]}={REDACTED}" if _is_secret_parameter(m[1]) else m[0], text)
     for pattern in (_ASSIGNED, _MAPPED):
-        text = pattern.sub(_hidden, text)
+        text = pattern.sub(_redact_match, text)
     return text
 
 
-def _hidden(match: re.Match[str]) -> str:
+def _redact_match(match: re.Match[str]) -> str:
     """name=value with *** for a secret."""
     start, value = match.groups()
-    secret = _named(start) and _may_be_secret(start, value.strip("'\""))
-    return start + HIDDEN if secret else match[0]
+    secret = _has_secret_name(start) and _may_be_secret(start, value.strip("'\""))
+    return start + REDACTED if secret else match[0]
 
 
 def redact_override(text: str) -> str:
     """`redact` for key=value, whose value may have any form."""
     key, is_, value = text.partition("=")
-    if is_ and _named(key) and _may_be_secret(key, value.strip("'\"")):
-        return f"{key}={HIDDEN}"
+    if is_ and _has_secret_name(key) and _may_be_secret(key, value.strip("'\"")):
+        return f"{key}={REDACTED}"
     return redact(text)
 
 
-def hide(key: str, value: Any) -> Any:
+def redact_value(key: str, value: Any) -> Any:
     """A value of a config as it may be shown: with *** for what is a secret."""
     if isinstance(value, dict):
-        return {redact(str(name)): hide(f"{key}.{name}", item) for name, item in value.items()}
+        return {
+            redact(str(name)): redact_value(f"{key}.{name}", item) for name, item in value.items()
+        }
     if isinstance(value, (list, tuple)):
-        return type(value)(hide(key, item) for item in value)
-    if _named(key) and _may_be_secret(key, value):
-        return HIDDEN
+        return type(value)(redact_value(key, item) for item in value)
+    if _has_secret_name(key) and _may_be_secret(key, value):
+        return REDACTED
     return redact(value) if isinstance(value, str) else value
 
 
-def found(plain: Any, key: str = "") -> Iterator[tuple[str, str]]:
+def find_secrets(plain: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """(dotted key, why) for each value of a plain config that is a secret, or holds one."""
     if isinstance(plain, dict):
         for name, item in plain.items():
             if redact(str(name)) != str(name):
                 yield redact(f"{key}.{name}".lstrip(".")), "it looks like a token or a key itself"
-            yield from found(item, f"{key}.{name}".lstrip("."))
+            yield from find_secrets(item, f"{key}.{name}".lstrip("."))
     elif isinstance(plain, (list, tuple)):
         for index, item in enumerate(plain):
-            yield from found(item, f"{key}[{index}]")
-    elif reason := _why(key, plain):
+            yield from find_secrets(item, f"{key}[{index}]")
+    elif reason := _secret_reason(key, plain):
         yield redact(key), reason
 
 
-def _why(key: str, value: Any) -> str:
+def _secret_reason(key: str, value: Any) -> str:
     """Why a value is a secret, "" if it is none."""
-    if _named(key) and _may_be_secret(key, value):
+    if _has_secret_name(key) and _may_be_secret(key, value):
         return "its name says that it is a secret"
     if not isinstance(value, str):
         return ""
-    for name, secret in _environment():
-        if any(written in value for written in _ways_to_write(secret)):
+    for name, secret in _environment_secrets():
+        if any(written in value for written in _encodings(secret)):
             return f"it holds the value of the environment variable {name}"
     if _TOKENS.search(value):
         return "it looks like a token or a key"
-    if _USER.search(value) or any(_gives_access(match[1]) for match in _QUERY.finditer(value)):
+    if _USER.search(value) or any(
+        _is_secret_parameter(match[1]) for match in _QUERY.finditer(value)
+    ):
         return "it is a URL with a password or a token"
     return ""
 
 
-def _named(key: str) -> bool:
+def _has_secret_name(key: str) -> bool:
     """Whether a dotted key, or one that it is below of, has a secret's name."""
-    return any(says_secret(re.sub(r"\[\d+\]", "", name)) for name in key.split("."))
+    return any(is_secret_name(re.sub(r"\[\d+\]", "", name)) for name in key.split("."))
 
 
 def _may_be_secret(key: str, value: Any) -> bool:
     """Whether a value under a secret's name can be one: some text, or digits of a password."""
-    if value is None or isinstance(value, bool) or value in ("", "null", "None", "???", HIDDEN):
+    if value is None or isinstance(value, bool) or value in ("", "null", "None", "???", REDACTED):
         return False
     if str(value).isdigit() and "token" in key.lower():
         return False  # the number of a token in a vocabulary
     return not (isinstance(value, str) and (value in os.environ or _is_path(value)))
 
 
-def _gives_access(name: str) -> bool:
+def _is_secret_parameter(name: str) -> bool:
     """Whether a parameter of a URL's query does."""
     word = name.lower()
-    return word in ("sig", "key", "auth") or "signature" in word or says_secret(name)
+    return word in ("sig", "key", "auth") or "signature" in word or is_secret_name(name)
 
 
-def _environment() -> list[tuple[str, str]]:
+def _environment_secrets() -> list[tuple[str, str]]:
     """(name, value) of the environment variables that are secrets, the longest first."""
     secrets = [
         (name, value.strip())
         for name, value in os.environ.items()
-        if len(value.strip()) >= SHORTEST and says_secret(name, environment=True)
+        if len(value.strip()) >= _MIN_LENGTH and is_secret_name(name, environment=True)
     ]
     secrets = [(name, value) for name, value in secrets if not _is_path(value)]
     return sorted(secrets, key=lambda secret: len(secret[1]), reverse=True)
 
 
-def _ways_to_write(secret: str) -> list[str]:
+def _encodings(secret: str) -> list[str]:
     """As it is, each line by itself, in a URL, and in JSON or a Python string."""
-    lines = [line.strip() for line in secret.splitlines() if len(line.strip()) >= SHORTEST]
+    lines = [line.strip() for line in secret.splitlines() if len(line.strip()) >= _MIN_LENGTH]
     return [secret, *lines, quote(secret, safe=""), json.dumps(secret)[1:-1], repr(secret)[1:-1]]
 
 

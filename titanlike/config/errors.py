@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from titanlike.config.credentials import HIDDEN, hide, redact
+from titanlike.config.credentials import REDACTED, redact, redact_value
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Problem:
     fix: str = ""
 
     def __str__(self) -> str:
-        value, reason, fix = hide(self.key, self.value), self.reason, self.fix
+        value, reason, fix = redact_value(self.key, self.value), self.reason, self.fix
         if [value] != [self.value]:  # a secret: what is said of it may quote it
-            reason, fix = reason.replace(str(self.value), HIDDEN), ""
+            reason, fix = reason.replace(str(self.value), REDACTED), ""
         shown = self.key if self.value == "" else f"{self.key}={override_text(value)}"
         write = "write " if "=" in fix else ""  # an override, or a sentence
         return redact(f"{shown}: {reason}" + (f"; {write}{fix}" if fix else ""))

@@ -35,12 +35,12 @@ def loads(text: str) -> dict[str, Any]:
     }
 
 
-def replace_file(path: Path, text: str) -> None:
-    """`replace_bytes` with text, in UTF-8."""
-    replace_bytes(path, text.encode())
+def atomic_write_text(path: Path, text: str) -> None:
+    """`atomic_write_bytes` with text, in UTF-8."""
+    atomic_write_bytes(path, text.encode())
 
 
-def replace_bytes(path: Path, data: bytes) -> None:
+def atomic_write_bytes(path: Path, data: bytes) -> None:
     """Write `path` so that a reader, or a crash, sees the old file or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

@@ -7,7 +7,7 @@ import importlib
 from typing import Any
 
 
-def load(path: str) -> Any:
+def import_object(path: str) -> Any:
     """The object that an import path names.
 
     Raises ValueError that says which part is missing, and where it was looked for.

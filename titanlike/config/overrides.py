@@ -4,11 +4,11 @@ say, so that each may be a new one."""
 from __future__ import annotations
 
 
-def as_hydra(override: str) -> str:
+def to_hydra(override: str) -> str:
     """An override, or its key, that Hydra adds where the model's file does not have it."""
     return f"++{override}" if override.startswith("model.") else override
 
 
-def as_typed(override: str) -> str:
+def from_hydra(override: str) -> str:
     """The inverse."""
     return override[2:] if override.startswith("++model.") else override

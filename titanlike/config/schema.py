@@ -9,242 +9,35 @@ These are plain data: no torch, no Hydra, so `--help` and error messages are qui
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal, NewType
-
-Seconds = NewType("Seconds", float)  # written as a number, or as 45s, 90m, 11h30m, 11:30:00
-
-
-def key(default: Any, doc: str) -> Any:
-    """A config field: its default and the line that `--help` prints for it."""
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"doc": doc})
-    if callable(default):
-        return field(default_factory=default, metadata={"doc": doc})
-    return field(default=default, metadata={"doc": doc})
-
-
-def required(doc: str) -> Any:
-    """A config field without a default: its choice is an error until the user gives it."""
-    return field(metadata={"doc": doc})
-
-
-@dataclass
-class Custom:
-    """A choice from outside: `name` is an import path, `args` its keyword arguments."""
-
-    name: str
-    args: dict[str, Any] = field(default_factory=dict)
-
-
-# --- split: where the model is cut into stages -------------------------------------------------
-
-
-@dataclass
-class EvenSplit:
-    """Contiguous stages whose heaviest is as light as can be; every block weighs 1."""
-
-    name: str = key("even", "choice")
-    embedding_weight: float = key(1.0, "weight of what comes before the blocks, in blocks")
-    head_weight: float = key(1.0, "weight of what comes after the blocks, in blocks")
-
-
-@dataclass
-class PointSplit:
-    """Stages that begin at named modules."""
-
-    name: str = key("points", "choice")
-    points: list[str] = key([], "modules where a new stage begins, e.g. [layers.3,layers.6]")
-
-
-@dataclass
-class TraceSplit(PointSplit):
-    """Stages that begin at named modules of any depth, cut from the graph that torch.export traces."""
-
-    name: str = key("trace", "choice")
-
-
-@dataclass
-class BalanceSplit:
-    """A number of blocks for every stage."""
-
-    name: str = key("balance", "choice")
-    balance: list[int] = key([], "blocks in each stage, first stage first, e.g. [3,3,2]")
-
-
-@dataclass
-class AutoSplit:
-    """Stages whose heaviest rank is as light as can be, by what the units cost."""
-
-    name: str = key("auto", "choice")
-    cost: Literal["params", "flops", "time", "memory"] = key(
-        "flops",
-        "params; flops of a training step; time, measured on the device; memory of state and "
-        "activations",
-    )
-
-
-# --- schedule: the order of a pipeline's computations ------------------------------------------
-
-
-@dataclass
-class Schedule:
-    """A schedule with one stage on each pipeline rank (gpipe, 1f1b), or two in a V (zbv, dualpipev)."""
-
-    name: str = key("1f1b", "choice")
-    microbatches: int | None = key(
-        None, "parts that each dp rank's batch is cut into; null = derived and printed"
-    )
-
-
-@dataclass
-class LoopedSchedule:
-    """A schedule with several stages on each pipeline rank."""
-
-    name: str = key("interleaved1f1b", "choice")
-    microbatches: int | None = key(
-        None, "parts that each dp rank's batch is cut into; null = derived and printed"
-    )
-    stages_per_rank: int = key(2, "stages (model chunks) on each pipeline rank")
-
-
-@dataclass(kw_only=True)
-class CsvSchedule:
-    """An order read from a file: a row a pipeline rank, cells like 0F0, 0B0, 0I0, 0W0."""
-
-    name: str = key("csv", "choice")
-    path: str = required("CSV file; microbatches and stages are counted in it")
-
-
-# --- data --------------------------------------------------------------------------------------
-
-
-@dataclass
-class TextData:
-    """Text files, JSONL or Parquet, tokenized once into a cache and packed into sequences."""
-
-    name: str = key("text", "choice")
-    path: str | None = key(
-        None,
-        "file or folder (.txt .py .md ..., .jsonl, .parquet); null = this Python's own sources",
-    )
-    text_key: str = key("text", "field (JSONL) or column (Parquet) that holds the text")
-    tokenizer: str = key("bytes", "'bytes' (built in) or the path of a tokenizer.json")
-    validation_fraction: float = key(0.05, "share of the documents held out for validation")
-    cache: str | None = key(None, "folder for tokenized files; null = ~/.cache/titanlike")
-    documents: bool = key(
-        False, "attention stays within each document of a sequence, where positions begin at 0"
-    )
-    workers: int = key(0, "loader processes a rank; 0 = load in the training process")
-
-
-@dataclass(kw_only=True)
-class TokenData:
-    """A file of token ids, memory-mapped."""
-
-    name: str = key("tokens", "choice")
-    path: str = required("token file: .npy, or raw little-endian integers (.bin)")
-    dtype: Literal["uint16", "uint32"] = key("uint16", "integer type of a raw .bin file")
-    vocab_size: int = required("number of token ids; every id in the file is smaller")
-    validation_fraction: float = key(0.05, "share at the end of the file held out for validation")
-    boundary: int | None = key(None, "token id that begins (or ends) every document")
-    documents: bool = key(
-        False, "attention stays within each document of a sequence; needs data.boundary"
-    )
-    workers: int = key(0, "loader processes a rank; 0 = load in the training process")
-
-
-@dataclass
-class SyntheticData:
-    """Random tokens from (seed, position): for benchmarks, costs nothing to load."""
-
-    name: str = key("synthetic", "choice")
-    vocab_size: int = key(256, "number of token ids")
-
-
-# --- optimization ------------------------------------------------------------------------------
-
-
-@dataclass
-class AdamW:
-    """torch.optim.AdamW, fused."""
-
-    name: str = key("adamw", "choice")
-    lr: float = key(3e-3, "peak learning rate")
-    betas: list[float] = key([0.9, 0.95], "decay of the two running means")
-    eps: float = key(1e-8, "added to the denominator")
-    weight_decay: float = key(0.1, "decoupled decay of matrices; vectors (norms, biases) have none")
-    clip: float | None = key(1.0, "largest global gradient norm; null = no clipping")
-
-
-@dataclass
-class Sgd:
-    """torch.optim.SGD."""
-
-    name: str = key("sgd", "choice")
-    lr: float = key(0.1, "peak learning rate")
-    momentum: float = key(0.0, "momentum factor")
-    weight_decay: float = key(0.0, "L2 decay of matrices; vectors (norms, biases) have none")
-    clip: float | None = key(1.0, "largest global gradient norm; null = no clipping")
-
-
-@dataclass
-class ConstantLr:
-    """Warm-up, then the peak."""
-
-    name: str = key("constant", "choice")
-    warmup: int = key(20, "steps of linear warm-up from 0")
-
-
-@dataclass
-class DecayLr:
-    """Warm-up, then a decay (linear or cosine) over all steps that remain."""
-
-    name: str = key("cosine", "choice")
-    warmup: int = key(20, "steps of linear warm-up from 0")
-    final: float = key(0.1, "learning rate of the last step, as a share of the peak")
-
-
-@dataclass
-class WsdLr:
-    """Warm-up, stable, decay (arXiv 2404.06395): the peak until the last part of the run."""
-
-    name: str = key("wsd", "choice")
-    warmup: int = key(20, "steps of linear warm-up from 0")
-    decay: float = key(0.2, "share of all steps, at the end, in which it falls linearly")
-    final: float = key(0.05, "learning rate of the last step, as a share of the peak")
-
-
-@dataclass
-class CrossEntropy:
-    """Token cross entropy in nats: summed, over the global number of valid tokens."""
-
-    name: str = key("cross_entropy", "choice")
-
-
-@dataclass
-class ChunkedCrossEntropy:
-    """The same, a few tokens at a time: logits of the whole batch are never in memory."""
-
-    name: str = key("chunked_cross_entropy", "choice")
-    chunk: int = key(2048, "tokens of a microbatch whose logits are held at a time")
-
-
-@dataclass
-class Mse:
-    """Squared differences of output and targets: their mean over all elements of the batch."""
-
-    name: str = key("mse", "choice")
-
-
-# --- precision, sharding -----------------------------------------------------------------------
-
-
-@dataclass
-class Precision:
-    """fp32, or bf16: compute and activations in bf16, master weights and reductions in fp32."""
-
-    name: Literal["fp32", "bf16"] = key("fp32", "choice")
+from dataclasses import dataclass
+from typing import Literal
+
+from titanlike.config.fields import Custom, Seconds, key
+from titanlike.config.groups import (
+    AdamW,
+    AutoSplit,
+    BalanceSplit,
+    ChunkedCrossEntropy,
+    ConstantLr,
+    CrossEntropy,
+    CsvSchedule,
+    DecayLr,
+    EvenSplit,
+    LoopedSchedule,
+    Mse,
+    NoLogger,
+    PointSplit,
+    Precision,
+    Schedule,
+    Sgd,
+    SyntheticData,
+    TensorBoard,
+    TextData,
+    TokenData,
+    TraceSplit,
+    Wandb,
+    WsdLr,
+)
 
 
 @dataclass
@@ -257,9 +50,6 @@ class Fsdp:
         "auto = 3 without a pipeline, 2 with one, 1 under zero-bubble schedules",
     )
     cpu_offload: bool = key(False, "keep shards and optimizer state in CPU memory")
-
-
-# --- the run -----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -299,32 +89,6 @@ class Checkpoint:
     )
     rename: list[str] = key([], "start_from's names that differ: [old:new], beginnings of names")
     timeout: float = key(1800.0, "seconds after which a save or a load is an error")
-
-
-@dataclass
-class Wandb:
-    """Weights & Biases: online where a key is found, else offline into run_dir/wandb."""
-
-    name: str = key("wandb", "choice")
-    project: str = key("titanlike", "project")
-    run_name: str | None = key(None, "name of the run; null = the run directory's")
-    group: str | None = key(None, "group of the run")
-    mode: Literal["auto", "online", "offline"] = key("auto", "auto = online if a key is found")
-    timeout: float = key(30.0, "seconds to wait for the server before going offline")
-
-
-@dataclass
-class TensorBoard:
-    """TensorBoard event files in run_dir/tensorboard (needs the extra titanlike[tensorboard])."""
-
-    name: str = key("tensorboard", "choice")
-
-
-@dataclass
-class NoLogger:
-    """metrics.jsonl alone."""
-
-    name: str = key("none", "choice")
 
 
 @dataclass

@@ -17,11 +17,11 @@ from pathlib import Path
 from titanlike.config.errors import Problem
 from titanlike.config.schema import AdamW, Config, DecayLr, Sgd, Wandb, WsdLr
 
-MOST_STAGES = 256
-MOST_RANKS = 1_000_000
-MOST_BATCH = 2**20  # sequences of one dp rank a step
-MOST_NUMBER = 2**40  # of anything that is counted
-_MOST_MESHES = 3  # that an error names
+MAX_STAGES = 256
+MAX_RANKS = 1_000_000
+MAX_BATCH = 2**20  # sequences of one dp rank a step
+MAX_NUMBER = 2**40  # of anything that is counted
+_MAX_MESHES = 3  # that an error names
 
 
 def problems(config: Config, world_size: int | None = None) -> list[Problem]:
@@ -50,12 +50,12 @@ def sweep_problems(config: Config) -> Iterator[Problem]:
         if empty:
             fix = "sweep.submit='sbatch tools/slurm/train.sbatch'"
             yield Problem("sweep.submit", sweep.submit, reason, fix)
-    if sweep.share is not None and part_of(sweep.share) is None:
+    if sweep.share is not None and parse_share(sweep.share) is None:
         reason = "must be i/n: job i and every n-th after it, i from 0 to n - 1"
         yield Problem("sweep.share", sweep.share, reason, "sweep.share=0/4")
 
 
-def part_of(share: str) -> tuple[int, int] | None:
+def parse_share(share: str) -> tuple[int, int] | None:
     """sweep.share's i and n; None where it is not of that form."""
     found = re.fullmatch(r"(\d+)/(\d+)", share)
     if found is None or not int(found[1]) < int(found[2]):
@@ -74,12 +74,12 @@ def _mesh(config: Config, world_size: int | None) -> Iterator[Problem]:
     for key, value in (("pp", pp), ("dp", dp), ("replicate", replicate)):
         if value < 1:
             yield Problem(key, value, "a mesh axis has at least 1 rank", f"{key}=1")
-    for key, value, most in (("pp", pp, MOST_STAGES), ("dp", dp, MOST_RANKS)):
+    for key, value, most in (("pp", pp, MAX_STAGES), ("dp", dp, MAX_RANKS)):
         if value > most:
             yield Problem(
                 key, value, f"is more than {most}, the most there can be", f"{key}={most}"
             )
-    if replicate >= 1 and 1 <= dp <= MOST_RANKS and dp % replicate:
+    if replicate >= 1 and 1 <= dp <= MAX_RANKS and dp % replicate:
         fits = max(n for n in range(1, dp + 1) if dp % n == 0 and n <= replicate)
         reason = f"dp={dp} cannot be cut into {replicate} equal replicas"
         yield Problem("replicate", replicate, reason, f"replicate={fits}")
@@ -95,7 +95,7 @@ def _mesh(config: Config, world_size: int | None) -> Iterator[Problem]:
 def _meshes(config: Config, world_size: int) -> list[str]:
     """The overrides of a few meshes that have so many processes, those most like `config`'s first."""
     found = []
-    for pp in range(1, min(world_size, MOST_STAGES) + 1):
+    for pp in range(1, min(world_size, MAX_STAGES) + 1):
         dp = world_size // pp
         if pp * dp != world_size:
             continue
@@ -106,7 +106,7 @@ def _meshes(config: Config, world_size: int) -> list[str]:
             if replicate != config.replicate:
                 words += f" replicate={replicate}"
             found.append((abs(log(pp / config.pp)), words))
-    return [words for _, words in sorted(found)[:_MOST_MESHES]]
+    return [words for _, words in sorted(found)[:_MAX_MESHES]]
 
 
 def _positive(config: Config) -> Iterator[Problem]:
@@ -114,12 +114,12 @@ def _positive(config: Config) -> Iterator[Problem]:
         value = getattr(config, key)
         if value < 1:
             yield Problem(key, value, "must be at least 1", f"{key}=1")
-        elif value > MOST_NUMBER:
-            reason = f"is more than {MOST_NUMBER}, the most there can be"
-            yield Problem(key, value, reason, f"{key}={MOST_NUMBER}")
+        elif value > MAX_NUMBER:
+            reason = f"is more than {MAX_NUMBER}, the most there can be"
+            yield Problem(key, value, reason, f"{key}={MAX_NUMBER}")
     stages = getattr(config.schedule, "stages_per_rank", 1)
-    if not 1 <= stages <= MOST_STAGES:
-        reason = f"a rank has from 1 to {MOST_STAGES} stages"
+    if not 1 <= stages <= MAX_STAGES:
+        reason = f"a rank has from 1 to {MAX_STAGES} stages"
         yield Problem("schedule.stages_per_rank", stages, reason, "schedule.stages_per_rank=2")
     if getattr(config.loss, "chunk", 1) < 1:
         yield Problem("loss.chunk", config.loss.chunk, "must be at least 1", "loss.chunk=2048")
@@ -194,11 +194,11 @@ def _ranges(config: Config) -> Iterator[Problem]:
 
 def _batch(config: Config) -> Iterator[Problem]:
     size, dp = config.batch_size, config.dp
-    if not (1 <= size <= MOST_NUMBER and 1 <= dp <= MOST_RANKS):
+    if not (1 <= size <= MAX_NUMBER and 1 <= dp <= MAX_RANKS):
         return
-    if size // dp > MOST_BATCH:
-        reason = f"more than {MOST_BATCH} sequences for a dp rank"
-        yield Problem("batch_size", size, reason, f"batch_size={MOST_BATCH * dp}")
+    if size // dp > MAX_BATCH:
+        reason = f"more than {MAX_BATCH} sequences for a dp rank"
+        yield Problem("batch_size", size, reason, f"batch_size={MAX_BATCH * dp}")
         return
     if size % dp:
         fit = -(-size // dp) * dp

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from titanlike.config.imports import load
+from titanlike.config.imports import import_object
 from titanlike.config.schema import Config, Custom, SyntheticData, TextData, TokenData
 from titanlike.data.corpus import find_files, parquet_file
 from titanlike.data.errors import DataError
@@ -172,7 +172,7 @@ def _custom(config: Config) -> Iterator[DataError]:
 def _custom_function(data: Custom) -> Callable:
     remedy = "Name a function as package.module.function, on the Python path"
     try:
-        function = load(data.name)
+        function = import_object(data.name)
     except ValueError as error:
         raise DataError("data.name", data.name, str(error), remedy) from None
     if not callable(function):

@@ -41,14 +41,14 @@ def problems(config: Config, world_size: int | None = None) -> list[Problem]:
 
 def secret_problems(plain: dict[str, Any]) -> Iterator[Problem]:
     """Passwords, keys and tokens in a config, which would be written to config.yaml and to W&B."""
-    for key, reason in credentials.found(plain):
+    for key, reason in credentials.find_secrets(plain):
         yield _secret(key, reason)
 
 
 def _secret(key: str, reason: str) -> Problem:
     return Problem(
         key,
-        credentials.HIDDEN,
+        credentials.REDACTED,
         f"{reason}, and a config is written down",
         "keep it in the environment, where fsspec, Hugging Face and W&B find their own "
         "(AWS_SECRET_ACCESS_KEY, HF_TOKEN, WANDB_API_KEY)",
@@ -64,7 +64,9 @@ def secrets_in_command(overrides: list[str], config: Config | None) -> list[Prob
     for text in overrides:
         key, _, value = text.lstrip("+~").partition("=")
         if key not in told and credentials.redact_override(text) != text:
-            why = next((why for _, why in credentials.found(value, key)), "it holds a secret")
+            why = next(
+                (why for _, why in credentials.find_secrets(value, key)), "it holds a secret"
+            )
             told[key] = _secret(credentials.redact(key), why)
     return list(told.values())
 

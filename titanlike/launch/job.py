@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.config.errors import ConfigError
-from titanlike.config.imports import load
+from titanlike.config.imports import import_object
 from titanlike.config.parse import parse, to_plain
 from titanlike.config.schema import Config
 
@@ -29,7 +29,7 @@ class Job:
 
     def load(self) -> Callable[..., Any]:
         """The function itself. Raises ValueError naming what cannot be imported."""
-        return load(self.function.replace(":", "."))
+        return import_object(self.function.replace(":", "."))
 
     def to_json(self) -> str:
         plain = {

@@ -31,7 +31,7 @@ class Owner:
         self._name = uuid.uuid4().hex
         self._seen: tuple[int, int] | None = None
         mine = {"start": self._name, "host": socket.gethostname(), "pid": os.getpid()}
-        files.replace_file(self._path, files.dumps(mine | {"time": time.time()}) + "\n")
+        files.atomic_write_text(self._path, files.dumps(mine | {"time": time.time()}) + "\n")
 
     def check(self) -> None:
         """Raises ValueError where a later start has taken the directory over; a few microseconds."""

@@ -34,7 +34,7 @@ def write_result(
         "seconds": seconds,
         "overrides": [redact_override(text) for text in overrides],
     }
-    files.replace_file(Path(run_dir) / "result.json", files.dumps(result) + "\n")
+    files.atomic_write_text(Path(run_dir) / "result.json", files.dumps(result) + "\n")
 
 
 def had_its_time(status: str | None, error: str | None) -> bool:

@@ -68,7 +68,9 @@ class JsonlSink:
             unfinished.unlink()  # of a process that was killed right here
         if self._path.exists():
             kept = [record for record in read_jsonl(self._path) if record["step"] <= step]
-            files.replace_file(self._path, "".join(files.dumps(record) + "\n" for record in kept))
+            files.atomic_write_text(
+                self._path, "".join(files.dumps(record) + "\n" for record in kept)
+            )
         self._file = self._path.open("a", buffering=1, encoding="utf-8")
 
 

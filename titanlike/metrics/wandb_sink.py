@@ -194,7 +194,7 @@ def _run_id(path: Path) -> str:
         if kept := path.read_text(encoding="utf-8").strip():
             return kept
     run_id = secrets.token_hex(4)
-    files.replace_file(path, run_id + "\n")
+    files.atomic_write_text(path, run_id + "\n")
     return run_id
 
 

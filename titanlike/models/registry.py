@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from titanlike.config.errors import ConfigError, Problem, nearest
-from titanlike.config.imports import load
+from titanlike.config.imports import import_object
 from titanlike.config.parse import convert
 from titanlike.config.schema import Config, Custom
 from titanlike.data.checks import vocab_size
@@ -49,7 +49,7 @@ def build_model(model: Custom, device: str = "meta") -> nn.Module:
         raise ConfigError([Problem("model.name", "???", "a model of your own has a name", fix)])
     path = MODELS.get(model.name, model.name)
     try:
-        family = load(path)
+        family = import_object(path)
     except ValueError as error:
         near = nearest(model.name, MODELS)
         fix = f"model.name={near}" if near else f"model.name={' or '.join(MODELS)}"

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from titanlike.config import schema
 from titanlike.config.errors import ConfigError, Problem, nearest
-from titanlike.config.imports import load
+from titanlike.config.imports import import_object
 from titanlike.config.schema import Custom
 from titanlike.data.sources import IGNORE
 from titanlike.graph.structure import described, fields, is_record, replaced
@@ -217,7 +217,7 @@ def _own(config: Custom, device: torch.device | None) -> Loss:
         return ConfigError([Problem(key, value, reason, fix)])
 
     try:
-        found = load(config.name)
+        found = import_object(config.name)
     except ValueError as error:
         fix = "a function as package.module.function, on the Python path"
         fix = "" if "did you mean" in str(error) else fix

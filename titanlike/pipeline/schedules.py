@@ -22,7 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from titanlike.config.imports import load
+from titanlike.config.imports import import_object
 from titanlike.config.schema import CsvSchedule, Custom, LoopedSchedule, Schedule
 from titanlike.pipeline.order import Act, Order
 
@@ -375,7 +375,7 @@ def _imported(name: str) -> Callable[..., Any]:
     if "." not in name:
         raise ValueError(_unknown_schedule(name))
     try:
-        function = load(name)
+        function = import_object(name)
     except ValueError as error:
         raise ValueError(f"schedule.name={name}: {error}") from error
     if not callable(function):

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from titanlike.config.errors import ConfigError, Problem
-from titanlike.config.files import replace_file
+from titanlike.config.files import atomic_write_text
 from titanlike.config.schema import AutoSplit, Config, EvenSplit
 from titanlike.graph.unit import Unit
 from titanlike.parallel.mesh import Mesh
@@ -126,5 +126,5 @@ def _kept_or_measured(config: Config, device: torch.device, profile: Profile) ->
     times = profile.nanoseconds(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    replace_file(path, json.dumps({**key, "nanoseconds": times}) + "\n")
+    atomic_write_text(path, json.dumps({**key, "nanoseconds": times}) + "\n")
     return times

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from titanlike.config.credentials import redact_override
 from titanlike.config.errors import Problem
-from titanlike.config.overrides import as_typed
+from titanlike.config.overrides import from_hydra
 from titanlike.config.schema import Sweep
-from titanlike.config.validate import part_of
+from titanlike.config.validate import parse_share
 from titanlike.sweeps.plan import Job, Plan, add_jobs, read_plan, write_plan
 from titanlike.sweeps.rows import SUBMITTED, read_rows
 
@@ -128,7 +128,7 @@ class Context:
             if why is None:
                 jobs[known[key].number] = known[key]
         self.add(new)
-        if self.settings.share is not None and (part := part_of(self.settings.share)):
+        if self.settings.share is not None and (part := parse_share(self.settings.share)):
             jobs = {at: job for at, job in jobs.items() if at % part[1] == part[0]}
         self.planned = {job.folder: job for job in jobs.values()}
         if not self.goes_on or self.check:
@@ -215,7 +215,7 @@ class Context:
 def of_job(overrides: Iterable[str]) -> list[str]:
     """A job's own overrides as a user would write them: without those of the sweep and of Hydra."""
     ours = ("sweep.", "run_dir=", "hydra.", "hydra/")
-    return [text for text in map(as_typed, overrides) if not text.lstrip("+~").startswith(ours)]
+    return [text for text in map(from_hydra, overrides) if not text.lstrip("+~").startswith(ours)]
 
 
 def _identity(overrides: Iterable[str]) -> tuple[str, ...]:

@@ -78,7 +78,7 @@ def draw(table: Table) -> Path | None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")  # drawn as a box
         FigureCanvasAgg(figure).print_png(image)
-    files.replace_bytes(path, image.getvalue())
+    files.atomic_write_bytes(path, image.getvalue())
     return path
 
 

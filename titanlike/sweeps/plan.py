@@ -54,7 +54,7 @@ def write_plan(folder: Path, plan: Plan) -> bool:
     with _locked(folder):
         if (folder / FILE).exists():  # another task of a job array was quicker
             return False
-        files.replace_file(folder / FILE, "\n".join(lines) + "\n")
+        files.atomic_write_text(folder / FILE, "\n".join(lines) + "\n")
         return True
 
 

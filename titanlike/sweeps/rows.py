@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from titanlike.config.credentials import hide
+from titanlike.config.credentials import redact_value
 from titanlike.launch.owner import is_held
 from titanlike.metrics.result import had_its_time, read_result
 from titanlike.metrics.summary import VALUES, Summary, summary, value_of
@@ -278,4 +278,4 @@ def _flat(plain: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
             yield from _flat(value, f"{key}.")
         else:
             text = "null" if value is None else str(value)
-            yield key, str(hide(key, text.lower() if isinstance(value, bool) else text))
+            yield key, str(redact_value(key, text.lower() if isinstance(value, bool) else text))

@@ -102,7 +102,7 @@ def write_csv(table: Table) -> Path:
             ]
         )
     path = table.folder / CSV
-    files.replace_file(path, text.getvalue())
+    files.atomic_write_text(path, text.getvalue())
     return path
 
 
@@ -127,7 +127,7 @@ def write_markdown(table: Table, picture: bool) -> Path:
     if picture:
         lines += ["", f"![loss curves and throughput]({PICTURE})"]
     path = table.folder / MARKDOWN
-    files.replace_file(path, "\n".join(lines) + "\n")
+    files.atomic_write_text(path, "\n".join(lines) + "\n")
     return path
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from titanlike.config.credentials import HIDDEN, redact_override, says_secret
+from titanlike.config.credentials import REDACTED, is_secret_name, redact_override
 from titanlike.config.errors import ConfigError, Problem, nearest
 
 Object = dict[str, Any]
@@ -145,13 +145,13 @@ def read(settings: list[str], overrides: list[str]) -> tuple[dict[str, str], dic
         elif name == "PET_MAX_RESTARTS":
             reason = "a rank that is told to stop would end with 0, and its pod count as done"
             problems.append(Problem(f"env.{name}", value, reason, f"RESTARTS={value}"))
-        elif says_secret(name, environment=True):
+        elif is_secret_name(name, environment=True):
             reason = "a secret must not be in a manifest: keep it in a Secret and name that"
-            problems.append(Problem(f"env.{name}", HIDDEN, reason, "SECRET_NAME=wandb"))
+            problems.append(Problem(f"env.{name}", REDACTED, reason, "SECRET_NAME=wandb"))
     for text in overrides:
         if redact_override(text) != text:
             reason = "a secret must not be in a manifest: keep it in a Secret and name that"
-            problems.append(Problem(text.partition("=")[0], HIDDEN, reason, "SECRET_NAME=wandb"))
+            problems.append(Problem(text.partition("=")[0], REDACTED, reason, "SECRET_NAME=wandb"))
     values = {}
     for key, variable in VARIABLES.items():
         values[key] = value = given.get(key, variable.default or "")
