@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from titanlike.config.schema import TextData
 from titanlike.data.corpus import documents, find_files
 from titanlike.data.errors import DataError
-from titanlike.data.prepare import Prepared, prepare
+from titanlike.data.tokenized_corpus import TokenizedCorpus, tokenize_corpus
 from titanlike.data.tokenizer import ByteTokenizer, open_tokenizer
 
 TEXTS = [f"Document {i}: größer, 日本, <|endoftext|>{'.' * (i % 7)}" for i in range(200)]
@@ -51,7 +51,7 @@ def write_tokenizer(path: Path, special: list[str]) -> Path:
     return path
 
 
-def read_back(prepared: Prepared, part: str, decode) -> list[str]:
+def read_back(prepared: TokenizedCorpus, part: str, decode) -> list[str]:
     """The documents in a prepared file, cut at the boundaries and decoded."""
     ids = np.fromfile(prepared.path(part), prepared.dtype)
     assert ids[0] == prepared.boundary, "every document begins with the boundary"
@@ -91,7 +91,7 @@ def test_any_text_and_tokenizer_read_back_with_nothing_in_both_parts(
         name = str(write_tokenizer(tmp_path / "tokenizer.json", special))
     opened = open_tokenizer(name)
     data = TextData(path=str(path), text_key="content", cache=str(tmp_path / "cache"))
-    prepared = prepare(data, opened)
+    prepared = tokenize_corpus(data, opened)
     train, held = (read_back(prepared, part, opened.decode) for part in ("train", "validation"))
     assert sorted(train + held) == sorted(TEXTS)
     assert len(set(train)) + len(set(held)) == len(TEXTS)
@@ -110,7 +110,7 @@ def test_a_few_documents_give_both_parts_too(tmp_path: Path, count: int, fractio
     texts = [chr(ord("a") + i) * 1000 for i in range(count)]
     path = write_jsonl(tmp_path / "few.jsonl", texts)
     data = TextData(path=str(path), validation_fraction=fraction, cache=str(tmp_path / "cache"))
-    prepared = prepare(data, ByteTokenizer())
+    prepared = tokenize_corpus(data, ByteTokenizer())
     train, held = (
         read_back(prepared, part, ByteTokenizer().decode) for part in ("train", "validation")
     )
@@ -125,21 +125,21 @@ def test_a_few_documents_give_both_parts_too(tmp_path: Path, count: int, fractio
 def test_the_cache_is_used_again_and_renewed_when_something_changes(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     data = TextData(path=str(path), cache=str(tmp_path / "cache"))
-    first = prepare(data, ByteTokenizer())
+    first = tokenize_corpus(data, ByteTokenizer())
     written = first.path("train").stat().st_mtime_ns
-    assert prepare(data, ByteTokenizer()) == first
+    assert tokenize_corpus(data, ByteTokenizer()) == first
     assert first.path("train").stat().st_mtime_ns == written
 
     bpe = open_tokenizer(str(write_tokenizer(tmp_path / "tokenizer.json", ["</s>"])))
-    assert prepare(data, bpe).tokens != first.tokens
+    assert tokenize_corpus(data, bpe).tokens != first.tokens
 
     write_jsonl(path, [*TEXTS, "one more"])
-    more = prepare(data, ByteTokenizer())
+    more = tokenize_corpus(data, ByteTokenizer())
     assert sum(more.documents.values()) == len(TEXTS) + 1
 
     with open(more.path("train"), "r+b") as file:  # as after a power cut
         file.truncate(10)
-    again = prepare(data, ByteTokenizer())
+    again = tokenize_corpus(data, ByteTokenizer())
     assert again == more
     assert again.path("train").stat().st_size == 2 * again.tokens["train"]
 
@@ -148,7 +148,7 @@ def test_processes_that_prepare_at_once_agree(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS * 20)
     data = TextData(path=str(path), cache=str(tmp_path / "cache"))
     with ProcessPoolExecutor(4) as pool:
-        made = list(pool.map(prepare, [data] * 8, [ByteTokenizer()] * 8, timeout=30))
+        made = list(pool.map(tokenize_corpus, [data] * 8, [ByteTokenizer()] * 8, timeout=30))
     assert all(one == made[0] for one in made)
     assert [p.name for p in (tmp_path / "cache").iterdir()] == [made[0].folder.name]
 
@@ -186,7 +186,7 @@ def test_a_mistake_in_text_names_the_key_and_the_place(tmp_path: Path, case: str
             (folder / name).write_bytes(content)
     data = TextData(path=str(folder), cache=str(tmp_path / "cache"))
     with pytest.raises(ValueError, match=words) as raised:
-        prepare(data, ByteTokenizer())
+        tokenize_corpus(data, ByteTokenizer())
     assert str(raised.value).startswith(f"{key}=")
     cache = tmp_path / "cache"
     assert not cache.exists() or not os.listdir(cache), "nothing half-made is left"
@@ -197,7 +197,7 @@ def test_a_missing_column_lists_those_that_exist(tmp_path: Path) -> None:
     for text_key, words in (("text", "body, n"), ("n", "int64")):
         data = TextData(path=str(tmp_path), text_key=text_key, cache=str(tmp_path / "cache"))
         with pytest.raises(ValueError, match=words) as raised:
-            prepare(data, ByteTokenizer())
+            tokenize_corpus(data, ByteTokenizer())
         assert str(raised.value).startswith(f"data.text_key={text_key}")
 
 
@@ -211,7 +211,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x" * 1000)
     data = TextData(path=str(tmp_path / "file"), cache=str(tmp_path / "file" / "cache"))
     with pytest.raises(DataError, match="data.cache=.*cannot be written"):
-        prepare(data, ByteTokenizer())
+        tokenize_corpus(data, ByteTokenizer())
 
 
 @pytest.mark.parametrize("content", [None, b"{}", b"not json"])

@@ -25,10 +25,10 @@ from titanlike.config.schema import (
     TextData,
     TokenData,
 )
-from titanlike.data.example import example
+from titanlike.data.example_batch import example_batch
 from titanlike.data.loader import batches, open_data
 from titanlike.job.check import problems
-from titanlike.models.registry import build_model, resolve_model, start_of
+from titanlike.models.registry import build_model, initial_weights_of, resolve_model
 from titanlike.parallel.initialize import initialize
 from titanlike.proof.verification import verify
 
@@ -48,7 +48,7 @@ def packed(folder: Path, *args: Any, **changes: Any) -> Config:
 def whole_model(config: Config) -> nn.Module:
     resolved = resolve_model(config)
     model = build_model(resolved)
-    initialize(model, start_of(resolved, config.seed), torch.device("cpu"))
+    initialize(model, initial_weights_of(resolved, config.seed), torch.device("cpu"))
     return model
 
 
@@ -102,7 +102,7 @@ def test_the_example_is_like_a_batch(tmp_path: Path, kind: str, on: bool) -> Non
         np.save(tmp_path / "a.npy", np.arange(4000) % 50)
         data = TokenData(path=str(tmp_path / "a.npy"), vocab_size=50, boundary=7)
     config = tiny(data=replace(data, documents=on))
-    found, batch = example(config), next(batches(open_data(config).train, config, dp_rank=0))
+    found, batch = example_batch(config), next(batches(open_data(config).train, config, dp_rank=0))
     assert ("document_ids" in batch) == on
     assert {k: (v.shape[1:], v.dtype) for k, v in found.items()} == {
         k: (v.shape[1:], v.dtype) for k, v in batch.items()

@@ -20,13 +20,13 @@ from support.samples import Conditioned
 from support.world import run_world
 from titanlike.config.schema import Config, ConstantLr, Custom, Sgd, Validation
 from titanlike.data.errors import DataError
-from titanlike.data.example import example
+from titanlike.data.example_batch import example_batch
 from titanlike.data.loader import batches, open_data, validation_batches
 from titanlike.data.sources import IGNORE
-from titanlike.graph import blueprint
+from titanlike.graph import model_graph
 from titanlike.job.check import problems
 from titanlike.launch.worker import Worker
-from titanlike.models.registry import build_model, resolve_model, start_of
+from titanlike.models.registry import build_model, initial_weights_of, resolve_model
 from titanlike.optim.optimizer import gradient_norm
 from titanlike.parallel.initialize import initialize
 from titanlike.parallel.mesh import close_mesh, open_mesh
@@ -80,7 +80,7 @@ def test_more_fields_are_padded_as_declared() -> None:
     seen = batch["mask"][:, :, None] & batch["mask"][:, None, :]
     assert (batch["bias"][~seen] == -9).all() and (batch["bias"][seen] != -9).all()
     assert batch["target"].shape == (4,) and batch["losses"].shape == (4, 3, 2, 2)
-    found = example(config, data)
+    found = example_batch(config, data)
     assert {k: (v.shape[1:], v.dtype) for k, v in found.items()} == {
         "inputs": ((16,), torch.int64),
         "targets": ((16,), torch.int64),
@@ -164,12 +164,12 @@ def several_steps(
     make = run.pipeline._make
     run.pipeline._make = lambda fields: made.append(fields) or make(fields)
     recorded: list[object] = []
-    record = blueprint.record
-    blueprint.record = lambda *args: recorded.append(args) or record(*args)
+    record = model_graph.record_forward
+    model_graph.record_forward = lambda *args: recorded.append(args) or record(*args)
 
     resolved = resolve_model(config)
     model = build_model(resolved)
-    initialize(model, start_of(resolved, config.seed), mesh.device)
+    initialize(model, initial_weights_of(resolved, config.seed), mesh.device)
     plain = torch.optim.SGD(model.parameters(), lr=config.optimizer.lr)
 
     def whole_loss(step: int) -> Tensor:

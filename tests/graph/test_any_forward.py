@@ -17,11 +17,12 @@ from support.forwards import VOCAB
 from support.models import tiny
 from support.world import run_world
 from titanlike.config.schema import Custom, EvenSplit, Sgd, SyntheticData
-from titanlike.graph.blueprint import Blueprint, Field
-from titanlike.graph.cut import message, problem_of
-from titanlike.graph.record import RecordError, record
+from titanlike.graph.cut import message, message_problem
+from titanlike.graph.model_graph import Field, ModelGraph
+from titanlike.graph.record_forward import record_forward
+from titanlike.graph.recording import RecordError
 from titanlike.graph.stage import Stage
-from titanlike.models.registry import build_model, start_of
+from titanlike.models.registry import build_model, initial_weights_of
 from titanlike.proof.verification import verify
 from titanlike.split.partition import partition
 from titanlike.training.draft import preflight
@@ -58,13 +59,13 @@ def test_a_cut_model_computes_what_the_whole_one_does(name: str, stages: int) ->
     torch.manual_seed(0)
     model = MODELS[name]()
     with torch.device("meta"):
-        blueprint_model = MODELS[name]()
+        meta_model = MODELS[name]()
     inputs = batch_for(model)
     fields = {"inputs": Field(tuple(inputs.shape[1:]), inputs.dtype)}
-    blueprint = Blueprint(blueprint_model, fields, len(inputs), ())
-    blueprint.stages = partition(blueprint.units, EvenSplit(), stages)
-    graphs = blueprint.graphs(fields, True)
-    assert not any(map(problem_of, graphs))
+    model_graph = ModelGraph(meta_model, fields, len(inputs), ())
+    model_graph.stages = partition(model_graph.units, EvenSplit(), stages)
+    graphs = model_graph.graphs(fields, True)
+    assert not any(map(message_problem, graphs))
 
     truth = copy.deepcopy(model)
     right = truth(inputs)
@@ -73,7 +74,7 @@ def test_a_cut_model_computes_what_the_whole_one_does(name: str, stages: int) ->
     chain, arrived, sent = [], [], [inputs]
     for index, graph in enumerate(graphs):
         stage = Stage(copy.deepcopy(model), graph.units, graph.weights)
-        stage.learn("a shape", {True: graph}, index, torch.device("cpu"))
+        stage.add_forwards("a shape", {True: graph}, index, torch.device("cpu"))
         arrived.append([t.detach().requires_grad_(index > 0) for t in sent])
         answer = stage(*arrived[-1], inputs=inputs)
         sent = list(answer) if isinstance(answer, tuple) else [answer]
@@ -86,7 +87,7 @@ def test_a_cut_model_computes_what_the_whole_one_does(name: str, stages: int) ->
     for (_, answer), leaves in zip(reversed(chain), reversed(arrived), strict=True):
         torch.autograd.backward(answer, gradients)
         gradients = [leaf.grad for leaf in leaves]
-    canonical, found = blueprint.canonical(), Counter()
+    canonical, found = model_graph.canonical_names(), Counter()
     for stage, _ in chain:
         for key, parameter in stage.named_parameters():
             if parameter.grad is not None:
@@ -121,15 +122,15 @@ def test_the_same_in_torchs_pipeline(name: str, schedule: str, tmp_path: Path) -
 def test_activations_that_a_model_computes_again_are_computed_again_in_a_stage() -> None:
     with torch.device("meta"):
         model = forwards.Checkpointed()
-    blueprint = Blueprint(model, {"inputs": Field((12,), torch.int64)}, 4, ())
-    blueprint.stages = [[unit.name for unit in blueprint.units]]
-    (graph,) = blueprint.graphs(blueprint.fields, True)
+    model_graph = ModelGraph(model, {"inputs": Field((12,), torch.int64)}, 4, ())
+    model_graph.stages = [[unit.name for unit in model_graph.units]]
+    (graph,) = model_graph.graphs(model_graph.fields, True)
     real = forwards.Checkpointed()
     calls = []
     for block in real.blocks:
         block.register_forward_pre_hook(lambda *_: calls.append(1))
     stage = Stage(real, graph.units, graph.weights)
-    stage.learn("a shape", {True: graph}, 0, torch.device("cpu"))
+    stage.add_forwards("a shape", {True: graph}, 0, torch.device("cpu"))
     stage(torch.randint(0, VOCAB, (4, 12))).sum().backward()
     assert len(calls) == 8
 
@@ -263,7 +264,7 @@ def test_a_forward_that_cannot_be_cut_is_refused_with_the_reason(family, reason)
     with torch.device("meta"):
         model = family()
     with pytest.raises(RecordError, match=reason):
-        record(model, {"inputs": torch.empty(2, 4, device="meta")}, ["first", "second"])
+        record_forward(model, {"inputs": torch.empty(2, 4, device="meta")}, ["first", "second"])
 
 
 def test_a_model_that_sends_something_else_in_evaluation_is_refused_where_it_is_cut() -> None:
@@ -283,6 +284,6 @@ def test_experts_that_one_rank_alone_reaches_learn_what_one_process_learns(tmp_p
 
 def test_a_constructors_random_numbers_and_dtypes_do_not_depend_on_the_process() -> None:
     model = Custom("support.forwards.Shuffled")
-    first, again, other = (start_of(model, seed).buffer("order") for seed in (0, 0, 1))
+    first, again, other = (initial_weights_of(model, seed).buffer("order") for seed in (0, 0, 1))
     assert torch.equal(first, again) and not torch.equal(first, other)
     assert {p.dtype for p in build_model(model).parameters()} == {torch.float32}

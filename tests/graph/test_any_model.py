@@ -58,7 +58,7 @@ def test_a_stage_may_begin_inside_of_a_block(tmp_path: Path) -> None:
     plan = draft(config("Deep", 2, 1, points=["trunk.blocks.b2.mlp"]))
     assert plan.stages[0][-1] == "trunk.blocks.b2.norm"
     assert plan.stages[1] == ["trunk.blocks.b2.mlp", "trunk.blocks.b3", "write"]
-    second = plan.blueprint.graphs(plan.fields, True)[1]
+    second = plan.model_graph.graphs(plan.fields, True)[1]
     assert len(second.arrives) == 2, "the residual goes around the cut"
 
 

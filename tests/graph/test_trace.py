@@ -14,7 +14,7 @@ from support.proven import assert_proven
 from support.vision_configs import of_images
 from titanlike.config.errors import ConfigError
 from titanlike.config.schema import Config, Custom, TraceSplit
-from titanlike.graph.trace import trace
+from titanlike.graph.trace_forward import trace_forward
 from titanlike.training.draft import draft
 
 
@@ -48,7 +48,7 @@ def test_dropout_is_traced_in_the_mode_of_the_model(training: bool) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
         batch = {"inputs": torch.empty(2, 8)}
-    recording = trace(model.train(training), batch)
+    recording = trace_forward(model.train(training), batch)
     assert any(node.random for node in recording.nodes) == training
 
 

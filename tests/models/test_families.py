@@ -78,7 +78,7 @@ def one_step(config: Config, worker: Worker) -> Seen:
         stage.register_forward_hook(lambda _, __, out, into=shapes: into.append(described(out)))
     batch = next(batches(data.train, config, dp_rank=0))
     loss, _ = run.pipeline.train(on_device(batch, mesh, config))
-    graphs = run.draft.blueprint.graphs(run.draft.fields, True)
+    graphs = run.draft.model_graph.graphs(run.draft.fields, True)
     declared = [described(messages(graphs[i])[1]) for i in run.draft.order.local(mesh.pp_rank)]
     named = [pair for part in run.parts for pair in part.parameters()]
     seen = Seen(

@@ -16,14 +16,14 @@ from support.hf_tiny import folder_of, logits_by_document, model_of, own, sizes,
 from support.world import RankError, run_world
 from titanlike.config.errors import ConfigError
 from titanlike.config.schema import Config, Custom, EvenSplit, Precision
-from titanlike.graph.blueprint import Blueprint, fields_of
 from titanlike.graph.cut import StageGraph
+from titanlike.graph.model_graph import ModelGraph, fields_of
 from titanlike.graph.stage import Stage
 from titanlike.launch.worker import Worker
 from titanlike.models import hf, hf_weights
 from titanlike.models.hf_config import FAMILIES
-from titanlike.models.hf_start import watch
-from titanlike.models.registry import build_model, start_of
+from titanlike.models.hf_init import record_initialization
+from titanlike.models.registry import build_model, initial_weights_of
 from titanlike.parallel.initialize import initialize
 from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.proof.verification import verify
@@ -41,22 +41,22 @@ DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [3] * 3 + [4] * 4 + [3] * 5])
 def real(model: Custom, seed: int = 0) -> nn.Module:
     """The whole model with its initial values."""
     found = build_model(model)
-    initialize(found, start_of(model, seed), CPU)
+    initialize(found, initial_weights_of(model, seed), CPU)
     return found.train()
 
 
 def stages_of(model: Custom, batch: dict[str, Tensor], count: int) -> tuple[list, list[StageGraph]]:
     meta = build_model(model)
-    blueprint = Blueprint(meta, fields_of(batch), len(batch["inputs"]), ())
-    blueprint.stages = partition(blueprint.units, EvenSplit(), count)
-    graphs = [blueprint.graphs(fields_of(batch), training) for training in (True, False)]
-    start, canonical = start_of(model, 0), blueprint.canonical()
+    model_graph = ModelGraph(meta, fields_of(batch), len(batch["inputs"]), ())
+    model_graph.stages = partition(model_graph.units, EvenSplit(), count)
+    graphs = [model_graph.graphs(fields_of(batch), training) for training in (True, False)]
+    start, canonical = initial_weights_of(model, 0), model_graph.canonical_names()
     stages = []
     for index, graph in enumerate(graphs[0]):
         stage = Stage(build_model(model), graph.units, graph.weights)
         names = {n: canonical[n] for n, _ in stage.named_parameters(remove_duplicate=False)}
         initialize(stage, start, CPU, names)
-        stage.learn(0, {True: graph, False: graphs[1][index]}, index, CPU)
+        stage.add_forwards(0, {True: graph, False: graphs[1][index]}, index, CPU)
         stages.append(stage)
     return stages, graphs[0]
 
@@ -122,14 +122,14 @@ def test_initial_values_have_transformers_own_distribution(family: str) -> None:
 
 def test_initial_values_are_noted_without_memory() -> None:
     model = model_of("gpt2")
-    writes = watch(lambda: build_model(model))
+    writes = record_initialization(lambda: build_model(model))
     (residual,) = writes["transformer.h.3.mlp.c_proj.weight"]
     assert residual.std == pytest.approx(0.02 / 8**0.5)  # 4 layers, two paths each
-    (embedding, padding) = watch(lambda: build_model(model_of("llama")))[
+    (embedding, padding) = record_initialization(lambda: build_model(model_of("llama")))[
         "model.embed_tokens.weight"
     ]
     assert (embedding.row, padding.row, padding.std) == (None, 0, 0.0)
-    start = start_of(model_of("llama"), 0)
+    start = initial_weights_of(model_of("llama"), 0)
     rows = start.rows("model.embed_tokens.weight", torch.Size([64, 32]), slice(0, 2))
     assert rows[0].abs().max() == 0 < rows[1].abs().max()
 

@@ -120,7 +120,7 @@ def test_logits_of_all_tokens_are_never_there(mesh: tuple, tmp_path: Path) -> No
     vocabulary, chunk = 4096, 8
     data = SyntheticData(vocab_size=vocabulary)
     config = tiny(*mesh, data=data, batch_size=8 if mesh[0] == 1 else 32, layers=4)
-    tokens = draft(config).blueprint.rows * config.seq_len
+    tokens = draft(config).model_graph.microbatch_size * config.seq_len
     whole = run_world(largest_tensors, replace(config, loss=CrossEntropy()), tmp_path / "whole")
     assert max(whole) == (tokens * vocabulary,) * 2, "so it is seen"
     small = replace(config, loss=ChunkedCrossEntropy(chunk=chunk))

@@ -26,15 +26,15 @@ from titanlike.config.schema import (
     Schedule,
     Sgd,
 )
-from titanlike.graph.blueprint import Blueprint, Field
+from titanlike.graph.model_graph import Field, ModelGraph
 from titanlike.launch.worker import Worker
 from titanlike.metrics import units
 from titanlike.optim.loss import build_loss
 from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.pipeline.schedules import gpipe, one_f_one_b, zbv_zero_bubble
 from titanlike.proof.verification import verify
-from titanlike.split.automatic import KEPT
-from titanlike.split.costs import Profile, in_flight, state_bytes
+from titanlike.split.auto_split import TIMES_FILE
+from titanlike.split.unit_costs import UnitCosts, in_flight, state_bytes
 from titanlike.training.build import build
 from titanlike.training.draft import draft
 from titanlike.training.loop import train
@@ -70,18 +70,20 @@ class Once(nn.Module):
         return x
 
 
-def profile_of(config: Config, loss: Any = None) -> Profile:
+def profile_of(config: Config, loss: Any = None) -> UnitCosts:
     plan = draft(config)
-    targets = torch.empty(plan.blueprint.rows, config.seq_len, dtype=torch.int64, device="meta")
-    return Profile(plan.blueprint, targets, build_loss(config.loss))
+    targets = torch.empty(
+        plan.model_graph.microbatch_size, config.seq_len, dtype=torch.int64, device="meta"
+    )
+    return UnitCosts(plan.model_graph, targets, build_loss(config.loss))
 
 
-def mixed() -> Profile:
+def mixed() -> UnitCosts:
     with torch.device("meta"):
         model = Mixed()
         targets = torch.empty(ROWS, TOKENS, dtype=torch.int64)
-    blueprint = Blueprint(model, {"inputs": Field((TOKENS,), torch.int64)}, ROWS, [])
-    return Profile(blueprint, targets, build_loss(tiny().loss))
+    model_graph = ModelGraph(model, {"inputs": Field((TOKENS,), torch.int64)}, ROWS, [])
+    return UnitCosts(model_graph, targets, build_loss(tiny().loss))
 
 
 def own(**changes: Any) -> Config:
@@ -132,7 +134,7 @@ def test_memory_of_a_chunked_loss_is_without_logits() -> None:
         profile_of(replace(config, loss=loss, batch_size=4)).saved()
         for loss in (config.loss, ChunkedCrossEntropy(chunk=4))
     )
-    tokens = draft(replace(config, batch_size=4)).blueprint.rows * config.seq_len
+    tokens = draft(replace(config, batch_size=4)).model_graph.microbatch_size * config.seq_len
     assert whole[:-1] == chunked[:-1] and chunked[-1] <= whole[-1] - 4 * 64 * tokens
 
 
@@ -216,11 +218,13 @@ def test_measured_times_are_shared_and_kept(tmp_path: Path) -> None:
     config = tiny(2, 1, split=AutoSplit(cost="time"), steps=1, layers=4)
     first = run_world(stages_of, config, tmp_path)
     assert first[0] == first[1]
-    kept = json.loads((tmp_path / KEPT).read_text())
+    kept = json.loads((tmp_path / TIMES_FILE).read_text())
     times = kept["nanoseconds"]
     assert len(times) == 7 and min(times) > 0 and len(set(times[1:5])) == 1  # blocks are alike
     # times that nobody measures: a run that goes on takes what is kept
-    (tmp_path / KEPT).write_text(json.dumps({**kept, "nanoseconds": [1, 1, 1, 1, 1, 1, 10**9]}))
+    (tmp_path / TIMES_FILE).write_text(
+        json.dumps({**kept, "nanoseconds": [1, 1, 1, 1, 1, 1, 10**9]})
+    )
     stages = run_world(stages_of, config, tmp_path)
     assert stages[0] == stages[1] and stages[0][1] == ["head"]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from titanlike.config.schema import BalanceSplit, EvenSplit, PointSplit
 from titanlike.graph.unit import Unit
-from titanlike.split.partition import SplitError, even, partition
+from titanlike.split.partition import SplitError, even_sizes, partition
 
 
 def llama(blocks: int) -> list[Unit]:
@@ -90,12 +90,12 @@ def test_the_even_split_is_the_best_of_all(weights, data):
         return max(sums), sum(s * s for s in sums), [b - a for a, b in pairwise(edges)]
 
     best = min(map(badness, combinations(range(1, len(weights)), stages - 1)))
-    assert even([float(w) for w in weights], stages) == best[2]
+    assert even_sizes([float(w) for w in weights], stages) == best[2]
 
 
 def test_the_heaviest_stage_counts_before_the_squares():
     """[1, 5, 2, 3] in 3: heaviest 5 with squares 51, and not heaviest 6 with squares 49."""
-    assert even([1.0, 5.0, 2.0, 3.0], 3) == [1, 1, 2]
+    assert even_sizes([1.0, 5.0, 2.0, 3.0], 3) == [1, 1, 2]
 
 
 def test_embedding_and_head_weigh_as_much_as_the_config_says():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.config.schema import Config
-from titanlike.data.order import sample_index
+from titanlike.data.shuffle import shuffled_index
 from titanlike.data.sources import Data, SyntheticSource
 
 WORDS = 62  # ordinary tokens
@@ -55,7 +55,7 @@ def spoiled(seq_len: int, **spoils: object) -> Data:
 
 def sample_of(config: Config, step: int, row: int = 0) -> int:
     """The number of a sample in the batch that a run without rollbacks reads in a step."""
-    return sample_index((step - 1) * config.batch_size + row, 1 << 40, config.seed)
+    return shuffled_index((step - 1) * config.batch_size + row, 1 << 40, config.seed)
 
 
 class Touchy(nn.Module):

@@ -25,7 +25,7 @@ from support.world import RankError, run_world
 from titanlike.config.schema import Checkpoint, Config, ConstantLr, Custom, Fsdp
 from titanlike.data.loader import batches, open_data
 from titanlike.metrics.sinks import read_jsonl
-from titanlike.models.registry import build_model, resolve_model, start_of
+from titanlike.models.registry import build_model, initial_weights_of, resolve_model
 from titanlike.optim.optimizer import build_optimizer, set_lr
 from titanlike.parallel.initialize import initialize
 from titanlike.training.guard import MOST_IN_A_ROW, Guard
@@ -117,7 +117,7 @@ def plain_loop(config: Config, updates: dict[int, int]) -> dict[str, Tensor]:
     config = replace(config, pp=1, dp=1)
     resolved = resolve_model(config)
     model = build_model(resolved)
-    initialize(model, start_of(resolved, config.seed), torch.device("cpu"))
+    initialize(model, initial_weights_of(resolved, config.seed), torch.device("cpu"))
     optimizer = build_optimizer(model, config.optimizer)
     source = open_data(config).train
     for step, place in updates.items():

@@ -26,7 +26,7 @@ from titanlike.data.loader import batches, open_data
 from titanlike.graph.cut import message
 from titanlike.graph.stage import Stage
 from titanlike.launch.worker import Worker
-from titanlike.models.registry import build_model, start_of
+from titanlike.models.registry import build_model, initial_weights_of
 from titanlike.optim.optimizer import lr_factor
 from titanlike.parallel.device import peak_memory, resident_memory
 from titanlike.parallel.initialize import draw, initialize
@@ -107,17 +107,20 @@ def test_stages_run_one_after_another_are_the_model(family: str) -> None:
     config = tiny(4, 1, LoopedSchedule("interleaved1f1b", None, 2), family=family)
     plan = draft(config)
     assert [name for names in plan.stages for name in names] == [
-        u.name for u in plan.blueprint.units
+        u.name for u in plan.model_graph.units
     ]
-    start, canonical = start_of(plan.model, config.seed), plan.blueprint.canonical()
+    start, canonical = (
+        initial_weights_of(plan.model, config.seed),
+        plan.model_graph.canonical_names(),
+    )
     whole = build_model(plan.model)
     initialize(whole, start, torch.device("cpu"))
     ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
     arrived = (ids,)
-    for index, graph in enumerate(plan.blueprint.graphs(plan.fields, True)):
+    for index, graph in enumerate(plan.model_graph.graphs(plan.fields, True)):
         stage = Stage(build_model(plan.model), graph.units, graph.weights)
         initialize(stage, start, torch.device("cpu"), canonical)
-        stage.learn("a shape", {True: graph}, index, torch.device("cpu"))
+        stage.add_forwards("a shape", {True: graph}, index, torch.device("cpu"))
         sent = stage(*arrived, inputs=ids)
         arrived = sent if isinstance(sent, tuple) else (sent,)
         assert [message(node).shape[1:] for node in graph.sends] == [t.shape[1:] for t in arrived]
@@ -127,7 +130,7 @@ def test_stages_run_one_after_another_are_the_model(family: str) -> None:
 def test_names_in_a_stage_are_names_in_the_whole_model() -> None:
     plan = draft(tiny(2, 1))
     whole = {name for name, _ in build_model(plan.model).named_parameters()}
-    graphs = plan.blueprint.graphs(plan.fields, True)
+    graphs = plan.model_graph.graphs(plan.fields, True)
     stages = [Stage(build_model(plan.model), graph.units, graph.weights) for graph in graphs]
     parts = [name for stage in stages for name, _ in stage.named_parameters()]
     assert sorted(parts) == sorted(whole)

@@ -9,8 +9,8 @@ from titanlike.config.imports import import_object
 from titanlike.config.schema import Config, Custom, SyntheticData, TextData, TokenData
 from titanlike.data.corpus import find_files, parquet_file
 from titanlike.data.errors import DataError
+from titanlike.data.token_file import open_tokens, token_spans
 from titanlike.data.tokenizer import open_tokenizer
-from titanlike.data.tokens import open_tokens, token_spans
 
 MOST_SEARCHED = 1 << 24  # tokens, for the boundary of documents
 PIECE = 1 << 20  # of them at once
@@ -48,7 +48,7 @@ def call_custom(data: Custom, seq_len: int):
     """The `titanlike.data.sources.Data` that the user's function returns.
 
     It is called with `data.args` and `seq_len`; the argument `workers` is the loader's. Raises
-    DataError where that is none, or has no samples. Samples are looked at when they are read.
+    DataError where that is none, or has no samples. Samples are checked when they are read.
     """
     function = _custom_function(data)
     arguments = {name: value for name, value in data.args.items() if name != "workers"}
@@ -69,9 +69,9 @@ def call_custom(data: Custom, seq_len: int):
             f"the function returned {type(result).__name__}",
             "Let it return a titanlike.data.sources.Data",
         )
-    from titanlike.data.samples import checked
+    from titanlike.data.checked_source import with_checked_samples
 
-    return checked(result, data.name, seq_len)
+    return with_checked_samples(result, data.name, seq_len)
 
 
 def too_short(spans: dict[str, tuple[int, int]], seq_len: int) -> Iterator[DataError]:

@@ -26,6 +26,7 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titanlike.config.schema import Config, SyntheticData, TextData, TokenData
+from titanlike.data.checked_source import CheckedSource, stack
 from titanlike.data.checks import (
     call_custom,
     loader_workers,
@@ -34,12 +35,11 @@ from titanlike.data.checks import (
     vocab_size,
 )
 from titanlike.data.corpus import describe
-from titanlike.data.order import sample_index
-from titanlike.data.prepare import prepare
-from titanlike.data.samples import Samples, stack
+from titanlike.data.shuffle import shuffled_index
 from titanlike.data.sources import Data, PackedSource, Source, SyntheticSource
+from titanlike.data.token_file import token_spans
+from titanlike.data.tokenized_corpus import tokenize_corpus
 from titanlike.data.tokenizer import open_tokenizer
-from titanlike.data.tokens import token_spans
 from titanlike.launch.signals import die_with_parent
 
 __all__ = ["batches", "loader", "open_data", "problems", "validation_batches", "vocab_size"]
@@ -144,7 +144,7 @@ class GlobalOrder:
     def _samples(self, steps: np.ndarray) -> np.ndarray:
         """This dp rank's samples of a block of steps, [steps, samples of a step]."""
         first = steps[:, None] * self._global + self._offset
-        return sample_index(first + np.arange(self._local), self._size, self._seed)
+        return shuffled_index(first + np.arange(self._local), self._size, self._seed)
 
     def state_dict(self) -> dict[str, int]:
         return {"step": self._step}
@@ -169,27 +169,27 @@ class SimilarLengths(GlobalOrder):
 
     def _samples(self, steps: np.ndarray) -> np.ndarray:
         positions = steps[:, None] * self._global + np.arange(self._global)
-        samples = sample_index(positions.reshape(-1), self._size, self._seed)
+        samples = shuffled_index(positions.reshape(-1), self._size, self._seed)
         by_length = samples[np.argsort(self._lengths[samples], kind="stable")]
-        turns = sample_index(steps, len(steps), self._seed)  # a shuffle of each window's own
+        turns = shuffled_index(steps, len(steps), self._seed)  # a shuffle of each window's own
         mine = slice(self._offset, self._offset + self._local)
         return by_length.reshape(len(steps), self._global)[turns, mine]
 
 
 def _order(source: Source, config: Config, dp_rank: int, step: int) -> GlobalOrder:
-    lengths = source.lengths if isinstance(source, Samples) else None
+    lengths = source.lengths if isinstance(source, CheckedSource) else None
     if lengths is None:
         return GlobalOrder(len(source), config, dp_rank, step)
     return SimilarLengths(len(source), config, dp_rank, step, lengths)
 
 
 def _collate(source: Source) -> Callable[[list[Batch]], Batch]:
-    return source.batch if isinstance(source, Samples) else stack
+    return source.batch if isinstance(source, CheckedSource) else stack
 
 
 def _open_text(data: TextData, seq_len: int) -> Data:
     tokenizer = open_tokenizer(data.tokenizer)
-    prepared = prepare(data, tokenizer)
+    prepared = tokenize_corpus(data, tokenizer)
     spans = {part: (0, count) for part, count in prepared.tokens.items()}
     for error in too_short(spans, seq_len):
         raise error

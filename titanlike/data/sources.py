@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from titanlike.data.tokens import open_tokens
+from titanlike.data.token_file import open_tokens
 
 IGNORE = -100  # a target that has no loss (torch's cross_entropy has the same default)
 

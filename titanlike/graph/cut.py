@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlike.graph.record import Node, Recording
-from titanlike.graph.structure import flatten
+from titanlike.graph.pytree import tree_flatten
+from titanlike.graph.recording import Node, Recording
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def cut(
     """
     position = {node: at for at, node in enumerate(recording.nodes)}
     everywhere = _everywhere(recording)
-    output = [leaf for leaf in flatten(recording.output)[0] if isinstance(leaf, Node)]
+    output = [leaf for leaf in tree_flatten(recording.output)[0] if isinstance(leaf, Node)]
     back = calls_before(recording, stages) if back is None else back
     edges = [0, *_edges(recording, stages, back), len(position)]
     wanted: list[set[Node]] = []  # of each stage: what it uses and does not make itself
@@ -151,7 +151,7 @@ def _cheapest(recording: Recording, at: int, everywhere: set[Node]) -> int:
     if len(places) < 2:
         return at
     used = {use for node in nodes[at:] if node not in everywhere for use in node.uses}
-    used.update(leaf for leaf in flatten(recording.output)[0] if isinstance(leaf, Node))
+    used.update(leaf for leaf in tree_flatten(recording.output)[0] if isinstance(leaf, Node))
     alive = {node for node in nodes[:at] if node in used and node not in everywhere}
     flow = {}
     for place in places:
@@ -175,7 +175,7 @@ def _everywhere(recording: Recording) -> set[Node]:
     return pure | {node for node in recording.nodes if node.kind == "weight"}
 
 
-def problem_of(graph: StageGraph) -> str:
+def message_problem(graph: StageGraph) -> str:
     """Why what arrives at a stage cannot be sent; empty where it can."""
     storages: dict[int, list[Node]] = {}
     for node in graph.arrives:

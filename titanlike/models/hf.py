@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.models.hf_config import needs_eager, routes, settings_of
-from titanlike.models.hf_start import Scratch
-from titanlike.models.hf_weights import INDEX, SINGLE, Folder, has_weights, other_weights
+from titanlike.models.hf_init import ScratchWeights
+from titanlike.models.hf_weights import INDEX, SINGLE, FolderWeights, has_weights, other_weights
 from titanlike.models.packing import attention_inputs
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class Decoder(nn.Module):
             if "RotaryEmbedding" in type(module).__name__:
                 module.register_forward_pre_hook(_without_hidden_state, with_kwargs=True)
         if folder is not None and next(self.parameters()).is_meta:
-            Folder(self, folder).check()
+            FolderWeights(self, folder).check()
 
     def forward(
         self,
@@ -134,8 +134,10 @@ class Decoder(nn.Module):
             model = _construct(self.config, self.config._attn_implementation)
             return model
 
-        scratch = Scratch(again, seed, everything=self._folder is None)
-        return scratch if self._folder is None else Folder(self, self._folder, scratch.buffer)
+        scratch = ScratchWeights(again, seed, everything=self._folder is None)
+        return (
+            scratch if self._folder is None else FolderWeights(self, self._folder, scratch.buffer)
+        )
 
     def flops_per_token(self, tokens: int) -> float:
         """Floating-point operations of forward and backward a token; see `llama.Llama`.

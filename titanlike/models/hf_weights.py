@@ -40,7 +40,7 @@ class Experts:
     matrices: list[list[str]] = field(default_factory=list)  # of each expert, in order
 
 
-class Folder:
+class FolderWeights:
     """A `Start`: the values in a folder's safetensors."""
 
     def __init__(

@@ -111,7 +111,7 @@ def _unknown(model: Custom, known: Mapping[str, inspect.Parameter]) -> list[Prob
     return problems
 
 
-def start_of(model: Custom, seed: int) -> Start:
+def initial_weights_of(model: Custom, seed: int) -> Start:
     """Initial values of a model by name, see `titanlike.parallel.initialize`."""
     meta = build_model(model)
     if hasattr(meta, "starting_values"):
@@ -128,7 +128,7 @@ def start_of(model: Custom, seed: int) -> Start:
     return Drawn(initial, seed, dict(real.named_buffers(remove_duplicate=False)))
 
 
-def problems_of(model: nn.Module, config: Config) -> list[Problem]:
+def model_problems(model: nn.Module, config: Config) -> list[Problem]:
     """What is wrong with a model that could be built: its sizes against the data's."""
     problems: list[Problem] = []
 

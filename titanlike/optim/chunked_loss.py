@@ -5,10 +5,10 @@ treats each token by itself (a matrix, then at most a soft cap or a cast), and s
 entropy. So the last stage takes the targets and gives the summed loss in place of logits; forward
 and backward make the logits of `chunk` tokens at a time, and throw them away.
 
-1. `find_tail` looks for that end in a stage's graph: a linear layer whose result, after calls that
+1. `find_head` looks for that end in a stage's graph: a linear layer whose result, after calls that
    treat tokens one by one, is what the forward returns.
-2. `with_loss` puts one node in its place.
-3. `Tail.over` makes what that node calls. A layer that is a module is called once, so that FSDP's
+2. `with_chunked_loss` puts one node in its place.
+3. `ChunkedHead.loss_function` makes what that node calls. A layer that is a module is called once, so that FSDP's
    hooks run once around it, with another forward inside.
 """
 
@@ -23,15 +23,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from titanlike.graph.cut import StageGraph
-from titanlike.graph.record import DEVICE, Node, RecordError
-from titanlike.graph.structure import flatten, replaced
+from titanlike.graph.pytree import tree_flatten, tree_map
+from titanlike.graph.recording import DEVICE, Node, RecordError
 from titanlike.optim.loss import Loss, OutputError, logits_of
 
 _LINEAR = ("linear", "matmul", "__matmul__")
 _FIX = "loss=cross_entropy"
 
 
-class HeadInside(RecordError):
+class HeadNested(RecordError):
     """The last unit is made of modules, of which the last may do: `points` would take it apart."""
 
     def __init__(self, points: list[str]) -> None:
@@ -40,11 +40,11 @@ class HeadInside(RecordError):
 
 
 @dataclass(frozen=True)
-class Tail:
+class ChunkedHead:
     """x [..., D] -> logits [..., V], each token by itself."""
 
     head: Node  # a unit (nn.Linear) called with x, or a function of x and other tensors
-    glue: tuple[Node, ...]  # calls on the logits and constants
+    epilogue: tuple[Node, ...]  # calls on the logits and constants
     chunk: int
     loss: Loss
 
@@ -64,11 +64,11 @@ class Tail:
 
     def glued(self, logits: Tensor) -> Tensor:
         given = {self.head: logits}
-        for node in self.glue:
+        for node in self.epilogue:
             logits = given[node] = _called(node.target, node, given)
         return logits
 
-    def over(self, module: nn.Module | None) -> Callable[..., Tensor]:
+    def loss_function(self, module: nn.Module | None) -> Callable[..., Tensor]:
         """(x, targets, *others) -> the summed loss, [1] fp32; module: the head, in a stage."""
         if module is None:
 
@@ -170,22 +170,22 @@ def _chunks(x: Tensor, targets: Tensor, size: int) -> Iterator[tuple[Tensor, Ten
         yield part.view(*[1] * (x.dim() - 2), *part.shape), goals[place], place
 
 
-def find_tail(graph: StageGraph, model: nn.Module, loss: Loss) -> Tail:
+def find_head(graph: StageGraph, model: nn.Module, loss: Loss) -> ChunkedHead:
     """The end of the last stage's graph. Raises RecordError where it is another."""
     assert loss.chunk is not None
     try:
         logits = logits_of(graph.output)
     except OutputError as error:
         raise RecordError(str(error), _FIX) from None
-    glue: list[Node] = []
+    epilogue: list[Node] = []
     node = logits
     while not _is_head(node):
         before = list(dict.fromkeys(node.uses))
         if node.kind != "function" or len(before) != 1 or node.value is None or node.random:
             return _no_tail(node, model)
-        glue.insert(0, node)
+        epilogue.insert(0, node)
         node = before[0]
-    ends = {node, *glue}
+    ends = {node, *epilogue}
     for other in graph.nodes:
         if other not in ends and ends.intersection(other.uses):
             raise RecordError("its logits are used for something else than the loss", _FIX)
@@ -193,23 +193,23 @@ def find_tail(graph: StageGraph, model: nn.Module, loss: Loss) -> Tail:
         return _no_tail(node, model)
     if node not in graph.nodes or node.value is None:
         raise RecordError("its last linear layer is not in the last stage", _FIX)
-    tail = Tail(node, tuple(glue), loss.chunk, loss)
-    if tail.x.value is None or tail.x.value.shape[:-1] != logits.value.shape[:-1]:
+    head = ChunkedHead(node, tuple(epilogue), loss.chunk, loss)
+    if head.x.value is None or head.x.value.shape[:-1] != logits.value.shape[:-1]:
         raise RecordError("its last linear layer gives no logits for each token", _FIX)
-    if glue and not _one_by_one(tail):
-        names = ", ".join(dict.fromkeys(_name(node) for node in glue))
+    if epilogue and not _one_by_one(head):
+        names = ", ".join(dict.fromkeys(_name(node) for node in epilogue))
         reason = f"what it does after its last linear layer ({names}) is not done token by token"
         raise RecordError(reason, _FIX)
-    return tail
+    return head
 
 
-def with_loss(graph: StageGraph, tail: Tail) -> StageGraph:
+def with_chunked_loss(graph: StageGraph, chunked: ChunkedHead) -> StageGraph:
     """The last stage's graph with the summed loss in place of the logits."""
     targets = Node("input", "targets")
-    empty = torch.empty(1, device="meta").requires_grad_(bool(tail.x.value.requires_grad))
-    head, gone = tail.head, {tail.head, *tail.glue}
-    args = (tail.x, targets, *tail.others)
-    loss = replace(head, args=args, kwargs={}, value=empty, tail=tail)
+    empty = torch.empty(1, device="meta").requires_grad_(bool(chunked.x.value.requires_grad))
+    head, gone = chunked.head, {chunked.head, *chunked.epilogue}
+    args = (chunked.x, targets, *chunked.others)
+    loss = replace(head, args=args, kwargs={}, value=empty, chunked_head=chunked)
     nodes = [node for node in graph.nodes if node not in gone]
     return replace(graph, nodes=[*nodes, targets, loss], sends=[loss], output=loss)
 
@@ -217,9 +217,9 @@ def with_loss(graph: StageGraph, tail: Tail) -> StageGraph:
 def loss_of_output(loss: Loss, graph: StageGraph, output: Any, targets: Tensor) -> Tensor:
     """The scaled loss of what the last stage gives."""
     tensors = [output] if isinstance(output, Tensor) else list(output)
-    if graph.sends and graph.sends[0].tail is not None:
+    if graph.sends and graph.sends[0].chunked_head is not None:
         return tensors[0].sum() * loss.scale
-    leaves, build = flatten(graph.output)
+    leaves, build = tree_flatten(graph.output)
     given = iter(tensors)
     made = [_as_made(next(given), x) if isinstance(x, Node) else x for x in leaves]
     return loss(build(made), targets)
@@ -243,7 +243,7 @@ def _called(call: Callable[..., Any], node: Node, given: dict[Node, Tensor]) -> 
             return given[leaf]
         return device if leaf is DEVICE else leaf
 
-    args, kwargs = replaced((node.args, node.kwargs), real)
+    args, kwargs = tree_map((node.args, node.kwargs), real)
     return call(*args, **kwargs)
 
 
@@ -267,26 +267,26 @@ def _of_weights(node: Node) -> bool:
     )
 
 
-def _no_tail(node: Node, model: nn.Module) -> Tail:
-    """Raises what there is to say of a node that is no head and no glue."""
+def _no_tail(node: Node, model: nn.Module) -> ChunkedHead:
+    """Raises what there is to say of a node that is no head and no epilogue."""
     if node.kind == "unit":
         module = model.get_submodule(node.target)
         children = [name for name, _ in module.named_children()]
         if children:
-            raise HeadInside([f"{node.target}.{name}" for name in children])
+            raise HeadNested([f"{node.target}.{name}" for name in children])
         reason = f"its last module, {node.target}, is a {type(module).__name__}"
         raise RecordError(f"{reason} and not a linear layer called with one tensor", _FIX)
     raise RecordError(f"its forward ends with {_name(node)} and not with a linear layer", _FIX)
 
 
-def _one_by_one(tail: Tail) -> bool:
-    """Whether the glue makes of each token's logits what it makes of them among others: tried."""
-    shape = tail.head.value.shape
+def _one_by_one(head: ChunkedHead) -> bool:
+    """Whether the epilogue makes of each token's logits what it makes of them among others: tried."""
+    shape = head.head.value.shape
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(*[1] * (len(shape) - 2), 4, shape[-1], generator=generator)
-    logits = logits.to(tail.head.value.dtype)
+    logits = logits.to(head.head.value.dtype)
     try:
-        each = [tail.glued(logits[..., i : i + 1, :].clone()) for i in range(4)]
-        return torch.equal(tail.glued(logits.clone()), torch.cat(each, dim=-2))
+        each = [head.glued(logits[..., i : i + 1, :].clone()) for i in range(4)]
+        return torch.equal(head.glued(logits.clone()), torch.cat(each, dim=-2))
     except RuntimeError:  # sizes of the whole batch are written in it
         return False

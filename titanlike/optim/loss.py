@@ -24,7 +24,7 @@ from titanlike.config.errors import ConfigError, Problem, nearest
 from titanlike.config.imports import import_object
 from titanlike.config.schema import Custom
 from titanlike.data.sources import IGNORE
-from titanlike.graph.structure import described, fields, is_record, replaced
+from titanlike.graph.pytree import describe, fields, is_plain_dataclass, tree_map
 
 Settings = schema.CrossEntropy | schema.ChunkedCrossEntropy | schema.Mse | Custom
 
@@ -70,7 +70,7 @@ class Loss:
 class CrossEntropy(Loss):
     """Cross entropy in nats of logits [B, T, V] (computed in fp32) with targets [B, T].
 
-    chunk: the pipeline computes it of so many tokens at a time, see `pipeline/tail.py`; what is
+    chunk: the pipeline computes it of so many tokens at a time, see `chunked_loss.py`; what is
     computed is the same.
     """
 
@@ -122,7 +122,7 @@ class Own(Loss):
     def losses(self, output: Any, targets: Tensor) -> Tensor:
         losses = self._function(output, targets)
         if not isinstance(losses, Tensor):
-            raise OutputError(f"it returns {described(losses)} and not a tensor of losses")
+            raise OutputError(f"it returns {describe(losses)} and not a tensor of losses")
         if losses.dim() == 0:
             raise OutputError("it returns a mean or another scalar; return the losses unreduced")
         return losses
@@ -146,14 +146,16 @@ class Own(Loss):
 
 def logits_of(output: Any) -> Any:
     """The tensor that a built-in loss is computed of: the output, or what is called logits in it."""
-    named = output if isinstance(output, dict) else fields(output) if is_record(output) else {}
+    named = (
+        output if isinstance(output, dict) else fields(output) if is_plain_dataclass(output) else {}
+    )
     found = named.get("logits", getattr(output, "logits", None))
     if found is not None:
         return found
     if hasattr(output, "shape") or hasattr(output, "kind"):  # a tensor, or what stands for one
         return output
     raise OutputError(
-        f"the model's forward returns {described(output)}, in which nothing is called logits"
+        f"the model's forward returns {describe(output)}, in which nothing is called logits"
     )
 
 
@@ -182,7 +184,7 @@ def check_loss(config: Settings, output: Any, targets: Tensor, rows: int) -> lis
         if not isinstance(loss, Own) or loss.counts:
             return []
         one = loss.terms(output, targets)
-        two = loss.terms(replaced(output, lambda x: _twice(x, rows)), _twice(targets, rows))
+        two = loss.terms(tree_map(output, lambda x: _twice(x, rows)), _twice(targets, rows))
     except ConfigError as error:
         return error.problems
     except OutputError as error:
@@ -194,7 +196,7 @@ def check_loss(config: Settings, output: Any, targets: Tensor, rows: int) -> lis
         if "meta" in text:
             reason = f"it looks at the values of tensors ({text}); tried here on shapes alone"
             return wrong(reason, "write it without .item(), .tolist() and `if tensor:`")
-        shapes = f"an output that is {described(output)} and targets {list(targets.shape)}"
+        shapes = f"an output that is {describe(output)} and targets {list(targets.shape)}"
         return wrong(f"with {shapes} it raised {type(error).__name__}: {text}", _FIX)
     if two != 2 * one:
         reason = f"it returns {one} losses for {rows} sequences and {two} for {2 * rows}"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlike.graph.blueprint import Fields, fields_of, shapes
+from titanlike.graph.model_graph import Fields, fields_of, shapes
 from titanlike.graph.stage import Stage
 from titanlike.optim.loss import Loss
 from titanlike.parallel.batchnorm import BatchNorms
@@ -85,7 +85,7 @@ class Pipeline:
             if len(self._runtimes) > MOST_SHAPES:
                 self._runtimes.popitem(last=False)
         for stage in self._stages:
-            stage.use(key)
+            stage.select_forward(key)
         return self._runtimes[key]
 
     def _step(self, run: Callable[[Batch], list[Tensor]], batch: Batch) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ from titanlike.launch.worker import Worker, meet
 from titanlike.metrics import units
 from titanlike.metrics.console import Console
 from titanlike.metrics.sinks import JsonlSink
-from titanlike.models.registry import build_model, resolve_model, start_of
+from titanlike.models.registry import build_model, initial_weights_of, resolve_model
 from titanlike.optim.optimizer import build_optimizer, set_lr
 from titanlike.parallel.device import peak_memory, resident_memory
 from titanlike.parallel.initialize import initialize
@@ -110,7 +110,7 @@ def _plain(config: Config, data: Data, device: torch.device) -> Iterator[dict[st
     alone = replace(config, dp=1, replicate=1)
     resolved = resolve_model(config)
     model = build_model(resolved)
-    initialize(model, start_of(resolved, config.seed), device)
+    initialize(model, initial_weights_of(resolved, config.seed), device)
     optimizer = build_optimizer(model, config.optimizer)
     stream = batches(data.train, alone, dp_rank=0)
     bf16 = config.precision.name == "bf16"

@@ -30,7 +30,7 @@ from titanlike.data.loader import batches, validation_batches
 from titanlike.data.sources import Data
 from titanlike.launch.worker import Worker, meet
 from titanlike.metrics.console import Console
-from titanlike.models.registry import build_model, resolve_model, start_of
+from titanlike.models.registry import build_model, initial_weights_of, resolve_model
 from titanlike.optim.loss import build_loss
 from titanlike.optim.optimizer import build_optimizer, gradient_norm, set_lr
 from titanlike.parallel.device import choose_device
@@ -167,7 +167,7 @@ def single_process(
     """
     resolved = resolve_model(config)
     model = build_model(resolved)
-    initialize(model, start_of(resolved, config.seed), device)
+    initialize(model, initial_weights_of(resolved, config.seed), device)
     loss = build_loss(config.loss, device)
 
     def loss_of(batch: dict[str, Tensor]) -> tuple[Tensor, float]:

@@ -44,7 +44,7 @@ def partition(
     return [names[start:stop] for start, stop in pairwise([*starts, len(names)])]
 
 
-def even(weights: list[float], stages: int) -> list[int]:
+def even_sizes(weights: list[float], stages: int) -> list[int]:
     """Sizes of `stages` contiguous, non-empty parts whose heaviest is as light as can be.
 
     Among those the sum of squares of the parts' weights is the smallest, and among these the first
@@ -103,7 +103,7 @@ def _even_starts(units: list[Unit], split: EvenSplit, stages: int) -> list[int]:
         weights[0] += split.embedding_weight
     if blocks[-1] < len(units) - 1:
         weights[-1] += split.head_weight
-    return _starts(blocks, len(units), even(weights, stages))
+    return _starts(blocks, len(units), even_sizes(weights, stages))
 
 
 def _sparse_starts(blocks: list[int], units: int, stages: int) -> list[int]:

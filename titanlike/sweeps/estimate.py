@@ -20,11 +20,11 @@ from itertools import accumulate, pairwise
 from torch import Tensor
 
 from titanlike.config.schema import ChunkedCrossEntropy, Config, TraceSplit
-from titanlike.data.example import example
+from titanlike.data.example_batch import example_batch
 from titanlike.graph.cut import messages
 from titanlike.optim.loss import build_loss
 from titanlike.pipeline.order import Act, Order, awaited, needs, walk
-from titanlike.split.costs import CostError, Profile, state_bytes
+from titanlike.split.unit_costs import CostError, UnitCosts, state_bytes
 from titanlike.training.draft import Draft
 
 # An action reads its weights, whatever the number of tokens: as long as it computes so many of them
@@ -55,8 +55,8 @@ def estimate(config: Config, draft: Draft) -> Estimate:
     sharing = config.dp > 1 or config.precision.name == "bf16" or config.fsdp.cpu_offload
     block = 0  # parameters of the largest unit
     if not isinstance(config.split, TraceSplit):
-        targets = example(config)["targets"].repeat_interleave(rows, 0)
-        profile = Profile(draft.blueprint, targets, build_loss(config.loss))
+        targets = example_batch(config)["targets"].repeat_interleave(rows, 0)
+        profile = UnitCosts(draft.model_graph, targets, build_loss(config.loss))
         held = profile.held(lambda parameter: parameter.numel())
         block = max(int(held[at, at + 1]) for at in range(units))
         try:
@@ -65,7 +65,7 @@ def estimate(config: Config, draft: Draft) -> Estimate:
             flops = [int(held[at, at + 1]) for at in range(units)]
     each = state_bytes(config, draft.zero)
     state = [parameters * each for parameters in stages]
-    graphs = draft.blueprint.graphs(draft.fields, True)
+    graphs = draft.model_graph.graphs(draft.fields, True)
     flows = [[sum(t.nbytes for t in flow) for flow in messages(graph)] for graph in graphs]
     waiting = [sum(saved[a:b]) + flows[s][1] for s, (a, b) in enumerate(edges)]
     working = [max(saved[a:b], default=0) // 2 for a, b in edges]
@@ -88,7 +88,7 @@ def estimate(config: Config, draft: Draft) -> Estimate:
 
 def _chunk_bytes(config: Config, draft: Draft, rows: int) -> int:
     """What a chunk of logits takes in its backward: themselves, their softmax, their gradient."""
-    logits = draft.blueprint.output(draft.fields, True)
+    logits = draft.model_graph.meta_output(draft.fields, True)
     if not isinstance(config.loss, ChunkedCrossEntropy) or not isinstance(logits, Tensor):
         return 0
     return 3 * 4 * min(config.loss.chunk, rows * config.seq_len) * logits.shape[-1]

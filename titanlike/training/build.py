@@ -18,10 +18,10 @@ from torch import nn
 
 from titanlike.config.schema import Config
 from titanlike.data.sources import Data
-from titanlike.graph.blueprint import Fields, fields_of, shapes
 from titanlike.graph.cut import StageGraph, messages, same_messages
-from titanlike.graph.stage import Stage, gather_groups
-from titanlike.models.registry import build_model, start_of
+from titanlike.graph.model_graph import Fields, fields_of, shapes
+from titanlike.graph.stage import Stage, fsdp_groups
+from titanlike.models.registry import build_model, initial_weights_of
 from titanlike.optim.chunked_loss import loss_of_output
 from titanlike.optim.loss import Loss, build_loss
 from titanlike.optim.optimizer import Part, build_optimizer
@@ -31,7 +31,7 @@ from titanlike.parallel.mesh import Mesh
 from titanlike.parallel.sharding import reach_all, shard_stage
 from titanlike.parallel.tied import tie
 from titanlike.pipeline.run import Pipeline
-from titanlike.split.automatic import shared_times
+from titanlike.split.auto_split import measured_times
 from titanlike.torch_private.pipelining import OrderRuntime, halves_are_exact, make_stage
 from titanlike.training.draft import Draft, draft
 
@@ -59,7 +59,7 @@ class Run:
         return [p for part in self.parts for n, p in part.parameters() if part.answers_for(n)]
 
     def train_mode(self, on: bool) -> None:
-        modes = self.draft.blueprint.modes[on]
+        modes = self.draft.model_graph.training_flags[on]
         for stage in self.stages:
             stage.train(on)
             for name, module in stage.named_modules():
@@ -72,20 +72,22 @@ def build(config: Config, mesh: Mesh, data: Data | None = None) -> Run:
 
     data: see `draft`.
     """
-    plan = draft(config, data, partial(shared_times, config, mesh))
-    start = start_of(plan.model, config.seed)
-    holds = plan.blueprint.held()
-    graphs = plan.blueprint.graphs(plan.fields, True)
-    canonical = plan.blueprint.canonical()
+    plan = draft(config, data, partial(measured_times, config, mesh))
+    start = initial_weights_of(plan.model, config.seed)
+    holds = plan.model_graph.stage_modules()
+    graphs = plan.model_graph.graphs(plan.fields, True)
+    canonical = plan.model_graph.canonical_names()
     stages: dict[int, Stage] = {}
     parts: dict[int, Part] = {}
     for index in plan.order.local(mesh.pp_rank):
         held, weights = holds[index]
         stage = stages[index] = Stage(build_model(plan.model), held, weights)
         if config.dp > 1:
-            reach_all([stage.get_submodule(n.target) for n in graphs[index].nodes if n.tried])
-        units = [unit for unit in plan.blueprint.units if unit.name in held]
-        shard_stage(stage, gather_groups(stage, units, weights), config, mesh, plan.zero)
+            reach_all(
+                [stage.get_submodule(n.target) for n in graphs[index].nodes if n.data_dependent]
+            )
+        units = [unit for unit in plan.model_graph.units if unit.name in held]
+        shard_stage(stage, fsdp_groups(stage, units, weights), config, mesh, plan.zero)
         everything = stage.named_parameters(remove_duplicate=False)
         names = {name: canonical[name] for name, _ in everything}
         initialize(stage, start, _home(config, mesh), names)
@@ -121,8 +123,8 @@ def _runtime(
     plan: Draft, stages: dict[int, Stage], fields: Fields, loss: Loss, mesh: Mesh
 ) -> OrderRuntime:
     """torch's pipeline over this rank's stages, for batches of such fields."""
-    training, evaluation = (plan.blueprint.graphs(fields, on) for on in (True, False))
-    rows = plan.blueprint.rows
+    training, evaluation = (plan.model_graph.graphs(fields, on) for on in (True, False))
+    rows = plan.model_graph.microbatch_size
     example = {
         name: torch.empty(rows, *field.shape, dtype=field.dtype, device="meta")
         for name, field in fields.items()
@@ -135,7 +137,7 @@ def _runtime(
             if lost := [name for name in which.units if not _has(stage, name)]:
                 shown = ", ".join(f"{name} {list(field.shape)}" for name, field in fields.items())
                 raise ValueError(f"model: for a batch of {shown} its forward also uses {lost[0]}")
-        stage.learn(shapes(fields), {True: graph, False: other}, index, mesh.device)
+        stage.add_forwards(shapes(fields), {True: graph, False: other}, index, mesh.device)
         arrives, sends = messages(graph)
         wrapped.append(
             make_stage(
@@ -148,7 +150,7 @@ def _runtime(
                 outputs=sends,
                 zero=plan.zero,
                 splits_weights=_may_split(plan, index, graph)
-                and halves_are_exact(stage, plan.blueprint.model),
+                and halves_are_exact(stage, plan.model_graph.model),
             )
         )
     used = [training[index].fields | evaluation[index].fields for index in stages]
@@ -168,9 +170,12 @@ def _has(stage: Stage, name: str) -> bool:
 
 def _may_split(plan: Draft, index: int, graph: StageGraph) -> bool:
     """Whether a schedule may compute a stage's gradients of weights later than those of inputs."""
-    if any(node.tail is not None or node.checkpointed or node.tried for node in graph.nodes):
+    if any(
+        node.chunked_head is not None or node.checkpointed or node.data_dependent
+        for node in graph.nodes
+    ):
         return False  # it would compute what both are made of twice
-    return bool(plan.held[index]) and not plan.blueprint.repeats(graph)
+    return bool(plan.held[index]) and not plan.model_graph.reuses_weights(graph)
 
 
 def _count(plan: Draft, loss: Loss, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -178,9 +183,9 @@ def _count(plan: Draft, loss: Loss, batch: dict[str, torch.Tensor]) -> torch.Ten
     targets = batch["targets"]
     count = loss.count(targets)
     if count is None:
-        rows = plan.blueprint.rows
+        rows = plan.model_graph.microbatch_size
         part = torch.empty(rows, *targets.shape[1:], dtype=targets.dtype, device="meta")
-        terms = loss.terms(plan.blueprint.output(fields_of(batch), True), part)
+        terms = loss.terms(plan.model_graph.meta_output(fields_of(batch), True), part)
         count = torch.tensor(terms * (len(targets) // rows), device=targets.device)
     return count
 

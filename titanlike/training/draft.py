@@ -22,14 +22,14 @@ from titanlike.config.schema import (
     TraceSplit,
 )
 from titanlike.data.errors import DataError
-from titanlike.data.example import example, field_problems
+from titanlike.data.example_batch import example_batch, field_problems
 from titanlike.data.sources import Data
-from titanlike.graph.blueprint import Blueprint, Fields, fields_of
-from titanlike.graph.cut import StageGraph, cut, problem_of, same_messages
-from titanlike.graph.record import RecordError
-from titanlike.graph.units import units
-from titanlike.models.registry import build_model, problems_of, resolve_model
-from titanlike.optim.chunked_loss import HeadInside, find_tail, with_loss
+from titanlike.graph.cut import StageGraph, cut, message_problem, same_messages
+from titanlike.graph.find_units import find_units
+from titanlike.graph.model_graph import Fields, ModelGraph, fields_of
+from titanlike.graph.recording import RecordError
+from titanlike.models.registry import build_model, model_problems, resolve_model
+from titanlike.optim.chunked_loss import HeadNested, find_head, with_chunked_loss
 from titanlike.optim.loss import Loss, build_loss, check_loss
 from titanlike.parallel.batchnorm import leave_statistics, norm_problems, shared_norm_problems
 from titanlike.parallel.device import choose_device
@@ -42,9 +42,9 @@ from titanlike.pipeline.schedules import (
     derive_microbatches,
     stage_count,
 )
-from titanlike.split.automatic import Automatic, Timing, automatic
-from titanlike.split.costs import Profile
+from titanlike.split.auto_split import AutoSplitResult, MeasureTimes, find_auto_split
 from titanlike.split.partition import SplitError, partition
+from titanlike.split.unit_costs import UnitCosts
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,16 @@ class Draft:
     why_microbatches: str
     zero: int
     why_zero: str
-    blueprint: Blueprint  # the model, its units, and the graph of each stage
+    model_graph: ModelGraph  # the model, its units, and the graph of each stage
     fields: Fields  # of the batch, that the model takes
     held: list[dict[str, int]]  # parameters (a tied one under its first name) of each stage, sizes
     flops_per_token: float | None
-    automatic: Automatic | None = None  # how the stages were found, of split=auto
+    automatic: AutoSplitResult | None = None  # how the stages were found, of split=auto
 
     @property
     def stages(self) -> list[list[str]]:
         """Names of the units of each stage."""
-        return self.blueprint.stages
+        return self.model_graph.stages
 
     def stage_parameters(self, stage: int) -> int:
         return sum(self.held[stage].values())
@@ -77,7 +77,7 @@ class Draft:
         return sum({name: size for held in self.held for name, size in held.items()}.values())
 
 
-def draft(config: Config, data: Data | None = None, timing: Timing | None = None) -> Draft:
+def draft(config: Config, data: Data | None = None, timing: MeasureTimes | None = None) -> Draft:
     """Decide stages, order and sharding. Raises ConfigError with every problem found.
 
     data: where it is open already; else a user's own data is opened to see what is in a batch.
@@ -85,7 +85,7 @@ def draft(config: Config, data: Data | None = None, timing: Timing | None = None
     """
     resolved = resolve_model(config)
     model = build_model(resolved)
-    problems = problems_of(model, config) + norm_problems(config, model)
+    problems = model_problems(model, config) + norm_problems(config, model)
     rows = 1
     try:
         microbatches, why = _microbatches(config)
@@ -104,13 +104,13 @@ def draft(config: Config, data: Data | None = None, timing: Timing | None = None
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(compute_dtype(config))
     leave_statistics(model)  # on meta there are none
-    batch = example(config, data)
+    batch = example_batch(config, data)
     fields = fields_of(batch)
     if problems := field_problems(config, model, fields):
         raise ConfigError(problems)
-    blueprint = _blueprint(config, resolved, model, fields, rows)
+    model_graph = _model_graph(config, resolved, model, fields, rows)
     targets = batch["targets"].repeat_interleave(rows, 0)
-    if problems := check_loss(config.loss, blueprint.output(fields, True), targets, rows):
+    if problems := check_loss(config.loss, model_graph.meta_output(fields, True), targets, rows):
         raise ConfigError(problems)
     zero, why_zero = _zero(config, order.splits_backward)
     # of sequences that differ in length nobody knows how many tokens a step has
@@ -118,19 +118,19 @@ def draft(config: Config, data: Data | None = None, timing: Timing | None = None
     chosen = None
     try:
         if isinstance(config.split, AutoSplit) and order.stages > 1:
-            profile = Profile(blueprint, targets, build_loss(config.loss))
-            chosen = automatic(config, profile, blueprint.units, order, zero, timing)
-            blueprint.stages = chosen.stages(blueprint.units)
+            profile = UnitCosts(model_graph, targets, build_loss(config.loss))
+            chosen = find_auto_split(config, profile, model_graph.units, order, zero, timing)
+            model_graph.stages = chosen.stages(model_graph.units)
         else:
             split = EvenSplit() if isinstance(config.split, AutoSplit) else config.split
-            blueprint.stages = partition(blueprint.units, split, order.stages)
-        graphs, evaluated = (blueprint.graphs(fields, on) for on in (True, False))
+            model_graph.stages = partition(model_graph.units, split, order.stages)
+        graphs, evaluated = (model_graph.graphs(fields, on) for on in (True, False))
     except SplitError as error:
         raise ConfigError([_split_problem(error)]) from None
     except RecordError as error:  # of the end of the last stage
         problem = Problem("loss.name", config.loss.name, error.reason, error.fix)
         raise ConfigError([problem]) from None
-    reasons = [text for graph in graphs if (text := problem_of(graph))]
+    reasons = [text for graph in graphs if (text := message_problem(graph))]
     if not all(map(same_messages, graphs, evaluated)):
         reasons.append("a stage would send other tensors in evaluation than in training")
     if reasons:
@@ -138,7 +138,7 @@ def draft(config: Config, data: Data | None = None, timing: Timing | None = None
         raise ConfigError([Problem("split", config.split.name, reasons[0], fix)])
     if problems := shared_norm_problems(config, model, [graph.units for graph in graphs]):
         raise ConfigError(problems)
-    held = [blueprint.parameters_of(graph) for graph in graphs]
+    held = [model_graph.parameters_of(graph) for graph in graphs]
     left = model.named_parameters()
     if unused := [name for name, _ in left if not any(name in stage for stage in held)]:
         names = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" * (len(unused) > 3))
@@ -151,7 +151,7 @@ def draft(config: Config, data: Data | None = None, timing: Timing | None = None
         why_microbatches=why,
         zero=zero,
         why_zero=why_zero,
-        blueprint=blueprint,
+        model_graph=model_graph,
         fields=fields,
         held=[{name: p.numel() for name, p in stage.items()} for stage in held],
         flops_per_token=None if flops is None else flops(config.seq_len),
@@ -159,20 +159,20 @@ def draft(config: Config, data: Data | None = None, timing: Timing | None = None
     )
 
 
-def _blueprint(
+def _model_graph(
     config: Config, model: Custom, meta: nn.Module, fields: Fields, rows: int
-) -> Blueprint:
+) -> ModelGraph:
     """The model's forward, run once on meta. Raises ConfigError."""
     points = config.split.points if isinstance(config.split, PointSplit) else []
     chunked = isinstance(config.loss, ChunkedCrossEntropy)
     traced = isinstance(config.split, TraceSplit)
     try:
-        blueprint = Blueprint(meta, fields, rows, points, traced=traced)
-        while chunked and (inside := _in_head(blueprint, build_loss(config.loss))):
+        model_graph = ModelGraph(meta, fields, rows, points, traced=traced)
+        while chunked and (inside := _in_head(model_graph, build_loss(config.loss))):
             points = [*points, *inside]
-            blueprint = Blueprint(meta, fields, rows, points, traced=traced)
-        blueprint.recording(fields, False)
-        return blueprint
+            model_graph = ModelGraph(meta, fields, rows, points, traced=traced)
+        model_graph.recording(fields, False)
+        return model_graph
     except RecordError as error:
         problem = Problem("model.name", model.name, error.reason, error.fix)
     except TypeError as error:  # of the call, or of something inside
@@ -188,20 +188,20 @@ def _blueprint(
     raise ConfigError([problem])
 
 
-def _in_head(blueprint: Blueprint, loss: Loss) -> list[str]:
+def _in_head(model_graph: ModelGraph, loss: Loss) -> list[str]:
     """Let the last stage compute the loss; or modules in the last unit, which is to be taken apart."""
 
     def end(graph: StageGraph) -> StageGraph:
-        return with_loss(graph, find_tail(graph, blueprint.model, loss))
+        return with_chunked_loss(graph, find_head(graph, model_graph.model, loss))
 
-    recording = blueprint.recording(blueprint.fields, True)
+    recording = model_graph.recording(model_graph.fields, True)
     try:
         end(cut(recording, [recording.units])[0])
-    except HeadInside as inside:
+    except HeadNested as inside:
         return inside.points
     except RecordError:
         pass  # told when the stages are known
-    blueprint.end = end
+    model_graph.last_stage = end
     return []
 
 
@@ -210,7 +210,7 @@ def _split_problems(config: Config, model: nn.Module) -> list[Problem]:
     if isinstance(config.split, (AutoSplit, TraceSplit)):
         return []
     try:
-        partition(units(model), config.split, stage_count(config.schedule, config.pp))
+        partition(find_units(model), config.split, stage_count(config.schedule, config.pp))
     except SplitError as error:
         return [_split_problem(error)]
     except ValueError:

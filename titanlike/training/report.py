@@ -12,8 +12,8 @@ from titanlike.data.sources import Data
 from titanlike.launch.worker import Worker
 from titanlike.metrics import units
 from titanlike.metrics.console import Console
-from titanlike.split.automatic import Automatic
-from titanlike.split.balance import Balance
+from titanlike.split.auto_split import AutoSplitResult
+from titanlike.split.best_split import CostedSplit
 from titanlike.training.build import Run
 
 
@@ -111,7 +111,7 @@ class _Cost(NamedTuple):
     text: Callable[[float], str]
 
     @classmethod
-    def of(cls, found: Automatic | None) -> _Cost | None:
+    def of(cls, found: AutoSplitResult | None) -> _Cost | None:
         """None where the table has them without a column more."""
         if found is None or found.cost == "params":
             return None
@@ -128,10 +128,10 @@ _TEXT: dict[str, Callable[[float], str]] = {
 }
 
 
-def _splits(found: Automatic) -> list[tuple[str, str]]:
+def _splits(found: AutoSplitResult) -> list[tuple[str, str]]:
     """What the heaviest rank has, and would have with split=even."""
 
-    def told(split: Balance) -> str:
+    def told(split: CostedSplit) -> str:
         heaviest = _TEXT[found.cost](max(split.ranks) * found.scale)
         return f"heaviest rank {heaviest}, {split.imbalance:.3f} x the mean"
 

@@ -11,12 +11,12 @@ from torch import nn
 
 from titanlike.config.errors import Problem
 from titanlike.config.schema import Config, Custom
+from titanlike.data.checked_source import stack, with_checked_samples
 from titanlike.data.checks import call_custom
-from titanlike.data.samples import checked, stack
 from titanlike.data.sources import Data
 
 
-def example(config: Config, data: Data | None = None) -> dict[str, torch.Tensor]:
+def example_batch(config: Config, data: Data | None = None) -> dict[str, torch.Tensor]:
     """A batch of one sequence on the meta device, in the dtypes in which the model gets it.
 
     Where lengths vary it is the longest that may come. Raises DataError for a sample of the user's
@@ -25,7 +25,7 @@ def example(config: Config, data: Data | None = None) -> dict[str, torch.Tensor]
     """
     if isinstance(config.data, Custom):
         opened = data or call_custom(config.data, config.seq_len)
-        batch = checked(opened, config.data.name, config.seq_len).train.example()
+        batch = with_checked_samples(opened, config.data.name, config.seq_len).train.example()
     else:
         ids = torch.empty(config.seq_len, dtype=torch.int64, device="meta")
         sample = {"inputs": ids, "targets": ids}

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titanlike.pipeline.schedules import loop, vee
-from titanlike.split.balance import balance, weigh
-from titanlike.split.balance_search import least_load
-from titanlike.split.cost_table import Costs
+from titanlike.split.best_split import best_split, cost_of_split
+from titanlike.split.best_split_search import load_lower_bound
+from titanlike.split.stage_costs import StageCosts
 
 
 def shared(weights: list[list[int]]) -> np.ndarray:
@@ -26,13 +26,13 @@ def shared(weights: list[list[int]]) -> np.ndarray:
     return held
 
 
-def costs_of(run: list[int], stages: int, times: list[int] | None = None) -> Costs:
+def costs_of(run: list[int], stages: int, times: list[int] | None = None) -> StageCosts:
     held = np.zeros((len(run) + 1, len(run) + 1), dtype=np.int64)
-    return Costs(held, run, times or [1] * stages)
+    return StageCosts(held, run, times or [1] * stages)
 
 
 @st.composite
-def cases(draw: st.DrawFn, kinds: str) -> tuple[Costs, tuple[int, ...]]:
+def cases(draw: st.DrawFn, kinds: str) -> tuple[StageCosts, tuple[int, ...]]:
     """Units with costs, some of them alike, and a placement of stages on ranks."""
     kind = draw(st.sampled_from(kinds.split()))
     if kind == "single":
@@ -57,21 +57,21 @@ def cases(draw: st.DrawFn, kinds: str) -> tuple[Costs, tuple[int, ...]]:
             st.lists(st.integers(1, 4), min_size=len(place), max_size=len(place)),
         )
     )
-    return Costs(shared(weights), run, times), place
+    return StageCosts(shared(weights), run, times), place
 
 
 @pytest.mark.parametrize("kinds", ["single", "vee", "loop", "any"])
 def test_no_split_is_better(kinds: str) -> None:
     @settings(max_examples=120, deadline=None)
     @given(cases(kinds))
-    def check(case: tuple[Costs, tuple[int, ...]]) -> None:
+    def check(case: tuple[StageCosts, tuple[int, ...]]) -> None:
         costs, place = case
-        found = balance(costs, place)
+        found = best_split(costs, place)
         cuts = combinations(range(1, costs.units), costs.stages - 1)
-        best = min(weigh(costs, place, [0, *cut]).key[:2] for cut in cuts)
+        best = min(cost_of_split(costs, place, [0, *cut]).key[:2] for cut in cuts)
         assert found.proven and found.key[:2] == best
         assert all(a < b for a, b in pairwise([*found.starts, costs.units]))
-        assert found == weigh(costs, place, found.starts)
+        assert found == cost_of_split(costs, place, found.starts)
 
     check()
 
@@ -79,7 +79,7 @@ def test_no_split_is_better(kinds: str) -> None:
 @given(st.integers(1, 5), st.integers(1, 12))
 def test_more_stages_than_units_leave_those_before_the_last_empty(units: int, stages: int) -> None:
     stages = max(units, stages)
-    found = balance(costs_of([1] * units, stages), range(stages))
+    found = best_split(costs_of([1] * units, stages), range(stages))
     sizes = [b - a for a, b in pairwise([*found.starts, units])]
     empty = [0] * (stages - units)
     assert sizes == [1] * (units - 1) + empty + [1] if units > 1 else sizes == [1, *empty]
@@ -96,7 +96,7 @@ def test_the_bound_on_the_heaviest_is_never_too_high(weights: list[int], bins: i
             for load in loads
             for at in range(bins)
         }
-    assert least_load(weights, bins) <= min(max(load) for load in loads)
+    assert load_lower_bound(weights, bins) <= min(max(load) for load in loads)
 
 
 # Llama 3 405B: 126 blocks, and a head of 0.65 blocks
@@ -115,7 +115,7 @@ BLOCKS = [0, *[1000] * 126, 0, 652]
 )
 def test_a_large_model_is_cut_quickly_and_proven(place, heaviest: int, seconds: float) -> None:
     begin = time.process_time()
-    found = balance(costs_of(BLOCKS, len(place)), place)
+    found = best_split(costs_of(BLOCKS, len(place)), place)
     assert max(found.ranks) == heaviest and found.proven
     assert time.process_time() - begin < seconds
 
@@ -123,5 +123,5 @@ def test_a_large_model_is_cut_quickly_and_proven(place, heaviest: int, seconds: 
 def test_a_search_that_is_given_up_says_so_and_gives_a_good_split() -> None:
     run = [(37 * i * i) % 101 + 1 for i in range(40)]
     costs, place = costs_of(run, 12), loop(4, 3)
-    found = balance(costs, place, most_nodes=20)
+    found = best_split(costs, place, most_nodes=20)
     assert not found.proven and max(found.ranks) < 1.2 * sum(run) / 4

@@ -16,14 +16,16 @@ import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from titanlike.graph.pytree import fields, is_plain_dataclass, tree_flatten, tree_map
+from titanlike.graph.recording import DEVICE, Node, RecordError, Recording
+from titanlike.graph.run_on_cpu import run_on_cpu
 from titanlike.graph.side_effects import (
     Dice,
     SideEffect,
@@ -31,8 +33,6 @@ from titanlike.graph.side_effects import (
     states_of,
     undone,
 )
-from titanlike.graph.structure import fields, flatten, is_record, replaced
-from titanlike.graph.tryout import try_out
 from titanlike.torch_private.recording import checkpoints_told, custom_functions_told
 
 # Functions that draw random numbers: run twice they do not give the same tensor.
@@ -42,61 +42,7 @@ _RANDOM += ("uniform_", "cauchy_", "geometric_", "log_normal_", "rrelu", "gumbel
 _UNSEEN = ("register_hook", "retain_grad", "backward", "register_post_accumulate_grad_hook")
 
 
-class DEVICE:
-    """Stands in a graph for the device of the stage that runs it."""
-
-
-class RecordError(ValueError):
-    """A forward that cannot be recorded: why, and what can be done about it."""
-
-    def __init__(self, reason: str, fix: str) -> None:
-        super().__init__(f"{reason}; {fix}")
-        self.reason, self.fix = reason, fix
-
-
-@dataclass(eq=False)
-class Node:
-    """One thing that the forward does, or uses; stands for its result in the arguments of others."""
-
-    kind: Literal["input", "weight", "unit", "function"]
-    target: Any  # a field of the batch, the name of a parameter, buffer or unit, or a function
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    value: Tensor | None = None  # on meta; None where the result is no tensor, but has some
-    grad: bool = True  # whether autograd was on
-    random: bool = False  # draws from a generator: done twice it gives something else
-    weighs: bool = False  # is a parameter, or has some
-    mutated: bool = False  # something later changes its result in place
-    tried: bool = False  # a unit that meta tensors cannot run: what it does depends on values
-    repeats: bool = False  # a unit that uses a weight more than once
-    checkpointed: bool = False  # its activations are computed again in the backward
-    tail: Any = None  # of the last stage: computes the loss, see `tail.py`
-
-    is_leaf_of_structures: ClassVar[bool] = True
-
-    @property
-    def uses(self) -> list[Node]:
-        leaves, _ = flatten((self.args, self.kwargs))
-        return [leaf for leaf in leaves if isinstance(leaf, Node)]
-
-    @property
-    def shape(self) -> torch.Size:
-        """Of its tensor, where it is one."""
-        return self.value.shape
-
-
-@dataclass(frozen=True)
-class Recording:
-    """A model's forward on batches of one shape."""
-
-    nodes: list[Node]  # in the order in which they ran
-    units: list[str]  # in the order in which they were first called
-    output: Any  # what the model returns, with nodes in place of tensors
-    # of a forward without units: the place in `nodes` where a module begins
-    begins: dict[str, int] = field(default_factory=dict)
-
-
-def record(model: nn.Module, batch: dict[str, Tensor], units: Sequence[str]) -> Recording:
+def record_forward(model: nn.Module, batch: dict[str, Tensor], units: Sequence[str]) -> Recording:
     """Run `model` once on the meta device: `model(inputs, **others)`.
 
     batch: meta tensors of one microbatch, "inputs" and what else the model takes.
@@ -236,7 +182,7 @@ class _Recorder(TorchFunctionMode):
             self._dice.look()  # what a unit draws is drawn at run time, too
             node = Node("unit", name, args_before, kwargs_before, weighs=weighs)
             node.checkpointed = self._checkpoints > 0
-            node.tried = self._tried
+            node.data_dependent = self._tried
             node.repeats = max(self._used.values(), default=0) > 1
             self._tried = False
             self._did(node, result, self._drew)
@@ -280,13 +226,13 @@ class _Recorder(TorchFunctionMode):
     def _take_apart(self, node: Node, result: Any) -> None:
         """Add the tensors in a result that is none, as nodes."""
         for path, leaf in pytree.tree_flatten_with_path(result)[0]:
-            if not any(isinstance(inner, Tensor) for inner in flatten(leaf)[0]):
+            if not any(isinstance(inner, Tensor) for inner in tree_flatten(leaf)[0]):
                 continue
             part = node
             for at, key in enumerate(path, 1):
                 value = leaf if at == len(path) and isinstance(leaf, Tensor) else None
                 part = self.add(Node("function", *_part(part, key), value=value))
-            for name, field_of in fields(leaf).items() if is_record(leaf) else ():
+            for name, field_of in fields(leaf).items() if is_plain_dataclass(leaf) else ():
                 inner = Node("function", getattr, (part, name))
                 if isinstance(field_of, Tensor):
                     inner.value = field_of
@@ -313,7 +259,7 @@ class _Recorder(TorchFunctionMode):
                 self._meet(leaf)
             return self._node[id(leaf)]
 
-        return replaced(args, replace), replaced(kwargs, replace)
+        return tree_map(args, replace), tree_map(kwargs, replace)
 
     def _meet(self, tensor: Tensor) -> None:
         """A tensor that no recorded call made: a weight or a buffer."""
@@ -352,7 +298,7 @@ class _Recorder(TorchFunctionMode):
                 self._tried = True
                 if own is None:
                     vars(module).pop("forward", None)
-                return try_out(module, args, kwargs)
+                return run_on_cpu(module, args, kwargs)
 
         module.forward = on_meta_or_tried_out
         try:

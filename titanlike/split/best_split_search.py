@@ -1,7 +1,7 @@
 """Is there a split whose ranks and stages cost at most so much? For several stages on a rank.
 
-`Vee` answers for stages s and S - 1 - s on one rank, always; `Search` for any placement, or it gives
-up. `least_load` is a bound that needs no search.
+`VPlacementSearch` answers for stages s and S - 1 - s on one rank, always; `BranchAndBound` for any placement, or it gives
+up. `load_lower_bound` is a bound that needs no search.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from itertools import accumulate
 
 import numpy as np
 
-from titanlike.split.cost_table import NEVER, Costs, Starts
+from titanlike.split.stage_costs import NEVER, StageCosts, Starts
 
 _MOST_SUMS = 20_000  # of units, that capacities are rounded down to
 
 
-class GivenUp(Exception):
+class SearchLimit(Exception):
     """The search took too long."""
 
 
-def least_load(weights: Sequence[int], bins: int) -> int:
+def load_lower_bound(weights: Sequence[int], bins: int) -> int:
     """A bound from below on the heaviest of so many bins that hold all weights."""
     low = max(max(weights), -(-sum(weights) // bins))
     high = sum(weights)
@@ -28,14 +28,14 @@ def least_load(weights: Sequence[int], bins: int) -> int:
         low < high
     ):  # what is shown impossible is a bound, whether or not all above it is possible
         middle = (low + high) // 2
-        if impossible(weights, bins, middle):
+        if cannot_fit(weights, bins, middle):
             low = middle + 1
         else:
             high = middle
     return low
 
 
-def impossible(weights: Sequence[int], bins: int, most: int) -> bool:
+def cannot_fit(weights: Sequence[int], bins: int, most: int) -> bool:
     """Whether it can be seen that bins of size `most` do not hold all weights: by dual feasible
     functions, which round weights so that what fits into a bin still does (k large pieces at most
     where each is more than 1 / (k + 1) of it)."""
@@ -52,10 +52,10 @@ def impossible(weights: Sequence[int], bins: int, most: int) -> bool:
     return False
 
 
-class Vee:
+class VPlacementSearch:
     """Stages s and S - 1 - s on one rank: decided from outside in."""
 
-    def __init__(self, costs: Costs) -> None:
+    def __init__(self, costs: StageCosts) -> None:
         self._costs = costs
 
     def decide(self, rank: int, stage: int) -> Starts | None:
@@ -110,10 +110,10 @@ class Vee:
         return [*before, *after[:-1]]
 
 
-class Search:
+class BranchAndBound:
     """Any placement: depth first over the stages, with bounds on what the ranks can still take."""
 
-    def __init__(self, costs: Costs, place: Sequence[int], most_nodes: int) -> None:
+    def __init__(self, costs: StageCosts, place: Sequence[int], most_nodes: int) -> None:
         self._costs, self._place, self._left = costs, list(place), most_nodes
         lists = {times: None for times in costs.times}
         for stage, times in enumerate(costs.times):
@@ -129,10 +129,10 @@ class Search:
         self._sums = _sums(costs.least) if len(set(costs.times)) == 1 else None
 
     def decide(self, rank: int, stage: int) -> Starts | None:
-        """A split whose ranks and stages cost at most so much. Raises GivenUp."""
+        """A split whose ranks and stages cost at most so much. Raises SearchLimit."""
         ranks = len(set(self._place))
         least = self._costs.least
-        if impossible(least, ranks, rank) or impossible(least, self._costs.stages, stage):
+        if cannot_fit(least, ranks, rank) or cannot_fit(least, self._costs.stages, stage):
             return None
         loads = [0] * ranks
         room = [self._room(rank, stage, self._place.count(r)) for r in range(ranks)]
@@ -151,7 +151,7 @@ class Search:
                 return False
             self._left -= 1
             if self._left < 0:
-                raise GivenUp
+                raise SearchLimit
             where, row = self._place[s], self._tables[s][start]
             most = min(stage, rank - loads[where])
             last = n - (stages - s - 1)

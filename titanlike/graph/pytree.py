@@ -14,17 +14,17 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 
-def flatten(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+def tree_flatten(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     """The leaves of a structure, and the function that makes it of other leaves."""
     outer, spec = pytree.tree_flatten(value)
     leaves: list[Any] = []
     parts: list[tuple[int, Callable[[Sequence[Any]], Any] | None]] = []
     for leaf in outer:
-        if not is_record(leaf):
+        if not is_plain_dataclass(leaf):
             leaves.append(leaf)
             parts.append((1, None))
             continue
-        inner, rebuild = flatten(fields(leaf))
+        inner, rebuild = tree_flatten(fields(leaf))
         leaves += inner
         parts.append((len(inner), _setter(leaf, rebuild)))
 
@@ -38,13 +38,13 @@ def flatten(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     return leaves, build
 
 
-def replaced(value: Any, function: Callable[[Any], Any]) -> Any:
+def tree_map(value: Any, function: Callable[[Any], Any]) -> Any:
     """The structure with each leaf replaced by `function(leaf)`."""
-    leaves, build = flatten(value)
+    leaves, build = tree_flatten(value)
     return build([function(leaf) for leaf in leaves])
 
 
-def is_record(value: Any) -> bool:
+def is_plain_dataclass(value: Any) -> bool:
     """Whether it is an instance of a dataclass that pytree does not know, and no leaf."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return False
@@ -66,11 +66,17 @@ def _setter(value: Any, rebuild: Callable[[Sequence[Any]], Any]) -> Callable[[Se
     return make
 
 
-def described(value: Any) -> str:
+def describe(value: Any) -> str:
     """A structure in words: "a dict of 'hidden' [2, 8, 4], 'aux' [1]"; leaves have a `shape`."""
     if hasattr(value, "shape"):
         return f"a tensor {list(value.shape)}"
-    named = dict(value) if isinstance(value, dict) else fields(value) if is_record(value) else None
+    named = (
+        dict(value)
+        if isinstance(value, dict)
+        else fields(value)
+        if is_plain_dataclass(value)
+        else None
+    )
     if named is not None:
         parts = [f"{name!r}{_shape(part)}" for name, part in named.items()]
         return f"a {type(value).__name__} of {', '.join(parts)}"

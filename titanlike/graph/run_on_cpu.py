@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titanlike.graph.structure import replaced
+from titanlike.graph.pytree import tree_map
 
 
-def try_out(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_on_cpu(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a module on meta returns for arguments on meta: on meta again.
 
     Raises what it raises on the CPU.
@@ -24,10 +24,10 @@ def try_out(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
         for tensor in [*real.parameters(), *real.buffers()]:
             _fill(tensor)
-        told = [replaced(part, _on_cpu) for part in (args, kwargs)]
+        told = [tree_map(part, _on_cpu) for part in (args, kwargs)]
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         result = real(*told[0], **told[1])
-    return replaced(result, _on_meta)
+    return tree_map(result, _on_meta)
 
 
 def _fill(tensor: Tensor) -> None:

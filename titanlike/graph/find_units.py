@@ -18,7 +18,7 @@ MOST_AROUND = 6  # modules around the blocks; with more (and more than blocks) e
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-def units(model: nn.Module, points: Sequence[str] = ()) -> list[Unit]:
+def find_units(model: nn.Module, points: Sequence[str] = ()) -> list[Unit]:
     """The model's units in the order of registration (the order in which they run may differ).
 
     points: modules where a stage is to begin, which must not be inside of a unit.

@@ -22,22 +22,22 @@ from titanlike.config.schema import AutoSplit, Config, EvenSplit
 from titanlike.graph.unit import Unit
 from titanlike.parallel.mesh import Mesh
 from titanlike.pipeline.order import Order
-from titanlike.split.balance import Balance, balance, weigh
-from titanlike.split.cost_table import Costs
-from titanlike.split.costs import CostError, Profile, memory_costs
+from titanlike.split.best_split import CostedSplit, best_split, cost_of_split
 from titanlike.split.partition import partition
+from titanlike.split.stage_costs import StageCosts
+from titanlike.split.unit_costs import CostError, UnitCosts, memory_costs
 
-Timing = Callable[[Profile], list[int]]  # nanoseconds of each unit
-KEPT = "split.json"
+MeasureTimes = Callable[[UnitCosts], list[int]]  # nanoseconds of each unit
+TIMES_FILE = "split.json"
 
 
 @dataclass(frozen=True)
-class Automatic:
+class AutoSplitResult:
     """What was chosen, and what `even` would have given."""
 
     cost: str  # what was made even: params, flops, time or memory
-    chosen: Balance
-    even: Balance
+    chosen: CostedSplit
+    even: CostedSplit
     scale: int  # of the costs in both
 
     def stages(self, units: list[Unit]) -> list[list[str]]:
@@ -46,14 +46,14 @@ class Automatic:
         return [names[start:stop] for start, stop in pairwise([*self.chosen.starts, len(names)])]
 
 
-def automatic(
+def find_auto_split(
     config: Config,
-    profile: Profile,
+    profile: UnitCosts,
     units: list[Unit],
     order: Order,
     zero: int,
-    timing: Timing | None,
-) -> Automatic:
+    timing: MeasureTimes | None,
+) -> AutoSplitResult:
     """The best split by `split.cost`; without `timing` FLOPs stand for times.
 
     Raises ConfigError where a unit's cost cannot be found.
@@ -73,28 +73,33 @@ def automatic(
     for part in partition(units, EvenSplit(), order.stages):
         starts.append(position)
         position += len(part)
-    chosen = balance(costs, order.place)
-    return Automatic(cost, chosen, weigh(costs, order.place, starts), costs.scale)
+    chosen = best_split(costs, order.place)
+    return AutoSplitResult(cost, chosen, cost_of_split(costs, order.place, starts), costs.scale)
 
 
 def _costs(
-    cost: str, config: Config, profile: Profile, order: Order, zero: int, timing: Timing | None
-) -> Costs:
+    cost: str,
+    config: Config,
+    profile: UnitCosts,
+    order: Order,
+    zero: int,
+    timing: MeasureTimes | None,
+) -> StageCosts:
     once = [1] * order.stages
     nothing = profile.held(lambda _: 0)
     match cost:
         case "params":
-            return Costs(profile.held(lambda p: p.numel()), [0] * (len(nothing) - 1), once)
+            return StageCosts(profile.held(lambda p: p.numel()), [0] * (len(nothing) - 1), once)
         case "memory":
             return memory_costs(profile, config, order, zero)
         case "time":
             assert timing is not None
-            return Costs(nothing, timing(profile), once)
+            return StageCosts(nothing, timing(profile), once)
         case _:
-            return Costs(nothing, profile.flops(), once)
+            return StageCosts(nothing, profile.flops(), once)
 
 
-def shared_times(config: Config, mesh: Mesh, profile: Profile) -> list[int]:
+def measured_times(config: Config, mesh: Mesh, profile: UnitCosts) -> list[int]:
     """Nanoseconds of each unit, measured by rank 0 or kept from before. Collective.
 
     Raises CostError on every rank.
@@ -113,10 +118,10 @@ def shared_times(config: Config, mesh: Mesh, profile: Profile) -> list[int]:
     return found
 
 
-def _kept_or_measured(config: Config, device: torch.device, profile: Profile) -> list[int]:
+def _kept_or_measured(config: Config, device: torch.device, profile: UnitCosts) -> list[int]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     key = {"device": name, "calls": profile.signature}
-    path = Path(config.run_dir) / KEPT
+    path = Path(config.run_dir) / TIMES_FILE
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
         if {name: kept[name] for name in key} == key:

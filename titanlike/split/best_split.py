@@ -6,7 +6,7 @@ how even the ranks are otherwise. The first two are exact:
 - one stage a rank: dynamic programming over the stages;
 - two stages a rank in a V: from outside in, over what is taken at both ends;
 - anything else (loops, an order from a file): branch and bound from a good split on. Where the
-  search is given up the best split found is returned, and `Balance.proven` is false.
+  search is given up the best split found is returned, and `CostedSplit.proven` is false.
 
 Costs are whole numbers, so that every rank of a run finds the same split. No torch in here.
 """
@@ -19,15 +19,20 @@ from itertools import pairwise
 
 import numpy as np
 
-from titanlike.split.balance_search import GivenUp, Search, Vee, least_load
-from titanlike.split.cost_table import NEVER, Costs, Starts
+from titanlike.split.best_split_search import (
+    BranchAndBound,
+    SearchLimit,
+    VPlacementSearch,
+    load_lower_bound,
+)
+from titanlike.split.stage_costs import NEVER, StageCosts, Starts
 
 _MOST_NODES = 200_000  # of the search over a loop's stages: some seconds
 _MOST_ROUNDS = 200  # of improving a split step by step
 
 
 @dataclass(frozen=True)
-class Balance:
+class CostedSplit:
     """A split and what it costs."""
 
     starts: Starts
@@ -46,17 +51,19 @@ class Balance:
         return max(self.ranks), max(self.stages), sum(cost * cost for cost in self.ranks)
 
 
-def weigh(costs: Costs, place: Sequence[int], starts: Starts) -> Balance:
+def cost_of_split(costs: StageCosts, place: Sequence[int], starts: Starts) -> CostedSplit:
     """What a split costs; place: the rank of each stage."""
     edges = [*starts, costs.units]
     stages = [costs.of(stage, *span) for stage, span in enumerate(pairwise(edges))]
     ranks = [0] * (max(place) + 1)
     for rank, cost in zip(place, stages, strict=True):
         ranks[rank] += cost
-    return Balance(list(starts), stages, ranks)
+    return CostedSplit(list(starts), stages, ranks)
 
 
-def balance(costs: Costs, place: Sequence[int], most_nodes: int = _MOST_NODES) -> Balance:
+def best_split(
+    costs: StageCosts, place: Sequence[int], most_nodes: int = _MOST_NODES
+) -> CostedSplit:
     """The best split of the units into stages, none empty unless there are fewer units than stages.
 
     most_nodes: after so many steps of the search over loops it is given up.
@@ -65,17 +72,19 @@ def balance(costs: Costs, place: Sequence[int], most_nodes: int = _MOST_NODES) -
     if n <= stages:
         own = list(range(n))
         last = own[-1] if n > 1 else n  # the empty ones come before the last, after the first
-        return weigh(costs, place, [*own[: max(1, n - 1)], *[last] * (stages - max(1, n - 1))])
+        return cost_of_split(
+            costs, place, [*own[: max(1, n - 1)], *[last] * (stages - max(1, n - 1))]
+        )
     lightest, starts = _chain(costs)
     if len(set(place)) == stages:
-        return weigh(costs, place, starts)
-    best = _improve(costs, place, weigh(costs, place, starts))
+        return cost_of_split(costs, place, starts)
+    best = _improve(costs, place, cost_of_split(costs, place, starts))
     if len(set(place)) * 2 == stages and list(place) == list(place)[::-1]:
-        vee = Vee(costs)
-        best = _least_rank(costs, place, best, vee.decide, bisect=True)
-        best = _least_stage(costs, place, best, vee.decide, lightest, bisect=True)
+        search = VPlacementSearch(costs)
+        best = _least_rank(costs, place, best, search.decide, bisect=True)
+        best = _least_stage(costs, place, best, search.decide, lightest, bisect=True)
         return best
-    search = Search(costs, place, most_nodes)
+    search = BranchAndBound(costs, place, most_nodes)
     best = _least_rank(costs, place, best, search.decide, bisect=False)
     if best.proven:
         best = _least_stage(costs, place, best, search.decide, lightest, bisect=False)
@@ -85,7 +94,7 @@ def balance(costs: Costs, place: Sequence[int], most_nodes: int = _MOST_NODES) -
 # --- one stage a rank --------------------------------------------------------------------------
 
 
-def _chain(costs: Costs) -> tuple[int, Starts]:
+def _chain(costs: StageCosts) -> tuple[int, Starts]:
     """The least that the heaviest stage can cost; of such splits the one whose sum of squares is
     the smallest."""
     n = costs.units
@@ -116,28 +125,33 @@ Decide = Callable[[int, int], Starts | None]  # (most a rank, most a stage) -> a
 
 
 def _least_rank(
-    costs: Costs, place: Sequence[int], best: Balance, decide: Decide, bisect: bool
-) -> Balance:
-    low = least_load(costs.least, len(set(place)))
+    costs: StageCosts, place: Sequence[int], best: CostedSplit, decide: Decide, bisect: bool
+) -> CostedSplit:
+    low = load_lower_bound(costs.least, len(set(place)))
     return _minimize(costs, place, best, 0, low, lambda most: decide(most, most), bisect)
 
 
 def _least_stage(
-    costs: Costs, place: Sequence[int], best: Balance, decide: Decide, low: int, bisect: bool
-) -> Balance:
+    costs: StageCosts,
+    place: Sequence[int],
+    best: CostedSplit,
+    decide: Decide,
+    low: int,
+    bisect: bool,
+) -> CostedSplit:
     rank = max(best.ranks)
     return _minimize(costs, place, best, 1, low, lambda most: decide(rank, most), bisect)
 
 
 def _minimize(
-    costs: Costs,
+    costs: StageCosts,
     place: Sequence[int],
-    best: Balance,
+    best: CostedSplit,
     which: int,
     low: int,
     decide: Callable[[int], Starts | None],
     bisect: bool,
-) -> Balance:
+) -> CostedSplit:
     """Make `best.key[which]` as small as can be; low: it cannot be less.
 
     bisect: whether a question far below the answer is as quick as one beside it.
@@ -147,17 +161,17 @@ def _minimize(
         most = (low + best.key[which]) // 2 if halve else best.key[which] - 1
         try:
             starts = decide(most)
-        except GivenUp:
+        except SearchLimit:
             return replace(best, proven=False)
         if starts is None:
             low = most + 1
         else:
-            best = _improve(costs, place, weigh(costs, place, starts))
+            best = _improve(costs, place, cost_of_split(costs, place, starts))
         halve = bisect and not halve
     return best
 
 
-def _improve(costs: Costs, place: Sequence[int], best: Balance) -> Balance:
+def _improve(costs: StageCosts, place: Sequence[int], best: CostedSplit) -> CostedSplit:
     """Better by moving one unit from a stage to another, all cuts between them shifted."""
     stages = costs.stages
     for _ in range(_MOST_ROUNDS):
@@ -181,8 +195,8 @@ def _improve(costs: Costs, place: Sequence[int], best: Balance) -> Balance:
 
 
 def _give(
-    costs: Costs, place: Sequence[int], best: Balance, edges: list[int], giver: int
-) -> Balance | None:
+    costs: StageCosts, place: Sequence[int], best: CostedSplit, edges: list[int], giver: int
+) -> CostedSplit | None:
     """The best of the splits in which a stage gives one unit away, if it is better than `best`."""
     key, starts = best.key, None
     for step in (1, -1):  # to later stages, to earlier ones
@@ -203,11 +217,11 @@ def _give(
             ranks = [0] * len(best.ranks)
             for rank, cost in zip(place, stages, strict=True):
                 ranks[rank] += cost
-            candidate = Balance([], stages, ranks).key
+            candidate = CostedSplit([], stages, ranks).key
             if candidate < key:
                 low, high = sorted((giver, receiver))
                 moved = range(low + 1, high + 1)
                 key = candidate
                 starts = [cut - step * (s in moved) for s, cut in enumerate(best.starts)]
             receiver += step
-    return None if starts is None else weigh(costs, place, starts)
+    return None if starts is None else cost_of_split(costs, place, starts)

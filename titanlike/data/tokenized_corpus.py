@@ -24,7 +24,7 @@ import numpy as np
 from titanlike.config.schema import TextData
 from titanlike.data.corpus import documents, find_files
 from titanlike.data.errors import DataError
-from titanlike.data.order import mix
+from titanlike.data.shuffle import splitmix64
 from titanlike.data.tokenizer import Tokenizer
 
 FORMAT = 1  # part of the key: raise it when the same input would be written otherwise
@@ -32,7 +32,7 @@ PARTS = ("train", "validation")
 
 
 @dataclass
-class Prepared:
+class TokenizedCorpus:
     """An entry of the cache: `folder`/train.bin, validation.bin, meta.json (the other fields)."""
 
     folder: Path
@@ -46,7 +46,7 @@ class Prepared:
         return self.folder / f"{part}.bin"
 
 
-def prepare(data: TextData, tokenizer: Tokenizer) -> Prepared:
+def tokenize_corpus(data: TextData, tokenizer: Tokenizer) -> TokenizedCorpus:
     """The tokenized corpus of `data`, out of the cache or made now.
 
     Raises DataError for a corpus without text, and for a cache folder that cannot be written.
@@ -86,11 +86,11 @@ def _key(files: list[Path], data: TextData, tokenizer: Tokenizer) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
 
 
-def _read(folder: Path) -> Prepared | None:
+def _read(folder: Path) -> TokenizedCorpus | None:
     """The entry, or None if it is not there whole (a crash of the machine may cut a file)."""
     try:
         meta = json.loads((folder / "meta.json").read_text())
-        entry = Prepared(folder, **meta)
+        entry = TokenizedCorpus(folder, **meta)
         itemsize = np.dtype(entry.dtype).itemsize
         whole = all(
             entry.path(part).stat().st_size == entry.tokens[part] * itemsize for part in PARTS
@@ -111,7 +111,7 @@ def _publish(made: Path, folder: Path) -> None:
 
 def _write(folder: Path, files: list[Path], data: TextData, tokenizer: Tokenizer) -> None:
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-    entry = Prepared(
+    entry = TokenizedCorpus(
         folder,
         dtype,
         tokenizer.vocab_size,
@@ -145,10 +145,10 @@ def _write(folder: Path, files: list[Path], data: TextData, tokenizer: Tokenizer
 
 
 def _held_out(number: int, fraction: float) -> bool:
-    return int(mix(np.array([number + 1], np.uint64))[0]) < fraction * 2.0**64
+    return int(splitmix64(np.array([number + 1], np.uint64))[0]) < fraction * 2.0**64
 
 
-def _move_last(entry: Prepared, empty: str, full: str, last: int, fraction: float) -> None:
+def _move_last(entry: TokenizedCorpus, empty: str, full: str, last: int, fraction: float) -> None:
     """Give an empty part the last document of the other; if that is the only one, cut it in two."""
     tokens = np.fromfile(entry.path(full), np.dtype(entry.dtype).newbyteorder("<"))
     if entry.documents[full] > 1:

@@ -31,7 +31,7 @@ class Write:
     std: float
 
 
-class Scratch:
+class ScratchWeights:
     """A `Start`: what transformers' own initialization gives, drawn from (seed, name)."""
 
     origin = "from scratch: transformers' initialization, drawn from seed and name"
@@ -40,7 +40,7 @@ class Scratch:
         """build: makes the model on the device of the context; everything: parameters too, else
         only buffers."""
         self._seed = seed
-        self._writes = watch(build) if everything else {}
+        self._writes = record_initialization(build) if everything else {}
         custom = {name for name, writes in self._writes.items() if writes is None}
         with torch.device("meta"):
             meta = build()
@@ -71,7 +71,7 @@ class Scratch:
         return self._buffers[name]
 
 
-def watch(build: Callable[[], Any]) -> dict[str, list[Write] | None]:
+def record_initialization(build: Callable[[], Any]) -> dict[str, list[Write] | None]:
     """What transformers' initialization writes into each parameter; None where it is neither
     normal nor constant."""
     with torch.device("meta"):

@@ -16,14 +16,14 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MASK64 = (1 << 64) - 1
 
 
-def mix(x: np.ndarray) -> np.ndarray:
+def splitmix64(x: np.ndarray) -> np.ndarray:
     """The finalizer of splitmix64: a bijective hash of a uint64 array."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
-def sample_index(position: int | np.ndarray, size: int, seed: int) -> int | np.ndarray:
+def shuffled_index(position: int | np.ndarray, size: int, seed: int) -> int | np.ndarray:
     """The sample at `position` of the run, in 0..size-1; the epoch is position // size.
 
     `position` is an int >= 0 (gives an int) or an array of them (gives an int64 array of its
@@ -32,7 +32,7 @@ def sample_index(position: int | np.ndarray, size: int, seed: int) -> int | np.n
     assert size >= 1, "an empty data set has no order"
     shape = np.shape(position)
     epoch, x = np.divmod(np.atleast_1d(np.asarray(position, np.uint64)), np.uint64(size))
-    key = mix(mix(np.array([seed & _MASK64], np.uint64)) + epoch * _GOLDEN)
+    key = splitmix64(splitmix64(np.array([seed & _MASK64], np.uint64)) + epoch * _GOLDEN)
     half = max(1, ((size - 1).bit_length() + 1) // 2)  # bits in each half of a number
     x = _permute(x, key, half)
     while (outside := x >= np.uint64(size)).any():
@@ -47,5 +47,5 @@ def _permute(x: np.ndarray, key: np.ndarray, half: int) -> np.ndarray:
     for turn in range(ROUNDS):
         # element (turn, right) of the stream: right has at most 32 bits
         element = right | np.uint64(turn << 32)
-        left, right = right, left ^ (mix(key + element * _GOLDEN) & mask)
+        left, right = right, left ^ (splitmix64(key + element * _GOLDEN) & mask)
     return left << bits | right

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from titanlike.graph.record import DEVICE, Node, RecordError, Recording
+from titanlike.graph.recording import DEVICE, Node, RecordError, Recording
 
 OTHERWISE = "split=points or split=even, which leave modules whole"
 
 
-def trace(model: nn.Module, batch: dict[str, Tensor]) -> Recording:
+def trace_forward(model: nn.Module, batch: dict[str, Tensor]) -> Recording:
     """`model(inputs, **others)` as torch.export traces it, in the model's current mode.
 
     model, batch: on meta; see `record`. Raises RecordError.

@@ -18,13 +18,13 @@ Batch = dict[str, Tensor]
 REQUIRED = ("inputs", "targets")
 
 
-def checked(data: Data, name: str, seq_len: int) -> Data:
+def with_checked_samples(data: Data, name: str, seq_len: int) -> Data:
     """The same data, whose samples are checked when they are read.
 
     name: of the function that made it. Raises DataError where there are no samples, and for what is
     wrong with `data.variable`.
     """
-    if isinstance(data.train, Samples):
+    if isinstance(data.train, CheckedSource):
         return data
     sources = {"training": data.train, "validation": data.validation}
     for part, source in sources.items():
@@ -36,13 +36,13 @@ def checked(data: Data, name: str, seq_len: int) -> Data:
     if variable is not None:
         _check_variable(variable, name, len(data.train))
     train, validation = (
-        Samples(source, name, part, seq_len, variable) for part, source in sources.items()
+        CheckedSource(source, name, part, seq_len, variable) for part, source in sources.items()
     )
     train.lengths = None if variable is None else variable.lengths
     return replace(data, train=train, validation=validation)
 
 
-class Samples:
+class CheckedSource:
     """A source of a user's own. Its samples raise DataError where one is not like the first."""
 
     lengths: Sequence[int] | None = None  # of the samples, where batches are to be of similar ones

@@ -3,7 +3,7 @@
 A unit's cost includes what the forward does between it and its neighbours (a residual, a product
 with a weight), as the stage would that begins or ends there; the last one's includes the loss.
 Calls that are alike (modules of one class with equal settings, on tensors of equal shapes) are
-costed once: see `replay.py`.
+costed once: see `graph/node_cost.py`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.config.schema import Config, Sgd
-from titanlike.graph import replay
-from titanlike.graph.blueprint import Blueprint
+from titanlike.graph import node_cost
 from titanlike.graph.cut import cut, starts
-from titanlike.graph.record import Node
-from titanlike.graph.structure import replaced
+from titanlike.graph.model_graph import ModelGraph
+from titanlike.graph.pytree import tree_map
+from titanlike.graph.recording import Node
 from titanlike.optim.loss import Loss
 from titanlike.parallel.sharding import compute_dtype
 from titanlike.pipeline.order import Order
-from titanlike.split.cost_table import Costs
+from titanlike.split.stage_costs import StageCosts
 
 # What modules are told of their own place, which changes no cost
 _PLACES = ("index", "idx", "layer_number", "layer_id")
@@ -37,16 +37,16 @@ class CostError(ValueError):
     """A call that cannot be done again by itself."""
 
 
-class Profile:
+class UnitCosts:
     """The calls of each unit in the forward of one microbatch, in training."""
 
-    def __init__(self, blueprint: Blueprint, targets: Tensor, loss: Loss) -> None:
+    def __init__(self, model_graph: ModelGraph, targets: Tensor, loss: Loss) -> None:
         """targets: of a microbatch, on meta."""
-        self.model = blueprint.model
-        recording = blueprint.recording(blueprint.fields, True)
-        end = blueprint.end(cut(recording, [recording.units])[0]).nodes[-1]
-        if end.tail is not None:  # the head and the loss are one call
-            gone = {end.tail.head, *end.tail.glue}
+        self.model = model_graph.model
+        recording = model_graph.recording(model_graph.fields, True)
+        end = model_graph.last_stage(cut(recording, [recording.units])[0]).nodes[-1]
+        if end.chunked_head is not None:  # the head and the loss are one call
+            gone = {end.chunked_head.head, *end.chunked_head.epilogue}
             next(node for node in end.uses if node.target == "targets").value = targets
         else:
             gone = set()
@@ -79,12 +79,12 @@ class Profile:
         return held
 
     def flops(self) -> list[int]:
-        """Of a training step on a microbatch, see `replay.flops`. Raises CostError."""
-        return self._sums(lambda node: replay.flops(node, self.model))
+        """Of a training step on a microbatch, see `node_cost.flops`. Raises CostError."""
+        return self._sums(lambda node: node_cost.flops(node, self.model))
 
     def saved(self) -> list[int]:
         """Bytes that wait for the backward of a microbatch. Raises CostError."""
-        return self._sums(lambda node: replay.saved_bytes(node, self.model))
+        return self._sums(lambda node: node_cost.saved_bytes(node, self.model))
 
     def nanoseconds(self, device: torch.device) -> list[int]:
         """Of a training step on a microbatch, measured. Raises CostError.
@@ -94,9 +94,9 @@ class Profile:
 
         def measured(node: Node) -> int:
             between = node.kind == "function" and node is not self._end
-            if between and replay.flops(node, self.model) == 0:
+            if between and node_cost.flops(node, self.model) == 0:
                 return 0
-            return round(1e9 * replay.seconds(node, self.model, device))
+            return round(1e9 * node_cost.seconds(node, self.model, device))
 
         return self._sums(measured)
 
@@ -135,8 +135,8 @@ class Profile:
             what: Hashable = getattr(node.target, "__name__", str(node.target))
             if node.kind == "unit":
                 what = _settings(self.model.get_submodule(node.target))
-            given = replaced([list(node.args), node.kwargs], _described)
-            chunk = None if node.tail is None else node.tail.chunk
+            given = tree_map([list(node.args), node.kwargs], _described)
+            chunk = None if node.chunked_head is None else node.chunked_head.chunk
             self._keys[node] = repr((what, given, node.grad, chunk, node is self._end))
         return self._keys[node]
 
@@ -168,14 +168,14 @@ def _settings(module: nn.Module) -> Hashable:
 # --- from a config -----------------------------------------------------------------------------
 
 
-def memory_costs(profile: Profile, config: Config, order: Order, zero: int) -> Costs:
+def memory_costs(profile: UnitCosts, config: Config, order: Order, zero: int) -> StageCosts:
     """Bytes on a rank: parameters, gradients and optimizer state, and what waits for backwards.
 
     A stage's activations are counted for the most microbatches that are in flight there at a time.
     """
     each = state_bytes(config, zero)
     held = profile.held(lambda p: math.ceil(p.numel() * each))
-    return Costs(held, profile.saved(), in_flight(order))
+    return StageCosts(held, profile.saved(), in_flight(order))
 
 
 def state_bytes(config: Config, zero: int) -> float:

@@ -13,7 +13,7 @@ NEVER = 2**61  # more than any cost; two of them are no overflow
 Starts = list[int]  # of each stage, the position of its first unit
 
 
-class Costs:
+class StageCosts:
     """What any stage would cost: of the units start ... stop - 1,
 
     held[start, stop] + times[stage] * (run[start] + ... + run[stop - 1])

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from titanlike.graph.record import DEVICE, Node
-from titanlike.graph.structure import flatten, replaced
+from titanlike.graph.pytree import tree_flatten, tree_map
+from titanlike.graph.recording import DEVICE, Node
 
 _META = torch.device("meta")
 
@@ -83,8 +83,8 @@ class _Call:
         self._node, self._device = node, device
         self._inputs = {use: make(use.value) for use in dict.fromkeys(node.uses)}
         self.weights = [self._inputs[use] for use in self._inputs if _is_weight(use)]
-        if node.tail is not None:
-            self._function = node.tail.over(module)
+        if node.chunked_head is not None:
+            self._function = node.chunked_head.loss_function(module)
         else:
             self._function = node.target if module is None else module
         wanted = [*self._inputs.values(), *(module.parameters() if module else ())]
@@ -100,10 +100,10 @@ class _Call:
             # a leaf with a gradient cannot be changed in place, as the call may do
             return tensor.clone() if tensor.requires_grad and not _is_weight(leaf) else tensor
 
-        args, kwargs = replaced((self._node.args, self._node.kwargs), real)
+        args, kwargs = tree_map((self._node.args, self._node.kwargs), real)
         with torch.set_grad_enabled(self._node.grad), self._device:
             result = self._function(*args, **kwargs)
-        leaves, _ = flatten(result)
+        leaves, _ = tree_flatten(result)
         return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
     def both(self) -> None:
