@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 def main(
-    job: str = "titanlike.training.loop:train", folder: str = "", result_dir: str | None = None
+    job: str = "titanlike.training.train:train", folder: str = "", result_dir: str | None = None
 ) -> None:
     """Run `job`, a function `(config, worker) -> dict | None`, as the command line says.
 

@@ -65,7 +65,7 @@ def load_all(config: Config, worker: Worker, root: str) -> list[tuple[str, str]]
         for _, tensor in tensors(run):
             local(tensor).fill_(-1)
         here = replace(config, run_dir=str(Path(root) / source), checkpoint=Checkpoint())
-        saver = Saver(run.parts, here, open_data(here), Events(Path(), None))
+        saver = Saver(run.stage_states, here, open_data(here), Events(Path(), None))
         assert saver.resume() == Progress(step=7, left_out=3, value=0.1 + 0.2)
         for key, tensor in tensors(run):
             whole = truth(key, tensor.shape)
@@ -80,16 +80,16 @@ def opened(config: Config, worker: Worker) -> tuple[Run, Saver]:
     run = build(config, mesh)
     for parameter in run.parameters:
         parameter.grad = torch.zeros_like(parameter)
-    for part in run.parts:
+    for part in run.stage_states:
         part.optimizer.step()  # so that there is a state
         part.optimizer.zero_grad()
     events = Events(worker.run_dir, None)
-    return run, Saver(run.parts, config, open_data(config), events)
+    return run, Saver(run.stage_states, config, open_data(config), events)
 
 
 def tensors(run: Run) -> list[tuple[str, torch.Tensor]]:
     found = []
-    for part in run.parts:
+    for part in run.stage_states:
         for name, parameter in part.parameters():
             found.append((name, parameter.data))
             for key, value in part.optimizer.state[parameter].items():
@@ -134,7 +134,7 @@ def save_and_change(config: Config, worker: Worker) -> bool:
     for step in (1, 2, 3):
         path = Path(config.run_dir) / "checkpoints" / f"step-{step:08d}"
         here = replace(config, checkpoint=Checkpoint(resume=str(path)), run_dir="nowhere")
-        other = Saver(run.parts, here, open_data(here), Events(Path(), None))
+        other = Saver(run.stage_states, here, open_data(here), Events(Path(), None))
         assert other.resume().step == step
         for key, tensor in tensors(run):
             assert (local(tensor) == step).all(), (step, key)

@@ -37,7 +37,7 @@ def test_a_parameter_without_optimizer_state_has_none_after_loading(tmp_path: Pa
 def save_and_load(config: Config, worker: Worker, updated: bool) -> bool:
     mesh = open_mesh(config, worker)
     run = build(config, mesh)
-    saver = Saver(run.parts, config, open_data(config), Events(worker.run_dir, None))
+    saver = Saver(run.stage_states, config, open_data(config), Events(worker.run_dir, None))
     if updated:
         update(run, leave_out="ffn_norm")
     before = states(run)
@@ -54,7 +54,7 @@ def save_and_load(config: Config, worker: Worker, updated: bool) -> bool:
 
 
 def update(run, leave_out: str) -> None:
-    for part in run.parts:
+    for part in run.stage_states:
         for name, parameter in part.stage.named_parameters():
             if leave_out not in name:
                 parameter.grad = torch.ones_like(parameter)
@@ -64,7 +64,7 @@ def update(run, leave_out: str) -> None:
 
 def states(run) -> dict[str, torch.Tensor]:
     found = {}
-    for part in run.parts:
+    for part in run.stage_states:
         for name, parameter in part.stage.named_parameters():
             for key, value in part.optimizer.state.get(parameter, {}).items():
                 local = value.to_local() if hasattr(value, "to_local") else value
@@ -115,7 +115,7 @@ def test_a_folder_of_its_own_takes_the_checkpoints_of_one_run(tmp_path: Path) ->
 
     shared = Checkpoint(every=0, last=True, folder=str(tmp_path / "shared"))
     config = tiny(steps=1, layers=2, checkpoint=shared)
-    from titanlike.training.loop import train
+    from titanlike.training.train import train
 
     run_world(train, config, tmp_path / "one")
     assert find(replace(config, run_dir=str(tmp_path / "one"))).path is not None

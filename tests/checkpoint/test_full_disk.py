@@ -20,7 +20,7 @@ from titanlike.checkpoint.storage import Storage
 from titanlike.checkpoint.whole import check_all
 from titanlike.config.schema import Config
 from titanlike.launch.worker import Worker
-from titanlike.training import loop as training
+from titanlike.training import session
 
 SIZE = 3 * 2**20  # bytes of the disk: room for the three checkpoints of a run
 
@@ -68,7 +68,7 @@ def train_on_a_disk_that_fills(
                 time.sleep(0.01)
                 self.poll()
 
-    training.Saver = Fills
+    session.Saver = Fills
     return train_each(config, worker, [config])
 
 

@@ -18,7 +18,7 @@ from titanlike.checkpoint.warm_start import renamed
 from titanlike.config.schema import Config, Validation
 from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
-from titanlike.training.loop import train
+from titanlike.training.train import train
 
 ROUNDING = 2e-6  # nats, between layouts
 

@@ -34,7 +34,7 @@ from titanlike.pipeline import run as pipeline_run
 from titanlike.proof.verification import verify
 from titanlike.torch_private.dtensor import local_slices
 from titanlike.training.build import build
-from titanlike.training.loop import on_device, update
+from titanlike.training.step import optimizer_step, to_device
 
 SCHEDULES = ("1f1b", "interleaved1f1b", "zbvzerobubble")
 
@@ -179,7 +179,7 @@ def several_steps(
         return F.cross_entropy(logits, batch["targets"].flatten(), ignore_index=IGNORE)
 
     def mine(step: int) -> dict[str, Tensor]:
-        return on_device(batch_of(step, mesh.dp_rank), mesh, config)
+        return to_device(batch_of(step, mesh.dp_rank), mesh, config)
 
     worst, count = [], []
     for step in range(len(STEPS)):
@@ -188,7 +188,7 @@ def several_steps(
         truth.backward()
         difference = abs(loss.item() - truth.item())
         whole = dict(model.named_parameters())
-        for part in run.parts:
+        for part in run.stage_states:
             for name, parameter in part.parameters():
                 right = whole[name].grad[local_slices(parameter)]
                 held = parameter.grad
@@ -198,9 +198,9 @@ def several_steps(
         norm = gradient_norm(run.owned, mesh)
         right = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)
         difference = max(difference, abs(norm.item() - right.item()))
-        update(run, config, step + 1, norm)
+        optimizer_step(run, config, step + 1, norm)
         plain.step()
-        for optimizer in (plain, *(part.optimizer for part in run.parts)):
+        for optimizer in (plain, *(part.optimizer for part in run.stage_states)):
             optimizer.zero_grad()
         # validation in between, of another length than training
         other = (step + 1) % len(STEPS)

@@ -29,9 +29,10 @@ HANGS = Launch(timeout=60, step_timeout=2, heartbeat=1)
 
 def train_until(config: Config, worker: Worker, hang: str) -> None:
     """Training in which rank 1 hangs when it takes the batch of step 3."""
-    from titanlike.training import loop as training
+    from titanlike.training import loop
+    from titanlike.training.train import train
 
-    take = training.batches_from
+    take = loop.batches_from
 
     def stops(*args):
         for number, batch in enumerate(take(*args), start=1):
@@ -43,8 +44,8 @@ def train_until(config: Config, worker: Worker, hang: str) -> None:
                 time.sleep(60)
             yield batch
 
-    training.batches_from = stops
-    training.train(config, worker)
+    loop.batches_from = stops
+    train(config, worker)
 
 
 def cause_of(config: Config, run_dir: Path, hang: str) -> Failure:

@@ -29,7 +29,7 @@ from titanlike.config.schema import (
 )
 from titanlike.job.elastic import fit, ranks_there
 from titanlike.launch.restart_state import Kept
-from titanlike.training.loop import train
+from titanlike.training.train import train
 
 EVERY = 5
 TINY = [

@@ -36,7 +36,7 @@ def test_it_trains_and_goes_on_in_another_layout(tmp_path: Path) -> None:
     assert "my_models.mixer.Mixer" in first.stdout and "echo after 2 of 16" in first.stdout
     second = run("train.py", *settings, "steps=3", cwd=tmp_path)
     assert second.returncode == 0, second.stderr
-    assert "going on from step 2" in second.stdout
+    assert "resuming from step 2" in second.stdout
     steps = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [step["step"] for step in steps] == [1, 2, 3] and steps[1]["val_loss"] > 0
 

@@ -18,7 +18,7 @@ from titanlike.launch.worker import Worker
 from titanlike.models.registry import build_model, resolve_model
 from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.training.build import build
-from titanlike.training.loop import on_device
+from titanlike.training.step import to_device
 
 HF = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 8}
 HF |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, "head_dim": 8}
@@ -77,10 +77,10 @@ def one_step(config: Config, worker: Worker) -> Seen:
     for stage, shapes in zip(run.stages, sent, strict=True):
         stage.register_forward_hook(lambda _, __, out, into=shapes: into.append(described(out)))
     batch = next(batches(data.train, config, dp_rank=0))
-    loss, _ = run.pipeline.train(on_device(batch, mesh, config))
+    loss, _ = run.pipeline.train(to_device(batch, mesh, config))
     graphs = run.draft.model_graph.graphs(run.draft.fields, True)
     declared = [described(messages(graphs[i])[1]) for i in run.draft.order.local(mesh.pp_rank)]
-    named = [pair for part in run.parts for pair in part.parameters()]
+    named = [pair for part in run.stage_states for pair in part.parameters()]
     seen = Seen(
         {name: p.grad.abs().max().item() for name, p in named},
         sum(p.numel() for _, p in named),

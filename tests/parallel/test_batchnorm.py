@@ -31,7 +31,8 @@ from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.training.build import Run, build
 from titanlike.training.draft import draft
 from titanlike.training.guard import Guard, Verdict
-from titanlike.training.loop import train, training_step
+from titanlike.training.step import train_step
+from titanlike.training.train import train
 
 EVERY_STEP = {"validation": Validation(every=1, batches=1), "lr": ConstantLr(warmup=0)}
 # its second stage is a batch norm without weights: it has buffers alone
@@ -65,7 +66,7 @@ def three_steps(config: Config, worker: Worker) -> list[dict[str, Tensor]]:
     stream = batches(data.train, config, dp_rank=mesh.dp_rank)
     after = []
     for step in (1, 2, 3):
-        training_step(run, config, step, next(stream), SkipsSecond(config, {}))
+        train_step(run, config, step, next(stream), SkipsSecond(config, {}))
         after.append({n: b.clone() for stage in run.stages for n, b in stage.named_buffers()})
     close_mesh()
     return after

@@ -36,7 +36,7 @@ from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.pipeline.run import Pipeline
 from titanlike.proof.verification import verify
-from titanlike.training.loop import train
+from titanlike.training.train import train
 
 BF16 = Precision("bf16")
 UNEVEN = Custom("support.data.uneven", {"vocab_size": 64})
@@ -225,7 +225,7 @@ def test_a_save_that_was_killed_does_not_count(tmp_path: Path) -> None:
         run_world(killed_while_saving_step_4, config, tmp_path / "cut")
     assert (tmp_path / "cut" / "checkpoints" / "step-00000004" / ".metadata").exists()
     run_world(train, config, tmp_path / "cut")
-    assert "going on from step 2" in (tmp_path / "cut" / "rank0.out").read_text()
+    assert "resuming from step 2" in (tmp_path / "cut" / "rank0.out").read_text()
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
 
@@ -246,16 +246,16 @@ def killed_while_saving_step_4(config: Config, worker: Worker) -> None:
 
 def stop_after_three(config: Config, worker: Worker) -> None:
     """Train, and fall over in the fourth step: the newest checkpoint is that of step 2."""
-    import titanlike.training.loop as training
+    from titanlike.training import measure
 
-    step_right = training.training_step
+    step_right = measure.train_step
 
-    def training_step(run, config, step, batch, guard):
+    def train_step(run, config, step, batch, guard):
         if step == 4:
             raise Stop
         return step_right(run, config, step, batch, guard)
 
-    training.training_step = training_step
+    measure.train_step = train_step
     try:
         train(config, worker)
     except Stop:

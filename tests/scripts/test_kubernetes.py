@@ -360,7 +360,7 @@ def test_a_run_whose_pod_is_evicted_goes_on_without_gap_or_repeat(
 
     again = cluster.manifest(kind, "dp=2", f"steps={stopped + 2}", "checkpoint.every=1000")
     codes, text = cluster.wait(cluster.start(again))
-    assert codes == [0, 0] and f"going on from step {stopped}" in text, text
+    assert codes == [0, 0] and f"resuming from step {stopped}" in text, text
     assert cluster.steps() == list(range(1, stopped + 3))
 
 

@@ -89,7 +89,7 @@ def test_a_preempted_job_on_two_nodes_comes_back_and_goes_on(
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), text
     (stop,) = (json.loads(line) for line in (run_dir / "events.jsonl").open() if "USR1" in line)
     assert f"requeued after {stop['step']} steps" in text
-    assert f"going on from step {stop['step']}\n" in text and stop["step"] < 150
+    assert f"resuming from step {stop['step']}\n" in text and stop["step"] < 150
     assert steps(run_dir) == list(range(1, 151)), "each step once"
     assert result(run_dir)["status"] == "completed"
     for restart, block in enumerate(text.split("job        ")[1:]):

@@ -37,7 +37,7 @@ from titanlike.split.auto_split import TIMES_FILE
 from titanlike.split.unit_costs import UnitCosts, in_flight, state_bytes
 from titanlike.training.build import build
 from titanlike.training.draft import draft
-from titanlike.training.loop import train
+from titanlike.training.train import train
 
 ROWS, TOKENS, WIDTH, VOCAB = 2, 8, 4, 64
 
@@ -238,7 +238,7 @@ def test_a_run_says_what_it_chose_and_goes_on_in_another_split(tmp_path: Path) -
     assert "auto by flops: heaviest rank" in text and "even would give: heaviest rank" in text
     again = replace(config, steps=2, split=AutoSplit(cost="params"))
     run_world(train, again, tmp_path)
-    assert "going on from step 1" in (tmp_path / "rank0.out").read_text()
+    assert "resuming from step 1" in (tmp_path / "rank0.out").read_text()
 
 
 # --- layouts -----------------------------------------------------------------------------------

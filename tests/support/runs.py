@@ -10,7 +10,7 @@ import torch.distributed as dist
 from support.world import numbers, run_world
 from titanlike.config.schema import Checkpoint, Config
 from titanlike.launch.worker import Worker
-from titanlike.training.loop import train
+from titanlike.training.train import train
 
 
 def train_each(_: Config, worker: Worker, configs: list[Config]) -> None:

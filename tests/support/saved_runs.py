@@ -16,7 +16,7 @@ from titanlike.checkpoint.whole import MANIFEST, MARKER, checksum
 from titanlike.config.schema import Checkpoint, Config
 from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
-from titanlike.training import loop as training
+from titanlike.training.train import train
 
 Numbers = dict[int, tuple[float, float, float]]  # step -> loss, gradient norm, learning rate
 
@@ -43,7 +43,7 @@ def train_each(_: Config, worker: Worker, configs: list[Config]) -> list[str]:
     for number, config in enumerate(configs):
         store = worker.store and dist.PrefixStore(f"{number}", worker.store)
         try:
-            training.train(config, replace(worker, run_dir=Path(config.run_dir), store=store))
+            train(config, replace(worker, run_dir=Path(config.run_dir), store=store))
             raised.append("")
         except (ValueError, OSError) as error:
             if worker.world_size > 1:

@@ -22,7 +22,7 @@ from titanlike.metrics.sinks import read_jsonl
 PRELOADED = [
     "torch",
     "torch.distributed.tensor",
-    "titanlike.training.loop",
+    "titanlike.training.train",
     "titanlike.proof.verification",
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",

@@ -39,9 +39,9 @@ from titanlike.sweeps.plan import read_plan
 from titanlike.training.build import build
 from titanlike.training.draft import draft
 from titanlike.training.guard import Guard
-from titanlike.training.loop import timed_step
+from titanlike.training.measure import measured_step
 
-LEAD = Lead("titanlike.training.loop:train", "")
+LEAD = Lead("titanlike.training.train:train", "")
 MODEL = ["model.layers=4", "model.dim=32", "model.heads=4", "model.ffn_dim=64", "data=synthetic"]
 
 
@@ -242,7 +242,7 @@ def grown(config: Config, worker: Worker) -> int:
     stream = batches(open_data(config).train, config, dp_rank=mesh.dp_rank)
     run = build(config, mesh)
     for step in (1, 2):
-        timed_step(run, config, step, stream, Guard(config, {}), worker)
+        measured_step(run, config, step, stream, Guard(config, {}), worker)
     return peak_memory(mesh.device) - before
 
 

@@ -121,7 +121,7 @@ def test_ctrl_c_stops_the_job_with_a_checkpoint_and_resume_goes_on_from_it(tmp_p
     assert first.leaves_nobody()
     stopped_at = read_jsonl(metrics)[-1]["step"]
     code, out, _ = sweep(*words, "sweep.resume=true").wait()
-    assert code == 0 and f"going on from step {stopped_at}" in out and "2 of 2 done" in out
+    assert code == 0 and f"resuming from step {stopped_at}" in out and "2 of 2 done" in out
 
 
 def test_a_sweep_whose_process_is_killed_leaves_nobody_and_is_gone_on_with(tmp_path: Path) -> None:

@@ -41,12 +41,12 @@ def built_in_eval(config: Config, worker: Worker) -> bool:
     from titanlike.data.loader import batches, open_data
     from titanlike.parallel.mesh import open_mesh
     from titanlike.training.build import build
-    from titanlike.training.loop import on_device
+    from titanlike.training.step import to_device
 
     mesh = open_mesh(config, worker)
     run = build(config, mesh)
     batch = next(batches(open_data(config).train, config, dp_rank=mesh.dp_rank))
-    batch = on_device(batch, mesh, config)
+    batch = to_device(batch, mesh, config)
     run.pipeline.train(batch)
     before = [p.grad.to_local().clone() for p in run.parameters]
     runtime = run.pipeline._runtime(batch)
@@ -92,14 +92,14 @@ def watched(config: Config, worker: Worker) -> list[tuple[list, list]]:
     from titanlike.data.loader import batches, open_data
     from titanlike.parallel.mesh import open_mesh
     from titanlike.training.build import build
-    from titanlike.training.loop import on_device
+    from titanlike.training.step import to_device
 
     mesh = open_mesh(config, worker)
     run = build(config, mesh)
     told: list = []
     run.pipeline.watch(lambda action: pytest.fail("the first watcher was replaced"))
     run.pipeline.watch(told.append)
-    batch = on_device(next(batches(open_data(config).train, config, dp_rank=0)), mesh, config)
+    batch = to_device(next(batches(open_data(config).train, config, dp_rank=0)), mesh, config)
     runtime = run.pipeline._runtime(batch)
     seen = []
     for call in ("train", "evaluate", "train"):

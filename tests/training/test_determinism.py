@@ -16,7 +16,7 @@ from support.world import RankError, run_world
 from titanlike.config.schema import Checkpoint, Custom, Precision
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.parallel.device import deterministic
-from titanlike.training.loop import train
+from titanlike.training.train import train
 
 SIZES = {"dim": 32, "layers": 4, "vocab_size": None}
 REFUSED = "put_.*does not have a deterministic implementation"

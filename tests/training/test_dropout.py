@@ -19,7 +19,8 @@ from titanlike.data.loader import batches, open_data
 from titanlike.launch.worker import Worker
 from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.training.build import build
-from titanlike.training.loop import on_device, train
+from titanlike.training.step import to_device
+from titanlike.training.train import train
 
 
 class Masking(nn.Module):
@@ -57,10 +58,14 @@ def a_step(config: Config, worker: Worker) -> tuple[list[Tensor], dict[str, Tens
     mesh = open_mesh(config, worker)
     run = build(config, mesh, data)
     batch = next(batches(data.train, config, dp_rank=mesh.dp_rank))
-    run.pipeline.train(on_device(batch, mesh, config))
+    run.pipeline.train(to_device(batch, mesh, config))
     run.norms.update()
     masks = [m for stage in run.stages for x in stage.modules() for m in getattr(x, "masks", ())]
-    held = {n: p.grad for part in run.parts for n, p in part.parameters()} if mesh.dp == 1 else {}
+    held = (
+        {n: p.grad for part in run.stage_states for n, p in part.parameters()}
+        if mesh.dp == 1
+        else {}
+    )
     held |= {name: buffer for stage in run.stages for name, buffer in stage.named_buffers()}
     close_mesh()
     return masks, held

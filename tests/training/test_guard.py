@@ -29,7 +29,8 @@ from titanlike.models.registry import build_model, initial_weights_of, resolve_m
 from titanlike.optim.optimizer import build_optimizer, set_lr
 from titanlike.parallel.initialize import initialize
 from titanlike.training.guard import MOST_IN_A_ROW, Guard
-from titanlike.training.loop import MOST_ROLLBACKS, train
+from titanlike.training.loop import MOST_ROLLBACKS
+from titanlike.training.train import train
 
 # --- what is a spike ---------------------------------------------------------------------------
 

@@ -11,10 +11,11 @@ import pytest
 
 from support.models import tiny
 from support.world import numbers, run_world
+from titanlike.checkpoint.saver import Saver
 from titanlike.config.schema import Checkpoint, Config, Validation
 from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
-from titanlike.training.loop import STOPPED_EARLY, train
+from titanlike.training.train import STOPPED_EARLY, train
 
 SAVING = Checkpoint(every=0, last=True)
 
@@ -33,7 +34,9 @@ def test_max_time_stops_the_run_which_then_goes_on_as_if_it_had_not(tmp_path: Pa
     results = run_world(train, replace(config, max_time=1e-3), tmp_path / "cut")
     assert {(r["stopped"], r["exit_code"]) for r in results} == {("max_time", STOPPED_EARLY)}
     assert [step for step, *_ in numbers(tmp_path / "cut")] == [1]
-    assert "go on: python train.py --config-path" in (tmp_path / "cut" / "rank0.out").read_text()
+    assert (
+        "resume with: python train.py --config-path" in (tmp_path / "cut" / "rank0.out").read_text()
+    )
     run_world(train, config, tmp_path / "cut")
     assert numbers(tmp_path / "cut") == numbers(tmp_path / "whole")
 
@@ -57,11 +60,11 @@ def test_a_signal_to_one_rank_stops_all_of_them(where: str, tmp_path: Path) -> N
 
 def interrupted(config: Config, worker: Worker, where: str) -> dict:
     """Train; rank 1 gets SIGUSR1 in its first validation, at the second batch, or first save."""
-    import titanlike.training.loop as training
+    from titanlike.training import step
 
     signal.signal(signal.SIGUSR1, lambda signum, _: worker.stop.request(signum))
     if worker.rank == 1 and where == "validation":
-        batches = training.validation_batches
+        batches = step.validation_batches
 
         def validation_batches(*args, **kwargs):
             for i, batch in enumerate(batches(*args, **kwargs)):
@@ -69,13 +72,13 @@ def interrupted(config: Config, worker: Worker, where: str) -> dict:
                     os.kill(os.getpid(), signal.SIGUSR1)
                 yield batch
 
-        training.validation_batches = validation_batches
+        step.validation_batches = validation_batches
     elif worker.rank == 1:
-        save = training.Saver.save
+        save = Saver.save
 
         def saved(self, *args, **kwargs):
             os.kill(os.getpid(), signal.SIGUSR1)
             return save(self, *args, **kwargs)
 
-        training.Saver.save = saved
+        Saver.save = saved
     return train(config, worker)

@@ -34,7 +34,7 @@ from titanlike.parallel.mesh import open_mesh
 from titanlike.training.build import build
 from titanlike.training.draft import draft, preflight
 from titanlike.training.guard import Guard
-from titanlike.training.loop import timed_step
+from titanlike.training.measure import measured_step
 
 # --- initial weights ---------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ def train_two_steps(config: Config, worker: Worker) -> int:
     run = build(config, mesh)
     stream = batches(data.train, config, dp_rank=mesh.dp_rank)
     for step in (1, 2):
-        timed_step(run, config, step, stream, Guard(config, {}), worker)
+        measured_step(run, config, step, stream, Guard(config, {}), worker)
     return peak_memory(mesh.device) - before
 
 

@@ -47,7 +47,7 @@ def test_the_main_job_learns_in_two_minutes_and_says_how_to_go_on(tmp_path: Path
     assert (tmp_path / "run" / "checkpoints" / "step-00000300" / "COMMITTED").exists()
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
     last = done.stdout.strip().splitlines()[-1]
-    assert last == f"train on: python train.py --config-path {tmp_path / 'run'} steps=600"
+    assert last == f"continue with: python train.py --config-path {tmp_path / 'run'} steps=600"
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def test_the_line_that_a_run_ends_with_trains_on(finished: tuple[Path, str]) -> None:
     run, printed = finished
-    line = printed.strip().splitlines()[-1].removeprefix("train on: python train.py ")
+    line = printed.strip().splitlines()[-1].removeprefix("continue with: python train.py ")
     before = losses(run)
     on = subprocess.run(
         f"{sys.executable} {ROOT / 'train.py'} {line} run_dir=../on checkpoint.resume='{run}'",
@@ -73,7 +73,7 @@ def test_the_line_that_a_run_ends_with_trains_on(finished: tuple[Path, str]) -> 
         timeout=120,
     )
     assert on.returncode == 0, on.stderr
-    assert "going on from step 5" in on.stdout
+    assert "resuming from step 5" in on.stdout
     assert len(losses(run.parent / "on")) == 5
     assert losses(run) == before
 
@@ -124,7 +124,7 @@ def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(
     done = command(*TINY, "checkpoint.last=true", "run_dir=run", "steps=8", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"checkpoint {folder} is damaged: __0_0.distcp has 5 bytes" in done.stdout
-    assert "going on from step 4" in done.stdout
+    assert "resuming from step 4" in done.stdout
 
 
 @pytest.mark.parametrize("resume", ["never", "run/checkpoints/step-00000002"])
@@ -165,7 +165,7 @@ def test_a_run_that_is_started_twice_goes_on_in_the_newest_start_alone(tmp_path:
     until(lambda: (tmp_path / "run" / "checkpoints" / "step-00000050" / "COMMITTED").exists())
     second = subprocess.Popen(words, cwd=tmp_path, **settings)
     out, err = second.communicate(timeout=120)
-    assert second.returncode == 0 and "going on from step" in out, err
+    assert second.returncode == 0 and "resuming from step" in out, err
     _, err = first.communicate(timeout=60)
     assert first.returncode == 1
     assert "another start of this run has taken it over" in err and f"process {second.pid}" in err

@@ -20,7 +20,7 @@ from support.paths import ROOT
 from support.world import numbers, run_world
 from titanlike.config.parse import parse
 from titanlike.config.schema import Config
-from titanlike.training.loop import train
+from titanlike.training.train import train
 
 TRAIN = ROOT / "train.py"
 STEPS, EVERY = 60, 10
@@ -109,7 +109,7 @@ def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint_to_go_on_from(
     assert code == 75 and err.splitlines() == ["", told], "that, and no traceback"
     last = step(tmp_path)
     assert 2 < last < STEPS and newest(tmp_path) == last
-    assert f"stopped after step {last} ({signum.name})" in out
+    assert f"stopped at step {last} ({signum.name})" in out
     assert result(tmp_path)["status"] == "stopped" and signum.name in result(tmp_path)["error"]
     assert result(tmp_path)["value"] == numbers(tmp_path)[-1][1]
     run_world(train, config_of(tmp_path), tmp_path)
@@ -151,7 +151,7 @@ def test_under_torchrun_a_killed_rank_comes_back_in_the_same_folder_and_a_signal
     assert launched.leaves_nobody()
     assert [path.parent for path in tmp_path.rglob("config.yaml")] == [run_dir]
     last = step(run_dir)
-    assert "going on from step" in out and f"stopped after step {last} (SIGUSR1)" in out
+    assert "resuming from step" in out and f"stopped at step {last} (SIGUSR1)" in out
     assert EVERY < last < STEPS and newest(run_dir) == last
     assert result(run_dir)["status"] == "stopped"
     run_world(train, config_of(run_dir), run_dir)

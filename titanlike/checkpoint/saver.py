@@ -55,7 +55,7 @@ from titanlike.config.schema import Config
 from titanlike.data.sources import Data
 from titanlike.metrics import units
 from titanlike.metrics.events import Events
-from titanlike.optim.optimizer import Part
+from titanlike.optim.stage_state import StageState
 
 MOST_FAILURES = 2  # saves in a row
 
@@ -98,7 +98,7 @@ class _Save:
 class Saver:
     """Saves and loads the checkpoints of one run. All methods but `poll` are collective."""
 
-    def __init__(self, parts: list[Part], config: Config, data: Data, events: Events) -> None:
+    def __init__(self, parts: list[StageState], config: Config, data: Data, events: Events) -> None:
         self._parts, self._config, self._data = parts, config, data
         self._settings, self._events = config.checkpoint, events
         self._folder = storage_of(config)

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from titanlike.checkpoint.dcp_files import Reader, TensorsOnly, read_metadata
 from titanlike.checkpoint.storage import Storage
-from titanlike.optim.optimizer import Part
+from titanlike.optim.stage_state import StageState
 from titanlike.torch_private.checkpoints import read_newer_checkpoints
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -34,7 +34,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def model_tensors(
-    parts: list[Part], dtype: torch.dtype | None = None, *, copies: bool = False
+    parts: list[StageState], dtype: torch.dtype | None = None, *, copies: bool = False
 ) -> Tensors:
     """model.NAME of all parts, cast to `dtype` if one is given: parameters and persistent buffers.
 
@@ -44,13 +44,13 @@ def model_tensors(
     for part in parts:
         for name, value in get_model_state_dict(part.stage).items():
             name = part.names.get(name, name)
-            if copies or part.answers_for(name):
+            if copies or part.owns(name):
                 cast = dtype is not None and value.is_floating_point()
                 tensors.setdefault(f"model.{name}", value.to(dtype) if cast else value)
     return tensors
 
 
-def run_tensors(parts: list[Part], *, copies: bool = False) -> Tensors:
+def run_tensors(parts: list[StageState], *, copies: bool = False) -> Tensors:
     """Everything that a checkpoint of a run holds of this rank; copies: see `model_tensors`."""
     tensors = model_tensors(parts, copies=copies)
     for part in parts:  # one optimizer a stage: DCP mixes up those that span several modules
@@ -60,12 +60,12 @@ def run_tensors(parts: list[Part], *, copies: bool = False) -> Tensors:
             # settings (lr, betas) are the config's to say, and objects would have to be unpickled
             if isinstance(value, Tensor) and name.startswith("state."):
                 name = _in_model(name, part)
-                if copies or part.answers_for(_parameter(name)):
+                if copies or part.owns(_parameter(name)):
                     tensors.setdefault(name, value)
     return tensors | generators()
 
 
-def fill_copies(parts: list[Part]) -> None:
+def fill_copies(parts: list[StageState]) -> None:
     """Give tied weights and buffers that two stages of this rank hold the value of the first."""
     seen: dict[str, Tensor] = {}
     for part in parts:
@@ -75,7 +75,7 @@ def fill_copies(parts: list[Part]) -> None:
             seen.setdefault(name, parameter)
 
 
-def load_run(folder: Storage, parts: list[Part], group: dist.ProcessGroup) -> None:
+def load_run(folder: Storage, parts: list[StageState], group: dist.ProcessGroup) -> None:
     """Load a checkpoint that is whole, whatever layout saved it. Collective.
 
     Raises ValueError, naming the checkpoint, when a tensor is missing or of another shape.
@@ -116,7 +116,7 @@ def load_run(folder: Storage, parts: list[Part], group: dist.ProcessGroup) -> No
         state = _optimizer(part)
         for name, entry in ((name, _in_model(name, part)) for name in state):
             if entry in tensors:  # copies of a tied weight each have a state of their own
-                own = part.answers_for(_parameter(entry))
+                own = part.owns(_parameter(entry))
                 state[name] = tensors[entry] if own else tensors[entry].clone()
         if part.names:
             set_optimizer_state_dict(part.stage, part.optimizer, state, options=_FLAT)
@@ -176,14 +176,14 @@ def _parameter(name: str) -> str:
     return name.split(".", 2)[2].rpartition(".")[0]
 
 
-def _in_model(name: str, part: Part) -> str:
+def _in_model(name: str, part: StageState) -> str:
     """state.NAME.KEY of a stage's optimizer -> optimizer.state.NAME.KEY with the model's NAME."""
     kind, _, rest = name.partition(".")
     parameter, _, key = rest.rpartition(".")
     return f"optimizer.{kind}.{part.names.get(parameter, parameter)}.{key}"
 
 
-def _optimizer(part: Part) -> dict[str, Any]:
+def _optimizer(part: StageState) -> dict[str, Any]:
     if not part.names:
         return {}  # torch would miss the parameters
     return get_optimizer_state_dict(part.stage, part.optimizer, options=_FLAT)

@@ -10,12 +10,12 @@ from titanlike.checkpoint.find import named
 from titanlike.checkpoint.storage import Storage
 from titanlike.checkpoint.whole import check_all
 from titanlike.config.schema import Checkpoint
-from titanlike.optim.optimizer import Part
+from titanlike.optim.stage_state import StageState
 
 _PREFIX = "model."
 
 
-def warm_start(settings: Checkpoint, parts: list[Part], group: dist.ProcessGroup) -> str:
+def warm_start(settings: Checkpoint, parts: list[StageState], group: dist.ProcessGroup) -> str:
     """Load parameters by name from `checkpoint.start_from`; says what was taken. Collective.
 
     With `strict` the names must be the same on both sides, after `rename`; otherwise parameters

@@ -205,7 +205,7 @@ def _open_text(data: TextData, seq_len: int) -> Data:
         **sources,
         vocab_size=prepared.vocab_size,
         description=f"{describe(data.path)} in {data.tokenizer}: {train} tokens to train on, "
-        f"{held_out} held out" + _kept_apart(data),
+        f"{held_out} for validation" + _kept_apart(data),
         boundary=prepared.boundary,
         decode=tokenizer.decode,
     )

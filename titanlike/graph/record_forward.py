@@ -33,7 +33,7 @@ from titanlike.graph.side_effects import (
     states_of,
     undone,
 )
-from titanlike.torch_private.recording import checkpoints_told, custom_functions_told
+from titanlike.torch_private.recording import intercept_checkpoints, intercept_custom_functions
 
 # Functions that draw random numbers: run twice they do not give the same tensor.
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "exponential_")
@@ -102,8 +102,8 @@ class _Recorder(TorchFunctionMode):
                 stack.callback(after.remove)
                 stack.enter_context(self._on_meta_or_tried_out(module))
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(checkpoints_told(self._checkpoint))
-            stack.enter_context(custom_functions_told(self._custom))
+            stack.enter_context(intercept_checkpoints(self._checkpoint))
+            stack.enter_context(intercept_custom_functions(self._custom))
             stack.enter_context(self)
             # within: factory functions say to the recorder that they mean the stage's device
             stack.enter_context(torch.device("meta"))

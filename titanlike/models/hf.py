@@ -34,7 +34,7 @@ from titanlike.models.packing import attention_inputs
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from titanlike.parallel.initialize import Start
+    from titanlike.parallel.initialize import InitialWeights
 
 # Makers of masks that transformers' models import by name -> the key of the window's width.
 _MASKS = {"create_causal_mask": None, "create_sliding_window_causal_mask": "sliding_window"}
@@ -127,7 +127,7 @@ class Decoder(nn.Module):
     def warn_if_padding_and_no_attention_mask(self, *_: Any) -> None:
         """Transformers looks for padding in the values of the batch, to warn."""
 
-    def starting_values(self, seed: int) -> Start:
+    def starting_values(self, seed: int) -> InitialWeights:
         """Where this rank's shards begin; see `titanlike.parallel.initialize`."""
 
         def again() -> Decoder:

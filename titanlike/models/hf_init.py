@@ -32,9 +32,9 @@ class Write:
 
 
 class ScratchWeights:
-    """A `Start`: what transformers' own initialization gives, drawn from (seed, name)."""
+    """`InitialWeights`: what transformers' own initialization gives, from seed and parameter name."""
 
-    origin = "from scratch: transformers' initialization, drawn from seed and name"
+    origin = "from scratch: transformers' initialization, from seed and parameter name"
 
     def __init__(self, build: Callable[[], Any], seed: int, everything: bool = True) -> None:
         """build: makes the model on the device of the context; everything: parameters too, else

@@ -41,7 +41,7 @@ class Experts:
 
 
 class FolderWeights:
-    """A `Start`: the values in a folder's safetensors."""
+    """`InitialWeights`: the values in a folder's safetensors."""
 
     def __init__(
         self, model: Any, folder: Path, buffer: Callable[[str], Tensor] | None = None

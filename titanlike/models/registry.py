@@ -20,7 +20,7 @@ from titanlike.config.imports import import_object
 from titanlike.config.parse import convert
 from titanlike.config.schema import Config, Custom
 from titanlike.data.checks import vocab_size
-from titanlike.parallel.initialize import Constructed, Drawn, Start, parameters_on_meta, seeded
+from titanlike.parallel.initialize import ConstructedWeights, SeededWeights, InitialWeights, parameters_on_meta, seeded
 
 MODELS = {
     "llama": "titanlike.models.llama.Llama",
@@ -111,7 +111,7 @@ def _unknown(model: Custom, known: Mapping[str, inspect.Parameter]) -> list[Prob
     return problems
 
 
-def initial_weights_of(model: Custom, seed: int) -> Start:
+def initial_weights_of(model: Custom, seed: int) -> InitialWeights:
     """Initial values of a model by name, see `titanlike.parallel.initialize`."""
     meta = build_model(model)
     if hasattr(meta, "starting_values"):
@@ -119,13 +119,13 @@ def initial_weights_of(model: Custom, seed: int) -> Start:
     initial = getattr(meta, "initial", None)
     buffers = next(meta.buffers(), None) is not None
     if initial is not None and not buffers:
-        return Drawn(initial, seed, {})
+        return SeededWeights(initial, seed, {})
     with seeded(seed):
         if initial is None:
-            return Constructed(build_model(model, "cpu"))
+            return ConstructedWeights(build_model(model, "cpu"))
         with parameters_on_meta():
             real = build_model(model, "cpu")
-    return Drawn(initial, seed, dict(real.named_buffers(remove_duplicate=False)))
+    return SeededWeights(initial, seed, dict(real.named_buffers(remove_duplicate=False)))
 
 
 def model_problems(model: nn.Module, config: Config) -> list[Problem]:

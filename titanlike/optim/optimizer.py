@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -12,27 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from titanlike.config.schema import AdamW, Config, ConstantLr, DecayLr, Sgd, WsdLr
 from titanlike.parallel.mesh import Mesh
-
-
-@dataclass(frozen=True)
-class Part:
-    """One stage of this rank that has parameters or buffers, and its optimizer."""
-
-    stage: nn.Module
-    optimizer: torch.optim.Optimizer
-    # parameter in the stage -> its name in the whole model, one for all copies of a tied one
-    names: dict[str, str]
-    owned: frozenset[str]  # names of those that other stages do not answer for
-
-    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """All of the stage's, by the name in the whole model."""
-        for name, parameter in self.stage.named_parameters():
-            yield self.names[name], parameter
-
-    def answers_for(self, name: str) -> bool:
-        """Whether a parameter or buffer, by its name in the whole model, counts here: in the
-        gradient norm, in a checkpoint."""
-        return name in self.owned or name not in self.names.values()
 
 
 def build_optimizer(stage: nn.Module, config: AdamW | Sgd) -> torch.optim.Optimizer:

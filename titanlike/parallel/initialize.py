@@ -49,7 +49,7 @@ def draw(shape: torch.Size, rows: slice, seed: int, name: str, mean: float, std:
     return out
 
 
-class Start(Protocol):
+class InitialWeights(Protocol):
     """Where the values of parameters and buffers come from before the first step."""
 
     origin: str  # in words
@@ -61,10 +61,10 @@ class Start(Protocol):
         """A buffer, on the CPU."""
 
 
-class Drawn:
+class SeededWeights:
     """From (seed, name) alone; the model's `initial(name)` says from which distribution."""
 
-    origin = "drawn from seed and name"
+    origin = "initialized from seed and parameter name"
 
     def __init__(
         self, initial: Callable[[str], tuple[float, float]], seed: int, buffers: dict[str, Tensor]
@@ -78,7 +78,7 @@ class Drawn:
         return self._buffers[name]
 
 
-class Constructed:
+class ConstructedWeights:
     """As the model's constructor leaves them: the whole model is in this process's memory."""
 
     origin = "the constructor's (each rank builds the whole model once)"
@@ -134,7 +134,10 @@ def parameters_on_meta(
 
 @torch.no_grad()
 def initialize(
-    stage: nn.Module, start: Start, device: torch.device, names: Mapping[str, str] | None = None
+    stage: nn.Module,
+    start: InitialWeights,
+    device: torch.device,
+    names: Mapping[str, str] | None = None,
 ) -> None:
     """Allocate a meta stage on `device` and fill its parameters and buffers.
 

@@ -28,7 +28,7 @@ def compute_dtype(config: Config) -> torch.dtype:
     return torch.bfloat16 if config.precision.name == "bf16" else torch.float32
 
 
-def reach_all(modules: Iterable[nn.Module]) -> None:
+def fill_missing_gradients(modules: Iterable[nn.Module]) -> None:
     """Let every backward give all parameters of these modules a gradient, of zero where it has none.
 
     For experts and layers that are left out now and then: FSDP reduces the gradients of a module in

@@ -32,7 +32,8 @@ from titanlike.parallel.initialize import initialize
 from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.training.build import Run, build
 from titanlike.training.guard import Guard
-from titanlike.training.loop import PREPARATION, open_on_every_rank, timed_step
+from titanlike.training.measure import measured_step
+from titanlike.training.open_data import DATA_TIMEOUT, open_data_on_every_rank
 
 WARMUP = 4  # steps that are not counted
 STEPS = 40  # counted, unless the command line has steps=
@@ -43,7 +44,7 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
     asked = any(text.startswith("steps=") for text in worker.overrides)
     counted = max(2, config.steps) if asked else STEPS
     config = replace(config, steps=1 + WARMUP + counted)
-    data = open_on_every_rank(config, worker)
+    data = open_data_on_every_rank(config, worker)
     mesh = open_mesh(config, worker)
     before = resident_memory(mesh.device)
     run = build(config, mesh, data)
@@ -99,7 +100,7 @@ def _framework(run: Run, config: Config, data: Data, worker: Worker) -> Iterator
     guard = Guard(config, {})
     sink = JsonlSink(worker.run_dir / "metrics.jsonl") if worker.rank == 0 else None
     for step in range(1, config.steps + 1):
-        record = timed_step(run, config, step, stream, guard, worker).record
+        record = measured_step(run, config, step, stream, guard, worker).record
         if sink:
             sink.log(record)
         yield record
@@ -150,7 +151,7 @@ def _plain_on_rank_0(
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
         torch.set_num_threads(threads)
-    meet(worker, "plain loop", PREPARATION)
+    meet(worker, "plain loop", DATA_TIMEOUT)
     return records
 
 

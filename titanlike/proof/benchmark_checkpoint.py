@@ -31,7 +31,8 @@ from titanlike.metrics.events import Events
 from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.training.build import Run, build
 from titanlike.training.guard import Guard
-from titanlike.training.loop import open_on_every_rank, timed_step
+from titanlike.training.measure import measured_step
+from titanlike.training.open_data import open_data_on_every_rank
 
 MODES = ("sync", "async", "async_pinned")
 ROUNDS = 5  # counted; one before them is not
@@ -40,7 +41,7 @@ STEPS = 2  # of training after a save
 
 def bench(config: Config, worker: Worker) -> dict[str, Any]:
     """Measure; prints a table; {"value": stall of async / stall of sync, ...the figures}."""
-    data = open_on_every_rank(config, worker)
+    data = open_data_on_every_rank(config, worker)
     mesh = open_mesh(config, worker)
     run = build(config, mesh, data)
     guard, stream = Guard(config, {}), batches(data.train, config, dp_rank=mesh.dp_rank)
@@ -48,12 +49,15 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
     folders = {mode: worker.run_dir / mode for mode in MODES}
     savers = {
         mode: Saver(
-            run.parts, replace(config, checkpoint=_settings(folders[mode], mode)), data, quiet
+            run.stage_states,
+            replace(config, checkpoint=_settings(folders[mode], mode)),
+            data,
+            quiet,
         )
         for mode in MODES
     }
     step = 1
-    timed_step(run, config, step, stream, guard, worker)
+    measured_step(run, config, step, stream, guard, worker)
     stalls: dict[str, list[float]] = {mode: [] for mode in MODES}
     during: dict[str, list[float]] = {mode: [] for mode in MODES}
     loads, writes, reads = [], [], []
@@ -63,7 +67,7 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
             stalls[mode].append(_slowest(run, saver.save(Progress(step=step))))
             for _ in range(STEPS):
                 step += 1
-                record = timed_step(run, config, step, stream, guard, worker).record
+                record = measured_step(run, config, step, stream, guard, worker).record
                 during[mode].append(record["step_seconds"])
             saver.finish(Progress(step=step), done=False)  # the next mode has the disk to itself
         size, own = _sizes(folders["sync"], savers["sync"].newest, worker.rank)

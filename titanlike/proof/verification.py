@@ -40,7 +40,8 @@ from titanlike.parallel.whole_batch import WholeBatch, batch_norms
 from titanlike.torch_private.dtensor import local_slices
 from titanlike.training.build import Run, build
 from titanlike.training.draft import draft
-from titanlike.training.loop import PREPARATION, on_device, open_on_every_rank, update, validate
+from titanlike.training.open_data import DATA_TIMEOUT, open_data_on_every_rank
+from titanlike.training.step import optimizer_step, to_device, validate
 
 KINDS = ("loss", "initial", "gradient", "update", "buffer")  # of comparisons, causes before effects
 LOSS_TOLERANCE = 1e-6  # relative, fp32
@@ -117,12 +118,12 @@ class Piece:
 
 def verify(config: Config, worker: Worker) -> dict[str, Any]:
     """Compare; prints a table; returns exit_code 0 if everything agrees, 1 if not."""
-    data = open_on_every_rank(config, worker)
+    data = open_data_on_every_rank(config, worker)
     path = worker.run_dir / "truth.pt"
     if worker.rank == 0:
         device, _ = choose_device(config.device, worker.local_rank, worker.local_world_size)
         torch.save(_truths(config, data, device), path)
-    meet(worker, "truth", PREPARATION)
+    meet(worker, "truth", DATA_TIMEOUT)
     mesh = open_mesh(config, worker)
     exact, rounded = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
 
@@ -236,7 +237,7 @@ def _compare_layout(
     """What this rank holds against its part of the truth."""
 
     def parameters() -> Iterator[tuple[str, nn.Parameter]]:
-        for part in run.parts:
+        for part in run.stage_states:
             yield from part.parameters()
 
     for name, parameter in parameters():
@@ -244,14 +245,14 @@ def _compare_layout(
     validation = validate(run, config, data)
 
     stream = batches(data.train, config, dp_rank=run.mesh.dp_rank)
-    loss, _ = run.pipeline.train(on_device(next(stream), run.mesh, config))
+    loss, _ = run.pipeline.train(to_device(next(stream), run.mesh, config))
     for name, parameter in parameters():
         rough = rounded and rounded.gradients[name]
         truth = exact.gradients[name]
         mine = parameter.grad if truth.any() else _gradient(parameter)
         yield _compare("gradient", name, mine, truth, rough)
 
-    update(run, config, 1, gradient_norm(run.owned, run.mesh))
+    optimizer_step(run, config, 1, gradient_norm(run.owned, run.mesh))
     for name, parameter in parameters():
         truth, base = exact.updated[name], exact.initial[name]
         certain = _certain(exact.gradients[name], config.precision.name)
@@ -265,7 +266,7 @@ def _compare_layout(
                 rough = rounded and rounded.buffers[name]
                 yield _compare("buffer", name, buffer, exact.buffers[name], rough)
 
-    after, _ = run.pipeline.evaluate(on_device(next(stream), run.mesh, config))
+    after, _ = run.pipeline.evaluate(to_device(next(stream), run.mesh, config))
     losses = {"loss": loss.item(), "validation loss": validation}
     losses["loss after the update"] = after.item()
     for name, value in losses.items():

@@ -17,7 +17,7 @@ def in_backward() -> bool:
 
 
 @contextlib.contextmanager
-def custom_functions_told(tell: Callable[..., Any]) -> Iterator[None]:
+def intercept_custom_functions(tell: Callable[..., Any]) -> Iterator[None]:
     """Within it, `Function.apply(*args)` of torch.autograd is tell(the class, apply, args).
 
     Function modes see the calls inside of its forward, where there is no autograd, and not itself.
@@ -36,7 +36,7 @@ def custom_functions_told(tell: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def checkpoints_told(tell: Callable[[int], None]) -> Iterator[None]:
+def intercept_checkpoints(tell: Callable[[int], None]) -> Iterator[None]:
     """Within it, torch.utils.checkpoint only calls its function, between tell(1) and tell(-1).
 
     Both kinds: the reentrant one would run the function without autograd.

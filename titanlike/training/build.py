@@ -24,11 +24,12 @@ from titanlike.graph.stage import Stage, fsdp_groups
 from titanlike.models.registry import build_model, initial_weights_of
 from titanlike.optim.chunked_loss import loss_of_output
 from titanlike.optim.loss import Loss, build_loss
-from titanlike.optim.optimizer import Part, build_optimizer
+from titanlike.optim.optimizer import build_optimizer
+from titanlike.optim.stage_state import StageState
 from titanlike.parallel.batchnorm import BatchNorms
 from titanlike.parallel.initialize import initialize, piece_seed
 from titanlike.parallel.mesh import Mesh
-from titanlike.parallel.sharding import reach_all, shard_stage
+from titanlike.parallel.sharding import fill_missing_gradients, shard_stage
 from titanlike.parallel.tied import tie
 from titanlike.pipeline.run import Pipeline
 from titanlike.split.auto_split import measured_times
@@ -43,7 +44,7 @@ class Run:
     mesh: Mesh
     draft: Draft
     stages: list[Stage]
-    parts: list[Part]
+    stage_states: list[StageState]
     pipeline: Pipeline
     norms: BatchNorms
     origin: str  # of the initial weights, in words
@@ -51,12 +52,12 @@ class Run:
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
         """Of all stages of this rank."""
-        return [parameter for part in self.parts for _, parameter in part.parameters()]
+        return [parameter for state in self.stage_states for _, parameter in state.parameters()]
 
     @cached_property
     def owned(self) -> list[nn.Parameter]:
         """The same, but tied ones on one of the ranks that hold a copy."""
-        return [p for part in self.parts for n, p in part.parameters() if part.answers_for(n)]
+        return [p for state in self.stage_states for n, p in state.parameters() if state.owns(n)]
 
     def train_mode(self, on: bool) -> None:
         modes = self.draft.model_graph.training_flags[on]
@@ -78,12 +79,12 @@ def build(config: Config, mesh: Mesh, data: Data | None = None) -> Run:
     graphs = plan.model_graph.graphs(plan.fields, True)
     canonical = plan.model_graph.canonical_names()
     stages: dict[int, Stage] = {}
-    parts: dict[int, Part] = {}
+    states: dict[int, StageState] = {}
     for index in plan.order.local(mesh.pp_rank):
         held, weights = holds[index]
         stage = stages[index] = Stage(build_model(plan.model), held, weights)
         if config.dp > 1:
-            reach_all(
+            fill_missing_gradients(
                 [stage.get_submodule(n.target) for n in graphs[index].nodes if n.data_dependent]
             )
         units = [unit for unit in plan.model_graph.units if unit.name in held]
@@ -94,14 +95,14 @@ def build(config: Config, mesh: Mesh, data: Data | None = None) -> Run:
         owned = [name for name in names.values() if _owner(plan, name) == index]
         if stage.state_dict():  # a batch norm without weights still has something to save
             optimizer = build_optimizer(stage, config.optimizer)
-            parts[index] = Part(stage, optimizer, names, frozenset(owned))
+            states[index] = StageState(stage, optimizer, names, frozenset(owned))
     origin = start.origin
     del start  # of some models it holds all weights
     holders = {
-        name: [stage for stage, held in enumerate(plan.held) if name in held]
+        name: [stage for stage, held in enumerate(plan.stage_parameters) if name in held]
         for name in canonical.values()
     }
-    here = {index: dict(part.parameters()) for index, part in parts.items()}
+    here = {index: dict(state.parameters()) for index, state in states.items()}
     tied = tie(holders, plan.order.place, here, mesh, config.launch.timeout)
     # what a model draws while it trains (dropout) differs on every rank
     torch.manual_seed(piece_seed(config.seed, "rank", dist.get_rank()))
@@ -114,7 +115,7 @@ def build(config: Config, mesh: Mesh, data: Data | None = None) -> Run:
     norms = BatchNorms(mine, mesh)
     count = partial(_count, plan, loss)
     pipeline = Pipeline(mine, runtime_for, loss, mesh, tied, norms, count)
-    run = Run(mesh, plan, mine, list(parts.values()), pipeline, norms, origin)
+    run = Run(mesh, plan, mine, list(states.values()), pipeline, norms, origin)
     run.train_mode(True)
     return run
 
@@ -175,7 +176,7 @@ def _may_split(plan: Draft, index: int, graph: StageGraph) -> bool:
         for node in graph.nodes
     ):
         return False  # it would compute what both are made of twice
-    return bool(plan.held[index]) and not plan.model_graph.reuses_weights(graph)
+    return bool(plan.stage_parameters[index]) and not plan.model_graph.reuses_weights(graph)
 
 
 def _count(plan: Draft, loss: Loss, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -192,7 +193,7 @@ def _count(plan: Draft, loss: Loss, batch: dict[str, torch.Tensor]) -> torch.Ten
 
 def _owner(plan: Draft, name: str) -> int:
     """The stage that answers for a parameter: in the gradient norm, in a checkpoint."""
-    return next(stage for stage, held in enumerate(plan.held) if name in held)
+    return next(stage for stage, held in enumerate(plan.stage_parameters) if name in held)
 
 
 def _home(config: Config, mesh: Mesh) -> torch.device:

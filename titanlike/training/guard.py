@@ -131,7 +131,7 @@ def mean_and_deviation(window: deque[float]) -> tuple[float, float]:
 
 
 def _first_bad_gradient(run: Run) -> str:
-    for part in run.parts:
+    for part in run.stage_states:
         for name, parameter in part.parameters():
             grad = parameter.grad
             local = grad.to_local() if isinstance(grad, DTensor) else grad

@@ -6,27 +6,17 @@ import shlex
 from collections.abc import Callable
 from typing import NamedTuple
 
-from titanlike.checkpoint.saver import Progress
-from titanlike.config.schema import Config
-from titanlike.data.sources import Data
-from titanlike.launch.worker import Worker
 from titanlike.metrics import units
-from titanlike.metrics.console import Console
+from titanlike.metrics.open import where
 from titanlike.split.auto_split import AutoSplitResult
 from titanlike.split.best_split import CostedSplit
-from titanlike.training.build import Run
+from titanlike.training.session import Session
 
 
-def opening(
-    console: Console,
-    config: Config,
-    run: Run,
-    data: Data,
-    worker: Worker,
-    start: int,
-    sinks: list[str],
-) -> None:
+def opening(session: Session) -> None:
     """What will run: mesh, stages, parameters, tokens a step, where things are written."""
+    console, config, run, data = session.console, session.config, session.run, session.data
+    worker, start, sinks = session.worker, session.progress.step, where(session.sinks[1:])
     draft, mesh = run.draft, run.mesh
     shape = f"pp {config.pp} x dp {config.dp}"
     if config.replicate > 1:
@@ -47,7 +37,7 @@ def opening(
         ("microbatches", f"{cut} ({draft.why_microbatches})"),
         ("schedule", config.schedule.name),
         ("steps", f"{start + 1} to {config.steps}" if start < config.steps else "none left"),
-        ("written to", str(worker.run_dir)),
+        ("output", str(worker.run_dir)),
         ("", "; ".join(sinks)),
     ]
     if mesh.pp == 1:
@@ -75,33 +65,31 @@ def opening(
         console.fields(_splits(found))
     console.line()
     if start:
-        console.line(f"going on from step {start}")
+        console.line(f"resuming from step {start}")
 
 
-def closing(
-    console: Console,
-    config: Config,
-    worker: Worker,
-    start: int,
-    progress: Progress,
-    saved: int,
-    stopped: str,
-) -> None:
-    """Where the run is and what to do next."""
+def closing(session: Session, start: int, stopped: str) -> None:
+    """The result, and the command to continue with.
+
+    start: the step that the run was resumed from; stopped: by which request; "" = completed.
+    """
+    console, config, progress = session.console, session.config, session.progress
+    run_dir = session.worker.run_dir
     if start >= progress.step and not stopped:
         console.line(f"nothing to do: the run is at step {start}, and steps={config.steps}")
-    more = ["python", "train.py", "--config-path", str(worker.run_dir)]
+    more = ["python", "train.py", "--config-path", str(run_dir)]
     if not stopped:
         more.append(f"steps={2 * max(start, config.steps)}")
     if config.checkpoint.resume != "auto":
         more.append("checkpoint.resume=auto")
-    if stopped == "max_time":
-        stopped = "max_time is up"
-    end = f"stopped after step {progress.step} ({stopped})" if stopped else "done"
-    result = "" if progress.value is None else f"loss {units.decimal(progress.value)}, "
-    at = f"checkpoint at step {saved}, " if saved else ""
-    console.line(f"{end}: {result}{at}everything in {worker.run_dir}")
-    console.line(f"{'go' if stopped else 'train'} on: {shlex.join(more)}")
+    loss = ""
+    if progress.value is not None:
+        loss = f"{session.value_name} {units.decimal(progress.value)}, "
+    saved = session.saver.newest
+    checkpoint = f"checkpoint at step {saved}, " if saved else ""
+    end = f"stopped at step {progress.step} ({stopped})" if stopped else "training complete"
+    console.line(f"{end}: {loss}{checkpoint}output in {run_dir}")
+    console.line(f"{'resume' if stopped else 'continue'} with: {shlex.join(more)}")
 
 
 class _Cost(NamedTuple):

@@ -1,0 +1,115 @@
+"""What a training run has open: data, model, checkpoints, watchdog and metrics, from start to end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from titanlike.checkpoint.saver import Progress, Saver
+from titanlike.config.parse import to_plain
+from titanlike.config.schema import Config
+from titanlike.data.sources import Data
+from titanlike.launch.owner import Owner
+from titanlike.launch.signals import Interrupted
+from titanlike.launch.watchdog import Watchdog
+from titanlike.launch.worker import Worker
+from titanlike.metrics.console import Console
+from titanlike.metrics.events import Events
+from titanlike.metrics.open import open_sinks
+from titanlike.metrics.sinks import Sink
+from titanlike.parallel.device import deterministic
+from titanlike.parallel.mesh import open_mesh
+from titanlike.training.build import Run, build
+from titanlike.training.guard import Guard
+from titanlike.training.open_data import open_data_on_every_rank
+
+
+@dataclass
+class Session:
+    """What the loop works with. Console, events and sinks write on rank 0 alone, as does the owner."""
+
+    config: Config
+    worker: Worker
+    data: Data
+    run: Run
+    guard: Guard
+    saver: Saver
+    watchdog: Watchdog
+    console: Console
+    events: Events
+    sinks: list[Sink]
+    owner: Owner | None
+    progress: Progress  # after the last completed step
+    value_name: str  # of `progress.value`: "val loss" or "loss"
+    stop_code: int = 0  # of the stop request that ends the run, the same on every rank; 0 = none
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Write a step's record to the console and the sinks.
+
+        Raises ValueError where a newer start of this run owns its directory.
+        """
+        if self.owner is not None:
+            self.owner.check()
+            self.console.step(record)
+            for sink in self.sinks:
+                sink.log(record)
+
+
+@contextmanager
+def open_session(config: Config, worker: Worker) -> Iterator[Session]:
+    """Open everything, resumed from the newest checkpoint; closed with the run's final status."""
+    data = open_data_on_every_rank(config, worker)
+    mesh = open_mesh(config, worker)
+    console = Console(steps=last_step(config), log_every=config.log_every)
+    events = Events(worker.run_dir, console.line if worker.rank == 0 else None)
+    sinks: list[Sink] = []
+    status = "failed"
+    with (
+        deterministic(config.deterministic),
+        Watchdog(worker, config.launch, worker.last_words) as watchdog,
+    ):
+        watchdog.at(0, "build", config.launch.timeout)
+        run = build(config, mesh, data)
+        run.pipeline.watch(watchdog.act)
+        saver = Saver(run.stage_states, config, data, events)
+        try:
+            watchdog.at(0, "load", config.checkpoint.timeout)
+            owner = Owner(worker.run_dir) if worker.rank == 0 else None
+            progress = saver.resume()
+            if worker.rank == 0:
+                sinks += open_sinks(
+                    config, to_plain(config), worker.run_dir, progress.step, console.line
+                )
+            session = Session(
+                config=config,
+                worker=worker,
+                data=data,
+                run=run,
+                guard=Guard(config, progress.guard),
+                saver=saver,
+                watchdog=watchdog,
+                console=console,
+                events=events,
+                sinks=sinks,
+                owner=owner,
+                progress=progress,
+                value_name="val loss" if config.validation.every else "loss",
+            )
+            yield session
+            status = "interrupted" if session.stop_code else "completed"
+        except (KeyboardInterrupt, Interrupted):
+            status = "interrupted"
+            raise
+        finally:
+            console.close()
+            for sink in sinks:
+                sink.close(status)
+
+
+def last_step(config: Config) -> int:
+    """The step that completes the run: `steps`, or the first that has trained on `max_tokens`."""
+    if config.max_tokens is None:
+        return config.steps
+    return min(config.steps, -(-config.max_tokens // (config.batch_size * config.seq_len)))

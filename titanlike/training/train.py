@@ -1,0 +1,50 @@
+"""The training job: what every rank does from the start of a run to its end.
+
+1. Open the session: data, mesh, model, the newest checkpoint, metrics (`session`).
+2. Train step by step, with validation and checkpoints, to the last step or a stop request (`loop`).
+3. Complete the last save, report the result, leave the process group.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from titanlike.config.schema import Config
+from titanlike.launch.stop import name_of_wish
+from titanlike.launch.worker import Worker
+from titanlike.metrics.summary import summary, value_of
+from titanlike.parallel.mesh import close_mesh
+from titanlike.training import report
+from titanlike.training.loop import train_steps
+from titanlike.training.session import open_session
+
+STOPPED_EARLY = 75  # exit code of a run that was stopped and can be resumed (EX_TEMPFAIL)
+
+
+def train(config: Config, worker: Worker) -> dict[str, Any]:
+    """Train to the last step, or until a stop request.
+
+    Returns {"value": last validation loss (or loss), or what `config.value` names}; a run that was
+    stopped also has "stopped" (by what) and "exit_code".
+    """
+    with open_session(config, worker) as session:
+        start = session.progress.step
+        if worker.rank == 0:
+            report.opening(session)
+        session.console.start_at(start)
+        with worker.stop.armed():
+            train_steps(session)
+            step, stop_code = session.progress.step, session.stop_code
+            session.watchdog.at(step, "save", config.checkpoint.timeout)
+            session.saver.finish(session.progress, done=not stop_code)
+        if stop_code:
+            session.events.log("stop", step, by=name_of_wish(stop_code))
+    value = session.progress.value
+    if worker.rank == 0:
+        report.closing(session, start, name_of_wish(stop_code))
+        if config.value is not None:
+            value = value_of(config.value, summary(worker.run_dir))
+    close_mesh()
+    if not stop_code:
+        return {"value": value}
+    return {"value": value, "stopped": name_of_wish(stop_code), "exit_code": STOPPED_EARLY}
