@@ -230,7 +230,7 @@ def count_reads(config: Config, worker: Worker) -> tuple[int, int, int]:
     mesh = open_mesh(config, worker)
     run = build(config, mesh)
     close_mesh()
-    return _Counted.read, _Counted.largest, run.draft.parameters
+    return _Counted.read, _Counted.largest, run.draft.numel
 
 
 def test_a_rank_reads_its_own_shards_only(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def verify(config: Config, worker: Worker) -> dict[str, Any]:
     every: list[list[Piece]] = [[] for _ in range(mesh.world_size)]
     dist.all_gather_object(every, pieces)
     rows = _merge(every)
-    copies = Counter(name for held in run.draft.held for name in held)
+    copies = Counter(name for held in run.draft.stage_parameters for name in held)
     holes = _holes(rows, exact, {name: config.replicate * copies[name] for name in exact.initial})
     compared = {row.name for row in rows if row.what == "buffer"}
     holes += [f"{name}: is in no stage" for name in exact.buffers if name not in compared]

@@ -48,7 +48,7 @@ def estimate(config: Config, draft: Draft) -> Estimate:
     A unit that cannot be costed alone counts as nothing but its parameters.
     """
     rows = config.batch_size // config.dp // draft.microbatches
-    stages = [draft.stage_parameters(stage) for stage in range(draft.order.stages)]
+    stages = [draft.stage_numel(stage) for stage in range(draft.order.stages)]
     edges = list(pairwise([0, *accumulate(map(len, draft.stages))]))
     units = sum(map(len, draft.stages))
     saved, flops = [0] * units, [0] * units

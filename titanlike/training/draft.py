@@ -59,7 +59,8 @@ class Draft:
     why_zero: str
     model_graph: ModelGraph  # the model, its units, and the graph of each stage
     fields: Fields  # of the batch, that the model takes
-    held: list[dict[str, int]]  # parameters (a tied one under its first name) of each stage, sizes
+    # of each stage: parameter (a tied one under its first name) -> number of elements
+    stage_parameters: list[dict[str, int]]
     flops_per_token: float | None
     automatic: AutoSplitResult | None = None  # how the stages were found, of split=auto
 
@@ -68,13 +69,17 @@ class Draft:
         """Names of the units of each stage."""
         return self.model_graph.stages
 
-    def stage_parameters(self, stage: int) -> int:
-        return sum(self.held[stage].values())
+    def stage_numel(self, stage: int) -> int:
+        """Elements of a stage's parameters."""
+        return sum(self.stage_parameters[stage].values())
 
     @property
-    def parameters(self) -> int:
-        """In the whole model, tied ones once."""
-        return sum({name: size for held in self.held for name, size in held.items()}.values())
+    def numel(self) -> int:
+        """Elements of the model's parameters, tied ones once."""
+        sizes: dict[str, int] = {}
+        for parameters in self.stage_parameters:
+            sizes |= parameters
+        return sum(sizes.values())
 
 
 def draft(config: Config, data: Data | None = None, timing: MeasureTimes | None = None) -> Draft:
@@ -153,7 +158,7 @@ def draft(config: Config, data: Data | None = None, timing: MeasureTimes | None 
         why_zero=why_zero,
         model_graph=model_graph,
         fields=fields,
-        held=[{name: p.numel() for name, p in stage.items()} for stage in held],
+        stage_parameters=[{name: p.numel() for name, p in stage.items()} for stage in held],
         flops_per_token=None if flops is None else flops(config.seq_len),
         automatic=chosen,
     )

@@ -29,7 +29,7 @@ def opening(session: Session) -> None:
     fields = [
         ("device", f"{mesh.device.type} with {mesh.backend} ({mesh.reason})"),
         ("mesh", shape if mesh.world_size > 1 else "one process"),
-        ("model", f"{config.model.name}, {units.count(draft.parameters)} parameters"),
+        ("model", f"{config.model.name}, {units.count(draft.numel)} parameters"),
         ("weights", "" if start or config.checkpoint.start_from else run.origin),
         ("precision", config.precision.name),
         ("data", data.description),
@@ -53,7 +53,7 @@ def opening(session: Session) -> None:
                 _ranks(rank, mesh.dp),
                 stage,
                 _span(draft.stages[stage]),
-                units.count(draft.stage_parameters(stage)),
+                units.count(draft.stage_numel(stage)),
                 *([cost.text(found.chosen.stages[stage])] if cost else []),
             )
             for rank in range(mesh.pp)
