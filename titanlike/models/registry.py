@@ -20,7 +20,13 @@ from titanlike.config.imports import import_object
 from titanlike.config.parse import convert
 from titanlike.config.schema import Config, Custom
 from titanlike.data.checks import vocab_size
-from titanlike.parallel.initialize import ConstructedWeights, SeededWeights, InitialWeights, parameters_on_meta, seeded
+from titanlike.parallel.initialize import (
+    ConstructedWeights,
+    InitialWeights,
+    SeededWeights,
+    parameters_on_meta,
+    seeded,
+)
 
 MODELS = {
     "llama": "titanlike.models.llama.Llama",
