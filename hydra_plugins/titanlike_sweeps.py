@@ -105,7 +105,7 @@ class LayoutSweeper(GridSweeper):
             loader = self.hydra_context.config_loader
             return _parsed(loader.load_sweep_config(self.config, overrides), context.folder)
 
-        found = search(context, self.task.lead, compose, combinations, self.settings)
+        found = search(context, self.task.runner, compose, combinations, self.settings)
         jobs = context.todo(found.combinations, found.left_out)
         if not found.to_run:
             raise JobFailed("no layout can be run", "no layout can be run")
@@ -164,7 +164,7 @@ class JobLauncher(Launcher):
                 raise ended._return_value
             return ended._return_value
 
-        ends = run_jobs(context, self.task.lead, prepared, here)
+        ends = run_jobs(context, self.task.runner, prepared, here)
         returns = []
         for item, end in zip(prepared, ends, strict=True):
             failed = isinstance(end, Exception)

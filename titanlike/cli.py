@@ -5,7 +5,7 @@ the only room that knows Hydra.
 2. Where torchrun or srun started all ranks, the others than rank 0 follow it (`launch.follow`).
 3. The whole command line is checked; every mistake is shown at once (exit code 2). `--check` ends here.
 4. Hydra composes: once, or once a job of a sweep (`-m`).
-5. Each job is launched, and its end is written to run_dir/result.json (`lead`).
+5. Each job is launched, and its end is written to run_dir/result.json (`JobRunner`).
 6. A sweep ends with a table of its jobs (`sweeps.ending`).
 
 Exit codes:
@@ -34,11 +34,11 @@ from typing import TYPE_CHECKING
 from titanlike.config.errors import ConfigError, Problem, quoted
 from titanlike.config.folder import conf_dir
 from titanlike.config.overrides import from_hydra
-from titanlike.job.run import End, Lead, Report, refuse, senseless
+from titanlike.job.run import JobEnd, JobRunner, ResultReporter, config_problems, print_problems
 from titanlike.launch.environment import is_restart
-from titanlike.launch.external import StartedRanks, record_for_torchrun
+from titanlike.launch.external import ExternalRanks, record_for_torchrun
 from titanlike.launch.failures import JobFailed
-from titanlike.launch.restart_state import Kept
+from titanlike.launch.restart_state import RestartState
 from titanlike.launch.signals import Interrupted, die_with_parent, exit_now, interruptible
 from titanlike.launch.slurm import adopt_slurm
 
@@ -90,20 +90,23 @@ def _run(function: str, folder: str, result_dir: str | None) -> int | str | None
         die_with_parent(os.getppid(), signal.SIGTERM)
     coming = "--check" in sys.argv[1:] and "RANK" not in os.environ  # WORLD_SIZE ranks, later
     if coming or int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        kept = Kept.of_one_process()
-        return _drive(Lead(function, folder, None, kept, is_restart()), result_dir)
-    ranks = StartedRanks()
+        restart_state = RestartState.load()
+        restart_state.count_start()
+        return _drive(JobRunner(function, folder, None, restart_state, is_restart()), result_dir)
+    ranks = ExternalRanks()
     if ranks.rank > 0:
         return ranks.follow()
     code: int | str | None = 1
     try:
-        code = _drive(Lead(function, folder, ranks, ranks.kept, is_restart()), result_dir)
+        code = _drive(
+            JobRunner(function, folder, ranks, ranks.restart_state, is_restart()), result_dir
+        )
         return code
     finally:
-        ranks.dismiss(code if isinstance(code, int) else int(code is not None))
+        ranks.release(code if isinstance(code, int) else int(code is not None))
 
 
-def _drive(lead: Lead, result_dir: str | None) -> int | str | None:
+def _drive(runner: JobRunner, result_dir: str | None) -> int | str | None:
     from hydra._internal.utils import _run_hydra, get_args_parser
 
     from titanlike.command import hydra_overrides
@@ -116,18 +119,22 @@ def _drive(lead: Lead, result_dir: str | None) -> int | str | None:
         print(f"of --{', --'.join(modes)} only one can be given; write it alone", file=sys.stderr)
         return 2
     hydra_overrides.prepare(args, conf_dir(), _plugin_confs())
-    context, task = None, Task(lead)
+    context, task = None, Task(runner)
     if not (args.cfg or args.info or args.hydra_help or args.shell_completion):
-        earlier = _kept_folder(lead.kept)
+        earlier = _first_run_dir(runner.restart_state)
         args.overrides += earlier
-        lead = task.lead = Lead(
-            lead.function, lead.folder, lead.ranks, lead.kept, lead.restart or bool(earlier)
+        runner = task.runner = JobRunner(
+            runner.function,
+            runner.folder,
+            runner.ranks,
+            runner.restart_state,
+            runner.restart or bool(earlier),
         )
         findings = hydra_overrides.examine(args)
         try:
-            problems = _problems(args, findings, lead)
+            problems = _problems(args, findings, runner)
             if findings.multirun and not problems:
-                context, problems = _open_sweep(args, raw, findings, lead)
+                context, problems = _open_sweep(args, raw, findings, runner)
         except JobFailed as failed:
             print(failed, file=sys.stderr)
             record_for_torchrun(failed)
@@ -135,9 +142,9 @@ def _drive(lead: Lead, result_dir: str | None) -> int | str | None:
             return 1
         if problems:
             _leave_result(result_dir, args, "invalid", str(ConfigError(problems)))
-            return refuse(problems)
+            return print_problems(problems)
         if args.check and (context is None or not context.grid):
-            print("no mistake found; nothing was started (--check)")
+            print("config OK; nothing was started (--check)")
             return 0
         task.context = context
 
@@ -151,7 +158,7 @@ def _drive(lead: Lead, result_dir: str | None) -> int | str | None:
     except JobFailed:
         code = 1  # shown when it happened
     except ConfigError as error:
-        code = refuse(error.problems)
+        code = print_problems(error.problems)
     except Exception as error:
         if not _told_by_library(error):
             raise
@@ -160,7 +167,7 @@ def _drive(lead: Lead, result_dir: str | None) -> int | str | None:
             print(f"the search ends: {text}", file=sys.stderr)
             code = 1
         else:
-            code = refuse([Problem("config", "", text)])
+            code = print_problems([Problem("config", "", text)])
     finally:
         del os.environ["HYDRA_FULL_ERROR"]
         if context is not None:
@@ -173,7 +180,7 @@ def _leave_result(
 ) -> None:
     """Leave result.json of a sweep's job that was refused before it had a run directory."""
     if result_dir is not None:
-        Report(Path(result_dir), args.overrides, 1).write(status, error=error)
+        ResultReporter(Path(result_dir), args.overrides, 1).write(status, error=error)
 
 
 def _told_by_library(error: Exception) -> bool:
@@ -187,10 +194,10 @@ def _told_by_library(error: Exception) -> bool:
 class Task:
     """What Hydra calls with a composed config: of a run, or in this process of a sweep's job."""
 
-    def __init__(self, lead: Lead) -> None:
-        self.lead = lead
+    def __init__(self, runner: JobRunner) -> None:
+        self.runner = runner
         self.context: Context | None = None  # of a sweep
-        self.end: End | None = None  # of a run
+        self.end: JobEnd | None = None  # of a run
         self._pid = os.getpid()
 
     def __call__(self, composed: DictConfig) -> float | None:
@@ -204,16 +211,16 @@ class Task:
         plain = OmegaConf.to_container(composed, resolve=True)
         assert isinstance(plain, dict)
         if self.context is None:
-            self.lead.kept.keep("hydra.run.dir", str(run_dir))
-            self.lead.kept.keep("started", str(time.time()))
-            self.end = self.lead.run(plain, run_dir, overrides)
+            self.runner.restart_state.set_default("hydra.run.dir", str(run_dir))
+            self.runner.restart_state.set_default("started", str(time.time()))
+            self.end = self.runner.run(plain, run_dir, overrides)
             return self.end.value
         overrides = self.context.planned_here(overrides, hydra.job.num, run_dir)
         name = self.context.group, self.context.name_of(overrides)
         if os.getpid() != self._pid:  # a launcher like submitit brought it to another machine
-            end = _elsewhere(self.lead, plain, run_dir, overrides, name)
+            end = _elsewhere(self.runner, plain, run_dir, overrides, name)
         else:
-            end = self.lead.run(plain, run_dir, overrides, name)
+            end = self.runner.run(plain, run_dir, overrides, name)
         if end.ends_sweep:
             raise SystemExit(end.code or 75)
         if end.code in (0, 75):
@@ -221,42 +228,44 @@ class Task:
         raise JobFailed(end.error, end.error)
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "lead": Lead(self.lead.function, self.lead.folder)}
+        return {**self.__dict__, "runner": JobRunner(self.runner.function, self.runner.folder)}
 
 
 def _elsewhere(
-    lead: Lead,
+    runner: JobRunner,
     plain: dict[str, object],
     run_dir: Path,
     overrides: list[str],
     name: tuple[str, str],
-) -> End:
+) -> JobEnd:
     """Run a job in a process that is no driver, alone or as one of the ranks that srun started."""
     adopt_slurm()
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return lead.run(plain, run_dir, overrides, name)
-    ranks = StartedRanks()
+        return runner.run(plain, run_dir, overrides, name)
+    ranks = ExternalRanks()
     if ranks.rank > 0:
-        return End(ranks.follow())
-    end = End(1)
+        return JobEnd(ranks.follow())
+    end = JobEnd(1)
     try:
-        end = Lead(lead.function, lead.folder, ranks).run(plain, run_dir, overrides, name)
+        end = JobRunner(runner.function, runner.folder, ranks).run(plain, run_dir, overrides, name)
         return end
     finally:
-        ranks.dismiss(end.code)
+        ranks.release(end.code)
 
 
-def _kept_folder(kept: Kept) -> list[str]:
+def _first_run_dir(restart_state: RestartState) -> list[str]:
     """The overrides by which a restart writes where the first start did."""
-    paths = {key: kept.get(key) for key in ("hydra.run.dir", "hydra.sweep.dir")}
+    paths = {key: restart_state.get(key) for key in ("hydra.run.dir", "hydra.sweep.dir")}
     return [f"{key}={quoted(path)}" for key, path in paths.items() if path is not None]
 
 
-def _problems(args: argparse.Namespace, findings: CheckedOverrides, lead: Lead) -> list[Problem]:
+def _problems(
+    args: argparse.Namespace, findings: CheckedOverrides, runner: JobRunner
+) -> list[Problem]:
     """Every mistake in the command line; a sweep's jobs are checked for sense one by one, later."""
     from titanlike.config.validate import sweep_problems
     from titanlike.job import elastic
-    from titanlike.job.check import leaving_nothing, secrets_in_command
+    from titanlike.job.check import removing_new_folders, secrets_in_command
     from titanlike.sweeps.plan import FILE as PLAN
 
     if secrets := secrets_in_command(args.overrides, findings.config):
@@ -268,25 +277,25 @@ def _problems(args: argparse.Namespace, findings: CheckedOverrides, lead: Lead) 
         known = known + list(sweep_problems(config))
         # of a search the jobs are not known: the first values stand for all
         if args.check and findings.sweep is not None and not findings.sweep.grid:
-            with leaving_nothing(Path(config.run_dir)):
-                known = known + senseless(config, None, known)
+            with removing_new_folders(Path(config.run_dir)):
+                known = known + config_problems(config, None, known)
         return known
     if (Path(config.run_dir) / PLAN).exists():
         fix = f"run_dir={config.run_dir}/NAME"
         return [*known, Problem("run_dir", config.run_dir, "holds a sweep", fix)]
-    if lead.restart:
-        from titanlike.checkpoint.restart import going_on
+    if runner.restart:
+        from titanlike.checkpoint.restart import resumed_config
 
-        config, _ = going_on(config)
+        config, _ = resumed_config(config)
     started = int(os.environ.get("WORLD_SIZE", "1"))  # or to be started, where this is a --check
-    ranks = elastic.ranks_there(config, started if started > 1 else None, lead.kept)
-    with leaving_nothing(Path(config.run_dir)) if args.check else nullcontext():
-        config, unfit = elastic.fit(config, ranks)
-        return known + (unfit or senseless(config, ranks, known))
+    ranks = elastic.available_ranks(config, started if started > 1 else None, runner.restart_state)
+    with removing_new_folders(Path(config.run_dir)) if args.check else nullcontext():
+        config, unfit = elastic.fit_mesh(config, ranks)
+        return known + (unfit or config_problems(config, ranks, known))
 
 
 def _open_sweep(
-    args: argparse.Namespace, raw: list[str], findings: CheckedOverrides, lead: Lead
+    args: argparse.Namespace, raw: list[str], findings: CheckedOverrides, runner: JobRunner
 ) -> tuple[Context, list[Problem]]:
     """Begin a sweep: fix its directory, and what its sweeper is to know of the config."""
     from titanlike.sweeps.context import Context
@@ -300,13 +309,13 @@ def _open_sweep(
         program=_program(),
         options=_options(raw),
         command=raw,
-        inner=lead.folder,
+        inner=runner.folder,
         grid=shape.grid,
         fixed=shape.fixed,
-        restart=lead.restart,
+        restart=runner.restart,
         check=args.check,
     )
-    lead.kept.keep("hydra.sweep.dir", str(shape.folder))
+    runner.restart_state.set_default("hydra.sweep.dir", str(shape.folder))
     args.overrides.append(f"hydra.sweep.dir={quoted(str(shape.folder))}")
     if args.check:
         args.overrides.append("hydra/launcher=jobs")  # others would start them

@@ -19,7 +19,7 @@ from titanlike.checkpoint.saver import Progress, Saver
 from titanlike.checkpoint.whole import Refused
 from titanlike.config.schema import Checkpoint, Config
 from titanlike.data.loader import open_data
-from titanlike.launch.external import name_of_start
+from titanlike.launch.external import start_id
 from titanlike.launch.worker import Worker
 from titanlike.metrics.events import Events
 from titanlike.parallel.mesh import close_mesh, open_mesh
@@ -99,7 +99,7 @@ def start(store: dist.Store, size: int) -> list[str]:
     found = [""] * size
 
     def rank(number: int) -> None:
-        found[number] = name_of_start(store, number, size, 10)
+        found[number] = start_id(store, number, size, 10)
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(size)]
     for thread in threads:

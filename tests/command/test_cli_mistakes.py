@@ -33,7 +33,7 @@ def test_mistakes_of_every_kind_are_reported_together(tmp_path: Path) -> None:
     code, out, err = launched.wait()
     assert code == 2 and out == "" and "Traceback" not in err
     lines = err.splitlines()
-    assert lines[0] == "7 mistakes in the config; nothing was started"
+    assert lines[0] == "7 errors in the config; nothing was started"
     for start, remedy in {
         "dpp=2:": "write dp=2",
         "schedule=1f1bb:": "write schedule=1f1b",

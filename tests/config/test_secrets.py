@@ -99,7 +99,7 @@ def test_a_command_that_holds_secrets_writes_nothing(mode: list[str], tmp_path: 
     )
     assert done.returncode == 2
     text = done.stdout + done.stderr
-    assert "7 mistakes in the config; nothing was started" in text
+    assert "7 errors in the config; nothing was started" in text
     assert not any(secret in text for secret in [*PLANTED.values(), "sesame"])
     assert os.listdir(tmp_path) == ["leaky.py"]
 

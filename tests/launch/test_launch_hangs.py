@@ -19,7 +19,7 @@ from support.paths import ROOT
 from support.world import RankError, run_world
 from titanlike.config.schema import Config, Launch
 from titanlike.launch.failures import Failure, root_cause
-from titanlike.launch.hangs import explain
+from titanlike.launch.hang_report import explain
 from titanlike.launch.heartbeat import Beat, heartbeat_path
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
@@ -125,19 +125,19 @@ def patient(config: Config, worker: Worker) -> tuple[str, list[str]]:
     """Rank 0 is slow where it may be; rank 1 is stopped for a while, as by Ctrl-Z."""
     with Watchdog(worker, Launch(timeout=30, step_timeout=1, heartbeat=1)) as watchdog:
         if worker.rank == 1:
-            watchdog.at(7, "data")
+            watchdog.enter_phase(7, "data")
             subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(0.7)
         else:
             for doing in ("build", "data", "save"):
-                watchdog.at(1, doing, 30)
+                watchdog.enter_phase(1, doing, 30)
                 time.sleep(1.3)
-            watchdog.at(1, "validation")
+            watchdog.enter_phase(1, "validation")
             for number in range(5):
-                watchdog.act(f"0F{number}")
+                watchdog.start_action(f"0F{number}")
                 time.sleep(0.3)
-            watchdog.at(1, "load", 0)
+            watchdog.enter_phase(1, "load", 0)
             time.sleep(1.3)
     return heartbeat_path(worker.run_dir, worker.rank).read_text(), [
         thread.name for thread in threading.enumerate()
@@ -154,14 +154,14 @@ def alone(config: Config, worker: Worker) -> None:
     told: list[Failure] = []
     settings = Launch(timeout=1, step_timeout=0, heartbeat=10)
 
-    def last_words(failure: Failure) -> None:
+    def report_failure(failure: Failure) -> None:
         told.append(failure)
         (worker.run_dir / "told").write_text(told[0].error)
 
-    with Watchdog(worker, settings, last_words) as watchdog:
+    with Watchdog(worker, settings, report_failure) as watchdog:
         (worker.run_dir / "logs").rename(worker.run_dir / "moved")
         (worker.run_dir / "logs").write_text("no folder any more")
-        watchdog.at(0, "build", settings.timeout)
+        watchdog.enter_phase(0, "build", settings.timeout)
         time.sleep(30)
 
 

@@ -12,7 +12,7 @@ import torch
 from support.launched import Launched
 from titanlike.launch.environment import import_path, workers_environment
 from titanlike.launch.signals import GRACE
-from titanlike.launch.worker import Absent, Worker, meet
+from titanlike.launch.worker import BarrierTimeout, Worker, barrier
 
 
 def results(folder: Path) -> list[str]:
@@ -83,8 +83,8 @@ def test_a_job_chooses_the_exit_code(tmp_path: Path) -> None:
 def test_ranks_that_never_come_to_a_job_are_named(tmp_path: Path) -> None:
     worker = Worker(0, 3, 0, 3, tmp_path, torch.distributed.HashStore(), [])
     worker.store.set("start/2", "")
-    with pytest.raises(Absent, match=r"rank 1 did not reach the job's start in 0.2 s"):
-        meet(worker, "start", timeout=0.2)
+    with pytest.raises(BarrierTimeout, match=r"rank 1 did not reach the job's start in 0.2 s"):
+        barrier(worker, "start", timeout=0.2)
 
 
 def test_workers_share_the_cores_and_forget_an_outer_launcher(monkeypatch) -> None:

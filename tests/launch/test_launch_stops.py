@@ -13,7 +13,7 @@ import pytest
 
 from support.launched import Launched, until
 from support.paths import ROOT
-from titanlike.launch.scratch import scratch_folder
+from titanlike.launch.scratch_folder import scratch_folder
 
 
 def result(run_dir: Path) -> dict:
@@ -49,7 +49,7 @@ def test_workers_that_were_killed_are_started_again_though_others_never_come_to_
     launched = Launched("one_dies_once", "pp=2", "launch.max_restarts=1", f"run_dir={tmp_path}")
     code, _, err = launched.wait()
     assert code == 0, err
-    assert "rank 1 failed: killed by SIGKILL" in err and "restart 1 of 1, from the beginning" in err
+    assert "rank 1 failed: killed by SIGKILL" in err and "restart 1 of 1 from the beginning" in err
     assert (result(tmp_path)["status"], result(tmp_path)["value"]) == ("completed", 2.0)
     (event,) = (json.loads(line) for line in (tmp_path / "events.jsonl").open())
     assert (event["event"], event["restart"], event["of"]) == ("restart", 1, 1)
@@ -91,7 +91,7 @@ def test_what_a_killed_driver_left_in_the_temporary_folder_goes_with_the_next(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     program = (
-        "from titanlike.launch.scratch import scratch_folder\n"
+        "from titanlike.launch.scratch_folder import scratch_folder\n"
         "with scratch_folder() as folder: print(folder, flush=True); input()"
     )
     drivers = [

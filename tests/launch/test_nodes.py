@@ -27,8 +27,8 @@ from titanlike.config.schema import (
     SyntheticData,
     Validation,
 )
-from titanlike.job.elastic import fit, ranks_there
-from titanlike.launch.restart_state import Kept
+from titanlike.job.elastic import available_ranks, fit_mesh
+from titanlike.launch.restart_state import RestartState
 from titanlike.training.train import train
 
 EVERY = 5
@@ -204,7 +204,7 @@ def config(tmp_path: Path, **keys) -> Config:
     ],
 )
 def test_dp_follows_the_ranks(declared, ranks, dp, replicate, tmp_path: Path) -> None:
-    fitted, problems = fit(config(tmp_path, **declared), ranks)
+    fitted, problems = fit_mesh(config(tmp_path, **declared), ranks)
     assert (fitted.dp, fitted.replicate, problems) == (dp, replicate, [])
     assert fitted.pp == declared.get("pp", 1) and fitted.batch_size == 24
 
@@ -223,7 +223,7 @@ def test_what_forbids_a_number_of_ranks_is_named_with_those_that_would_do(
     declared, ranks, key, would, tmp_path: Path
 ) -> None:
     before = config(tmp_path, **declared)
-    after, (problem,) = fit(before, ranks)
+    after, (problem,) = fit_mesh(before, ranks)
     assert after == before and problem.key == key
     assert f"{ranks} ranks are there" in problem.reason
     assert problem.reason.endswith(f"would do: {would}")
@@ -233,28 +233,28 @@ def test_without_it_and_without_torchrun_nothing_follows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rigid, elastic = config(tmp_path, dp=4, launch=Launch()), config(tmp_path, dp=4)
-    assert fit(rigid, 2) == (rigid, [])
-    assert ranks_there(elastic, None, Kept()) is None, "python train.py starts its own"
+    assert fit_mesh(rigid, 2) == (rigid, [])
+    assert available_ranks(elastic, None, RestartState()) is None, "python train.py starts its own"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    assert ranks_there(rigid, None, Kept()) is None, "so does torchrun train.py"
-    assert ranks_there(elastic, None, Kept()) == 1
+    assert available_ranks(rigid, None, RestartState()) is None, "so does torchrun train.py"
+    assert available_ranks(elastic, None, RestartState()) == 1
 
 
 # --- what a job's machines know -----------------------------------------------------------------
 
 
 def test_a_machine_that_comes_back_learns_what_the_others_know(tmp_path: Path) -> None:
-    stayed = Kept(tmp_path / "stayed")
-    stayed.begin()
-    stayed.keep("started", "1.0")
-    missed_a_start = Kept(tmp_path / "missed")
-    missed_a_start.adopt([stayed.to_json()])
-    stayed.begin()
-    stayed.put("dp", "1")
-    back = Kept(tmp_path / "back")
-    back.adopt([missed_a_start.to_json(), stayed.to_json()])
-    back.keep("started", "2.0")
-    again = Kept(tmp_path / "back")  # the next start there
+    stayed = RestartState(tmp_path / "stayed")
+    stayed.count_start()
+    stayed.set_default("started", "1.0")
+    missed_a_start = RestartState(tmp_path / "missed")
+    missed_a_start.adopt_newest([stayed.to_json()])
+    stayed.count_start()
+    stayed.set("dp", "1")
+    back = RestartState(tmp_path / "back")
+    back.adopt_newest([missed_a_start.to_json(), stayed.to_json()])
+    back.set_default("started", "2.0")
+    again = RestartState(tmp_path / "back")  # the next start there
     assert (again.get("started"), again.get("dp")) == ("1.0", "1")
 
 
@@ -264,8 +264,9 @@ def test_a_job_whose_torchrun_has_ended_is_forgotten(
     """The next one may have the same process id, and the same --rdzv-id."""
     program = (
         f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}\n"
-        "from titanlike.launch.restart_state import Kept\n"
-        "kept = Kept.of_one_process(); print(kept.get('key')); kept.keep('key', 'value')"
+        "from titanlike.launch.restart_state import RestartState\n"
+        "state = RestartState.load(); state.count_start(); print(state.get('key'))\n"
+        "state.set_default('key', 'value')"
     )
     torchrun = (
         "import subprocess, sys\n"

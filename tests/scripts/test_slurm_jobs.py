@@ -120,7 +120,7 @@ def test_a_mistake_is_told_once_within_seconds_and_no_node_begins(
     ended = cluster.wait(job, timeout=60)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "2:0", "0")
     text = log(folder)
-    assert text.count("a mistake in the config") == 1 and text.endswith(
+    assert text.count("1 error in the config") == 1 and text.endswith(
         "optimizer.lrr=0.1: unknown key; write optimizer.lr=0.1\n"
     )
     left = [path for path in (folder / "outputs").rglob("*") if path.is_file()]

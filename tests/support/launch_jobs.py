@@ -102,7 +102,7 @@ def nine(config, worker):
 
 def never_at_a_step(config, worker):
     """Would stop at the next step, which does not come."""
-    with worker.stop.armed():
+    with worker.stop_request.deferred():
         (worker.run_dir / f"ready{worker.rank}").touch()
         time.sleep(300)
 
@@ -117,7 +117,7 @@ def one_dies_once(config, worker):
         with (worker.run_dir / "starts").open("a") as file:
             file.write(f"{time.time()} ")
     if first:
-        with worker.stop.armed():
+        with worker.stop_request.deferred():
             if worker.rank == worker.world_size - 1:
                 time.sleep(1)
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -27,7 +27,7 @@ from titanlike.config.errors import ConfigError
 from titanlike.config.parse import parse
 from titanlike.config.schema import Config, Custom, LoopedSchedule, Schedule, SyntheticData
 from titanlike.data.loader import batches, open_data
-from titanlike.job.run import Lead, senseless
+from titanlike.job.run import JobRunner, config_problems
 from titanlike.launch.worker import Worker
 from titanlike.parallel.device import peak_memory, resident_memory, return_freed_memory
 from titanlike.parallel.mesh import open_mesh
@@ -41,7 +41,7 @@ from titanlike.training.draft import draft
 from titanlike.training.guard import Guard
 from titanlike.training.measure import measured_step
 
-LEAD = Lead("titanlike.training.train:train", "")
+RUNNER = JobRunner("titanlike.training.train:train", "")
 MODEL = ["model.layers=4", "model.dim=32", "model.heads=4", "model.ffn_dim=64", "data=synthetic"]
 
 
@@ -165,7 +165,7 @@ def test_every_layout_of_the_ranks_is_listed_once_and_runs(data):
     names = data.draw(st.sets(st.sampled_from(list(SCHEDULES)), min_size=1, max_size=3), "names")
     search = Settings(schedules=sorted(names), stages_per_rank=[1, 2], most=1000)
     overrides = [*MODEL, *fixed, f"batch_size={data.draw(st.sampled_from([12, 16]), 'batch')}"]
-    found = judged(composed, [overrides], search, Machine(ranks, None), LEAD)
+    found = judged(composed, [overrides], search, Machine(ranks, None), RUNNER)
     layouts = set()
     for words in found.combinations:
         config = composed(words)
@@ -175,7 +175,7 @@ def test_every_layout_of_the_ranks_is_listed_once_and_runs(data):
             assert str(getattr(config, key, None)) == value or key not in ("pp", "dp")
         if tuple(words) in found.left_out:
             wrong_size = config.world_size != ranks
-            assert wrong_size or senseless(config, None, [])
+            assert wrong_size or config_problems(config, None, [])
             continue
         assert config.pp * config.dp == ranks
         plan = draft(config)
@@ -191,7 +191,7 @@ def test_what_is_known_to_be_wrong_is_left_out_with_the_reason():
     """ZeRO 2 loses gradients where a backward is split; dp=4 does not divide 6 sequences."""
     overrides = [*MODEL, "fsdp.zero=2", "batch_size=6"]
     search = Settings(schedules=["1f1b", "zbvzerobubble"])
-    found = judged(composed, [overrides], search, Machine(4, None), LEAD)
+    found = judged(composed, [overrides], search, Machine(4, None), RUNNER)
     reasons = {words[len(overrides) :][:3]: why for words, why in found.left_out.items()}
     assert "does not divide among dp=4" in reasons["pp=1", "dp=4", "schedule=1f1b"]
     assert "splits the backward" in reasons["pp=2", "dp=2", "schedule=zbvzerobubble"]
@@ -201,12 +201,12 @@ def test_what_is_known_to_be_wrong_is_left_out_with_the_reason():
 def test_a_layout_that_is_another_one_in_other_words_is_run_once():
     """Looped BFS with one stage a rank is GPipe; with one microbatch 1F1B is GPipe, too."""
     search = Settings(schedules=["gpipe", "loopedbfs"], stages_per_rank=[1], microbatches=[2, 4])
-    found = judged(composed, [[*MODEL, "pp=2"]], search, Machine(2, None), LEAD)
+    found = judged(composed, [[*MODEL, "pp=2"]], search, Machine(2, None), RUNNER)
     assert [words[-1] for words in found.combinations] == [
         "schedule.microbatches=2", "schedule.microbatches=4",
     ]  # fmt: skip
     search = Settings(schedules=["gpipe", "1f1b"], microbatches=[1])
-    found = judged(composed, [[*MODEL, "pp=2"]], search, Machine(2, None), LEAD)
+    found = judged(composed, [[*MODEL, "pp=2"]], search, Machine(2, None), RUNNER)
     assert found.to_run == len(found.combinations) == 1
 
 

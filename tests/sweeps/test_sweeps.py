@@ -20,7 +20,7 @@ from support.launched import Launched, until
 from support.paths import ROOT
 from support.wandb_file import read_wandb_file
 from titanlike.config.schema import Sweep
-from titanlike.launch.owner import held
+from titanlike.launch.run_dir_owner import lock_run_dir
 from titanlike.metrics.result import write_result
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.sweeps.context import Context
@@ -285,7 +285,7 @@ def test_a_check_of_a_search_or_for_another_launcher_starts_nothing_either(tmp_p
         ["schedule=glob(*1*)", "pp=2"],
     ):
         code, out, _ = sweep(*words, f"run_dir={tmp_path}/s", "--check").wait()
-        assert code == 0 and "no mistake found" in out and not (tmp_path / "s").exists(), words
+        assert code == 0 and "config OK" in out and not (tmp_path / "s").exists(), words
 
 
 def test_a_folder_with_a_run_takes_no_sweep_and_one_with_a_sweep_no_run(tmp_path: Path) -> None:
@@ -335,7 +335,7 @@ def test_a_job_is_the_same_in_any_order_and_is_not_run_where_somebody_has_it(
     (tmp_path / "3").mkdir()
     (tmp_path / "3" / "config.yaml").touch()
     reordered = [["seed=9", f"seed={seed}", "lr=wsd"] for seed in (4, 3, 2, 1, 0)]
-    with held(tmp_path / "3"):
+    with lock_run_dir(tmp_path / "3"):
         assert [job.number for job in context(tmp_path).todo(reordered)] == [4]
     told = capsys.readouterr().out
     assert "job 3 runs elsewhere" in told and "job 2 is submitted; to submit it again" in told

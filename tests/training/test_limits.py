@@ -62,7 +62,7 @@ def interrupted(config: Config, worker: Worker, where: str) -> dict:
     """Train; rank 1 gets SIGUSR1 in its first validation, at the second batch, or first save."""
     from titanlike.training import step
 
-    signal.signal(signal.SIGUSR1, lambda signum, _: worker.stop.request(signum))
+    signal.signal(signal.SIGUSR1, lambda signum, _: worker.stop_request.receive(signum))
     if worker.rank == 1 and where == "validation":
         batches = step.validation_batches
 

@@ -105,7 +105,7 @@ def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint_to_go_on_from(
     launched.process.send_signal(signum)
     code, out, err = launched.wait(60)
     assert launched.leaves_nobody()
-    told = f"{signum.name}: stopping after this step, with a checkpoint; a second one stops at once"
+    told = f"{signum.name}: stopping after this step with a checkpoint; a second signal stops immediately"
     assert code == 75 and err.splitlines() == ["", told], "that, and no traceback"
     last = step(tmp_path)
     assert 2 < last < STEPS and newest(tmp_path) == last
@@ -130,7 +130,7 @@ def test_a_killed_rank_comes_back_and_the_run_goes_on(tmp_path: Path, left_alone
     (restart,) = (event for event in events if event["event"] == "restart")
     assert restart["step"] >= EVERY and restart["text"] in err
     assert restart["text"].startswith("rank 1 failed: killed by SIGKILL")
-    assert restart["text"].endswith(f"; restart 1 of 3, from step {restart['step']}")
+    assert restart["text"].endswith(f"; restart 1 of 3 from step {restart['step']}")
     assert result(tmp_path)["status"] == "completed"
     assert numbers(tmp_path) == left_alone(tmp_path)
 

@@ -12,7 +12,7 @@ from titanlike.launch.failures import JobFailed
 from titanlike.metrics.events import Events
 
 
-def going_on(config: Config) -> tuple[Config, int]:
+def resumed_config(config: Config) -> tuple[Config, int]:
     """The config to start again with, and the step that it goes on from.
 
     `checkpoint.resume` says where a run begins: once it has a checkpoint of its own, it is auto.
@@ -31,14 +31,14 @@ def going_on(config: Config) -> tuple[Config, int]:
     return replace(config, checkpoint=replace(config.checkpoint, resume="auto")), step
 
 
-def going_on_after(config: Config, failed: JobFailed, number: int) -> Config:
+def restarted_config(config: Config, failed: JobFailed, number: int) -> Config:
     """Tell the user, and events.jsonl, of restart `number` after a failure; the config for it."""
-    again, step = going_on(config)
+    again, step = resumed_config(config)
     most = config.launch.max_restarts
     where = f"from step {step}" if step else "from the beginning"
     events = Events(
         Path(config.run_dir), lambda line: print(f"\n{line}", file=sys.stderr, flush=True)
     )
-    text = f"{failed.error}; restart {number} of {most}, {where}"
+    text = f"{failed.error}; restart {number} of {most} {where}"
     events.log("restart", step, text, restart=number, of=most)
     return again

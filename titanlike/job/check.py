@@ -103,7 +103,7 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
 
 
 @contextlib.contextmanager
-def leaving_nothing(folder: Path) -> Iterator[None]:
+def removing_new_folders(folder: Path) -> Iterator[None]:
     """Within it, a check may make `folder` to see whether it can; afterwards it is gone again."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:

@@ -15,32 +15,32 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from titanlike.checkpoint.restart import going_on
+from titanlike.checkpoint.restart import resumed_config
 from titanlike.config import validate
 from titanlike.config.errors import Problem
 from titanlike.config.schema import Config
 from titanlike.job.check import problems as check
-from titanlike.launch.restart_state import Kept
+from titanlike.launch.restart_state import RestartState
 from titanlike.metrics.events import Events
 
 _MOST_COUNTS = 4  # numbers of ranks that an error names
 _MOST_TRIED = 8  # that are drafted for it
-_RANKS, _DP = "ranks", "dp"  # of the last start, in Kept
+_RANKS, _DP = "ranks", "dp"  # of the last start, in RestartState
 
 
-def ranks_there(config: Config, started: int | None, kept: Kept) -> int | None:
+def available_ranks(config: Config, started: int | None, restart_state: RestartState) -> int | None:
     """Ranks that torchrun or srun has for the run; None where the run starts its own.
 
     started: processes of a start with several, None where this one is alone. Alone under torchrun,
     a process starts the others itself, unless it is the one that is left of several.
     """
     if started is None and "TORCHELASTIC_RUN_ID" in os.environ:
-        left_alone = kept.get(_RANKS) not in (None, "1")
+        left_alone = restart_state.get(_RANKS) not in (None, "1")
         return 1 if config.launch.elastic or left_alone else None
     return started
 
 
-def fit(config: Config, ranks: int | None) -> tuple[Config, list[Problem]]:
+def fit_mesh(config: Config, ranks: int | None) -> tuple[Config, list[Problem]]:
     """The config with the dp that `ranks` make, or what forbids it."""
     if ranks is None or ranks == config.world_size or not config.launch.elastic:
         return config, []
@@ -100,17 +100,19 @@ def _likely(config: Config, ranks: int, own: set[str]) -> Iterator[int]:
                 yield count
 
 
-def tell(config: Config, declared: Config, ranks: int | None, kept: Kept) -> None:
+def report_layout(
+    config: Config, declared: Config, ranks: int | None, restart_state: RestartState
+) -> None:
     """Tell the user, and events.jsonl, where the layout is not the last start's, or the declared."""
     if ranks is None:
         return
-    before = int(kept.get(_DP) or declared.dp)
+    before = int(restart_state.get(_DP) or declared.dp)
     if config.dp != before:
-        _, step = going_on(config)
+        _, step = resumed_config(config)
         there = f"{ranks} rank{'s are' if ranks > 1 else ' is'} there"
         where = f"from step {step}" if step else "from the beginning"
         text = f"{there}: dp={config.dp} instead of {before}, {where} (launch.elastic)"
         events = Events(Path(config.run_dir), lambda line: print(line, file=sys.stderr, flush=True))
         events.log("layout", step, text, ranks=ranks, pp=config.pp, dp=config.dp, before=before)
-    kept.put(_RANKS, str(ranks))
-    kept.put(_DP, str(config.dp))
+    restart_state.set(_RANKS, str(ranks))
+    restart_state.set(_DP, str(config.dp))

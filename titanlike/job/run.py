@@ -17,25 +17,25 @@ from titanlike.config.parse import parse
 from titanlike.config.schema import Config, Wandb
 from titanlike.config.write import write_config
 from titanlike.launch.environment import will_restart
-from titanlike.launch.external import StartedRanks, record_for_torchrun
+from titanlike.launch.external import ExternalRanks, record_for_torchrun
 from titanlike.launch.failures import Failure, JobFailed, describe, root_cause
 from titanlike.launch.job import Job
 from titanlike.launch.local import run_local
-from titanlike.launch.owner import held
-from titanlike.launch.restart_state import Kept
+from titanlike.launch.restart_state import RestartState
+from titanlike.launch.run_dir_owner import lock_run_dir
 from titanlike.launch.signals import Interrupted, interruptible
-from titanlike.launch.stop import TIME_IS_UP, Stop, name_of_wish
+from titanlike.launch.stop_request import MAX_TIME, StopRequest, stop_reason
 from titanlike.metrics.result import Status, write_result
 
 
 @dataclass(frozen=True)
-class Lead:
+class JobRunner:
     """What all jobs of a command line have in common."""
 
     function: str  # of the job, `package.module:function`
     folder: str  # a tool's own place inside run_dir, or ""
-    ranks: StartedRanks | None = None  # that torchrun or srun started; None = started here
-    kept: Kept = field(default_factory=Kept)
+    ranks: ExternalRanks | None = None  # that torchrun or srun started; None = started here
+    restart_state: RestartState = field(default_factory=RestartState)
     restart: bool = False  # whether this command was started before
 
     def run(
@@ -44,69 +44,72 @@ class Lead:
         run_dir: Path,
         overrides: list[str],
         name: tuple[str, str] | None = None,
-    ) -> End:
+    ) -> JobEnd:
         """Run a job to its end, which result.json and the user are told.
 
         `name`: of a sweep and of this job of it; None for a run of its own. Raises Interrupted where a signal ended
         it at once.
         """
-        from titanlike.checkpoint.restart import going_on, going_on_after
+        from titanlike.checkpoint.restart import restarted_config, resumed_config
         from titanlike.job import elastic
 
         run_dir = run_dir / self.folder
         run_dir.mkdir(parents=True, exist_ok=True)
         config, problems = parse({**plain, "run_dir": str(run_dir)})
         if name is not None:
-            config = named(config, *name)
+            config = with_run_name(config, *name)
         world_size = self.ranks.world_size if self.ranks else None
-        report = Report(run_dir, overrides, config.world_size)
-        stop = Stop()
-        with interruptible(report.interrupted, stop), held(run_dir):
+        report = ResultReporter(run_dir, overrides, config.world_size)
+        stop = StopRequest()
+        with interruptible(report.interrupted, stop), lock_run_dir(run_dir):
             try:
                 if self.restart:
-                    config, _ = going_on(config)
-                declared, ranks = config, elastic.ranks_there(config, world_size, self.kept)
-                config, unfit = elastic.fit(declared, ranks)
+                    config, _ = resumed_config(config)
+                declared, ranks = (
+                    config,
+                    elastic.available_ranks(config, world_size, self.restart_state),
+                )
+                config, unfit = elastic.fit_mesh(declared, ranks)
                 problems += unfit
                 if (
                     name is not None and not unfit
                 ):  # a run of its own was checked before it came here
-                    problems += senseless(config, ranks, problems)
+                    problems += config_problems(config, ranks, problems)
                 if problems:
                     raise ConfigError(problems)
                 write_config(config, run_dir)
-                elastic.tell(config, declared, ranks, self.kept)
-                started = None if name is not None else self.kept.get("started")
+                elastic.report_layout(config, declared, ranks, self.restart_state)
+                started = None if name is not None else self.restart_state.get("started")
                 start = float(started or time.time())
                 job = Job(self.function, config, run_dir, overrides, start)
                 if self.ranks:
-                    result = self.ranks.lead(job, stop, report.failed)
+                    result = self.ranks.run(job, stop, report.failed)
                 else:  # a tool's job is not for being started again
-                    again = None if self.folder else partial(going_on_after, config)
+                    again = None if self.folder else partial(restarted_config, config)
                     result = run_local(job, stop, report.failed, again)
             except Interrupted as interrupted:
                 report.interrupted(interrupted)
                 raise
             except ConfigError as error:
                 report.write("invalid", error=str(error))
-                return End(refuse(error.problems), str(error))
+                return JobEnd(print_problems(error.problems), str(error))
             except JobFailed as failed:
                 report.write("failed", error=failed.error)
                 print(f"\n{failed}", file=sys.stderr)
                 record_for_torchrun(failed)
-                return End(1, failed.error, ends_sweep=failed.ends_sweep)
+                return JobEnd(1, failed.error, ends_sweep=failed.ends_sweep)
         value, code = result.get("value"), result.get("exit_code", 0)
         if stopped := result.get("stopped"):
             why = f"stopped early by {stopped}, with a checkpoint; the same command goes on"
             report.write("stopped", value, why)
-            by_signal = stopped != name_of_wish(TIME_IS_UP)  # the user wants out of a sweep, too
-            return End(0 if will_restart() else code, why, value, ends_sweep=by_signal)
+            by_signal = stopped != stop_reason(MAX_TIME)  # the user wants out of a sweep, too
+            return JobEnd(0 if will_restart() else code, why, value, ends_sweep=by_signal)
         report.write("completed", value)
-        return End(code, f"exit code {code}" if code else "", value)
+        return JobEnd(code, f"exit code {code}" if code else "", value)
 
 
 @dataclass(frozen=True)
-class End:
+class JobEnd:
     """How a job ended."""
 
     code: int  # exit code of a run of its own
@@ -115,7 +118,7 @@ class End:
     ends_sweep: bool = False  # whether the processes have no further jobs in them
 
 
-def named(config: Config, sweep: str, name: str) -> Config:
+def with_run_name(config: Config, sweep: str, name: str) -> Config:
     """A sweep's job in W&B: in the sweep's group, by its overrides' name, unless the user has said
     otherwise."""
     if not isinstance(config.logger, Wandb):
@@ -124,7 +127,7 @@ def named(config: Config, sweep: str, name: str) -> Config:
     return replace(config, logger=replace(config.logger, group=group, run_name=run_name))
 
 
-def senseless(config: Config, world_size: int | None, known: list[Problem]) -> list[Problem]:
+def config_problems(config: Config, world_size: int | None, known: list[Problem]) -> list[Problem]:
     """What is well-formed but cannot work, apart from what follows from `known` problems.
 
     Raises JobFailed where a function of the user's own fails in a check.
@@ -144,17 +147,17 @@ def senseless(config: Config, world_size: int | None, known: list[Problem]) -> l
     return list(told.values())
 
 
-def refuse(problems: list[Problem]) -> int:
+def print_problems(problems: list[Problem]) -> int:
     """Tell the user every mistake; the exit code."""
     error = ConfigError(problems)
-    count = "a mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
+    count = "1 error" if len(problems) == 1 else f"{len(problems)} errors"
     lines = "\n".join(f"  {problem}" for problem in error.problems)
     print(f"{count} in the config; nothing was started\n{lines}", file=sys.stderr)
     record_for_torchrun(error)
     return 2
 
 
-class Report:
+class ResultReporter:
     """Writes result.json when a job ends, from whichever thread learns of it."""
 
     def __init__(self, run_dir: Path, overrides: list[str], world_size: int) -> None:

@@ -21,7 +21,7 @@ def workers_environment(workers: int) -> Iterator[None]:
     them unless the user has set OMP_NUM_THREADS.
     """
     before = dict(os.environ)
-    for name in before.keys() - without_ranks(before).keys():
+    for name in before.keys() - without_rank_variables(before).keys():
         del os.environ[name]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // workers)))
@@ -32,7 +32,7 @@ def workers_environment(workers: int) -> Iterator[None]:
         os.environ.update(before)
 
 
-def without_ranks(env: Mapping[str, str]) -> dict[str, str]:
+def without_rank_variables(env: Mapping[str, str]) -> dict[str, str]:
     """An environment without what makes a process a rank of an outer launcher's job."""
     ours = {name for name in env if name in _NAMES or name.startswith(_PREFIXES)}
     return {name: value for name, value in env.items() if name not in ours}
@@ -41,7 +41,7 @@ def without_ranks(env: Mapping[str, str]) -> dict[str, str]:
 def is_restart() -> bool:
     """Whether torchrun or SLURM is known to have started this command before.
 
-    torchrun's count is each machine's own, and stays where nodes come or go: see also `Kept`.
+    torchrun's count is each machine's own, and stays where nodes come or go: see also `RestartState`.
     """
     counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
     return any(os.environ.get(name, "0") not in ("", "0") for name in counts)
@@ -58,7 +58,7 @@ def will_restart() -> bool:
     return int(count) < int(most)
 
 
-def of_several_machines() -> bool:
+def is_multi_machine() -> bool:
     """Whether torchrun has started ranks on other machines, too."""
     return int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
 

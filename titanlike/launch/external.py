@@ -29,11 +29,11 @@ from datetime import timedelta
 from typing import Any
 
 from titanlike.config.schema import Launch
-from titanlike.launch.environment import of_several_machines, will_restart
+from titanlike.launch.environment import is_multi_machine, will_restart
 from titanlike.launch.failures import Failure, JobFailed, clear_failures, describe, root_cause
-from titanlike.launch.groups import leave_groups
 from titanlike.launch.job import Job
-from titanlike.launch.restart_state import Kept
+from titanlike.launch.process_groups import leave_groups
+from titanlike.launch.restart_state import RestartState
 from titanlike.launch.signals import (
     GRACE,
     Interrupted,
@@ -42,14 +42,14 @@ from titanlike.launch.signals import (
     handled_signals,
     interruptible,
 )
-from titanlike.launch.stop import TIME_IS_UP, Stop, name_of_wish
-from titanlike.launch.worker import Worker, agree, meet, run_job
+from titanlike.launch.stop_request import MAX_TIME, StopRequest, stop_reason
+from titanlike.launch.worker import Worker, barrier, first_answer, run_job
 
 _POLL = timedelta(seconds=10)  # of a follower's wait for the next job
 _ALL_ASKED = 5.0  # seconds in which each machine's torchrun has seen that a machine has come
 
 
-class StartedRanks:
+class ExternalRanks:
     """This process among the ranks that somebody else started."""
 
     def __init__(self) -> None:
@@ -59,25 +59,27 @@ class StartedRanks:
         timeout = timedelta(seconds=Launch().timeout)
         self._parent = os.getppid()
         store, self.rank, self.world_size = next(dist.rendezvous("env://", timeout=timeout))
-        start = name_of_start(store, self.rank, self.world_size, timeout.total_seconds())
+        start = start_id(store, self.rank, self.world_size, timeout.total_seconds())
         self._store = dist.PrefixStore(f"titanlike/{start}", store)
         self._jobs = 0
         self._lost = False  # whether ranks are stuck in a job
-        self.kept = Kept.of_this_machine()
-        self._store.set(f"kept/{self.rank}", self.kept.to_json())
+        self.restart_state = RestartState.load()
+        self._store.set(f"restart_state/{self.rank}", self.restart_state.to_json())
         if self.rank == 0:
-            keys = [f"kept/{rank}" for rank in range(1, self.world_size)]
-            self.kept.adopt(text.decode() for text in self._store.multi_get(keys))
+            keys = [f"restart_state/{rank}" for rank in range(1, self.world_size)]
+            self.restart_state.adopt_newest(text.decode() for text in self._store.multi_get(keys))
 
-    def lead(self, job: Job, stop: Stop, last_words: Callable[[Failure], None]) -> dict[str, Any]:
+    def run(
+        self, job: Job, stop: StopRequest, report_failure: Callable[[Failure], None]
+    ) -> dict[str, Any]:
         """Run a job on all ranks; what this rank's function returned. Raises like `run_local`."""
         clear_failures(job.run_dir)
-        self.kept.begin()
-        self._store.set(f"kept for job{self._jobs}", self.kept.to_json())
+        self.restart_state.count_start()
+        self._store.set(f"restart_state of job{self._jobs}", self.restart_state.to_json())
         self._store.set(f"job{self._jobs}", job.to_json())
-        return self._run(job, stop, last_words)
+        return self._run(job, stop, report_failure)
 
-    def dismiss(self, code: int) -> None:
+    def release(self, code: int) -> None:
         """Tell the followers that there are no more jobs, and how this process will end."""
         with contextlib.suppress(RuntimeError):  # a store that is gone has no followers
             self._store.set(f"job{self._jobs}", str(code))
@@ -91,8 +93,10 @@ class StartedRanks:
         for signum in handled_signals():
             signal.signal(signum, signal.SIG_DFL)  # at once; rank 0 says what happened
         while not (text := self._next_job()).isdigit():
-            self.kept.adopt([self._store.get(f"kept for job{self._jobs}").decode()])
-            stop = Stop()
+            self.restart_state.adopt_newest(
+                [self._store.get(f"restart_state of job{self._jobs}").decode()]
+            )
+            stop = StopRequest()
             try:
                 with interruptible(stop=stop, grace=0):
                     self._run(Job.from_json(text), stop)
@@ -117,7 +121,7 @@ class StartedRanks:
                 continue  # rank 0 is composing, or its last job is still closing
 
     def _run(
-        self, job: Job, stop: Stop, last_words: Callable[[Failure], None] | None = None
+        self, job: Job, stop: StopRequest, report_failure: Callable[[Failure], None] | None = None
     ) -> dict[str, Any]:
         import torch.distributed as dist
 
@@ -129,8 +133,8 @@ class StartedRanks:
             run_dir=job.run_dir,
             store=dist.PrefixStore(f"job{self._jobs}", self._store),
             overrides=job.overrides,
-            stop=stop,
-            last_words=last_words,
+            stop_request=stop,
+            report_failure=report_failure,
         )
         self._jobs += 1
         own = None
@@ -145,7 +149,7 @@ class StartedRanks:
         asked_out = False  # by a signal, while it waited for the others
         try:
             timeout = job.config.launch.timeout if own is None else GRACE
-            ends = meet(worker, "end", timeout, self._own_end(own, left))
+            ends = barrier(worker, "end", timeout, self._own_end(own, left))
         except (RuntimeError, Interrupted) as error:
             if own is None and isinstance(error, Interrupted):
                 raise
@@ -157,7 +161,7 @@ class StartedRanks:
             self._see_why_stopped(result, ends, stop)
             return result
         # who comes out late finds every rank's end here, but maybe of ranks that wait no longer
-        out = agree(worker, "out", "no" if "stuck" in ends else "yes")
+        out = first_answer(worker, "out", "no" if "stuck" in ends else "yes")
         stuck = asked_out or out == "no"
         if not stuck and dist.is_initialized():
             dist.destroy_process_group()  # nobody is inside any more
@@ -175,7 +179,7 @@ class StartedRanks:
     def _is_orphan(self) -> bool:
         return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self._parent
 
-    def _see_why_stopped(self, result: dict[str, Any], ends: list[str], stop: Stop) -> None:
+    def _see_why_stopped(self, result: dict[str, Any], ends: list[str], stop: StopRequest) -> None:
         """Raises JobFailed where a run was stopped by the end of a torchrun, and goes on."""
         if "stopped" not in result or self._is_orphan():
             return
@@ -186,14 +190,14 @@ class StartedRanks:
             failed = JobFailed(text, text)
             failed.ends_sweep = self._lost = True
             raise failed
-        if result["stopped"] != name_of_wish(TIME_IS_UP) and of_several_machines():
+        if result["stopped"] != stop_reason(MAX_TIME) and is_multi_machine():
             deadline = time.monotonic() + _ALL_ASKED
             with contextlib.suppress(Interrupted):  # asked now, after the run
-                while not stop.asked and time.monotonic() < deadline:
+                while not stop.received and time.monotonic() < deadline:
                     time.sleep(0.05)
 
 
-def name_of_start(store: Any, rank: int, world_size: int, timeout: float) -> str:
+def start_id(store: Any, rank: int, world_size: int, timeout: float) -> str:
     """A name that all ranks of this start agree on, and no earlier start had.
 
     The store outlives restarts, with every key of theirs, and torchrun's count of them is each

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from titanlike.config.credentials import redact
 from titanlike.config.errors import ConfigError
-from titanlike.launch.streams import log_path
+from titanlike.launch.rank_log import log_path
 
 _FRAMES = 5  # of a traceback, innermost
 _TRANSPORT = (
@@ -150,11 +150,11 @@ def root_cause(run_dir: Path, deaths: dict[int, int] | None = None) -> Failure |
     told = {failure.rank for failure in failures}
     for rank, code in (deaths or {}).items():
         if rank not in told:
-            failures.append(Failure(rank, death(code), "", code >= 0, time.time()))
+            failures.append(Failure(rank, describe_exit(code), "", code >= 0, time.time()))
     return min(failures, key=lambda failure: (failure.transport, failure.time), default=None)
 
 
-def death(code: int) -> str:
+def describe_exit(code: int) -> str:
     """How a process ended that left no word: by its exit code, negative for a signal."""
     if code >= 0:
         return f"ended with exit code {code} and no error of its own"

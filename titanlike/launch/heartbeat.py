@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-from titanlike.launch.streams import log_path
+from titanlike.launch.rank_log import log_path
 
 _FRAMES = 6  # of a stale rank's stack, innermost
 _COMPUTING = ("/distributed/checkpoint/", "/distributed/tensor/")  # no waits of their own

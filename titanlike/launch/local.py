@@ -22,47 +22,47 @@ from titanlike.config.schema import Config
 from titanlike.launch.environment import import_path, workers_environment
 from titanlike.launch.failures import Failure, JobFailed, clear_failures, describe, root_cause
 from titanlike.launch.job import Job
-from titanlike.launch.scratch import scratch_folder
+from titanlike.launch.scratch_folder import scratch_folder
 from titanlike.launch.signals import Interrupted
-from titanlike.launch.stop import Stop
+from titanlike.launch.stop_request import StopRequest
 from titanlike.launch.worker import Worker, run_job
 
 _SHUTDOWN = 15  # seconds between asking workers to end and killing them
 
 # (what failed, which restart this is) -> the config to start again with
 Restarted = Callable[[JobFailed, int], Config]
-LastWords = Callable[[Failure], None]
+ReportFailure = Callable[[Failure], None]
 
 
 def run_local(
-    job: Job, stop: Stop, last_words: LastWords, restarted: Restarted | None = None
+    job: Job, stop: StopRequest, report_failure: ReportFailure, restarted: Restarted | None = None
 ) -> dict[str, Any]:
     """Run a job on this machine: in this process where one is enough, else in workers.
 
     Where workers fail, they are started again up to `launch.max_restarts` times, each time after a
     call of `restarted`; without that, never. Not after a mistake of the user's, nor once a stop was
     asked for. Returns what rank 0's function returned. Raises JobFailed with the error that caused
-    the (last) failure, or Interrupted. `last_words`: see Worker.
+    the (last) failure, or Interrupted. `report_failure`: see Worker.
     """
     clear_failures(job.run_dir)
     restarts = job.config.launch.max_restarts if restarted is not None else 0
     if job.config.world_size == 1 and not restarts:
-        return _run_here(job, stop, last_words)
+        return _run_here(job, stop, report_failure)
     with scratch_folder() as scratch:
         number = 0
         while True:
             try:
                 return _run_workers(job, stop, scratch / str(number))
             except JobFailed as failed:
-                if failed.users or stop.asked or number == restarts or restarted is None:
+                if failed.users or stop.received or number == restarts or restarted is None:
                     raise
                 number += 1
                 job = replace(job, config=restarted(failed, number))
             clear_failures(job.run_dir)
 
 
-def _run_here(job: Job, stop: Stop, last_words: LastWords) -> dict[str, Any]:
-    worker = Worker(0, 1, 0, 1, job.run_dir, None, job.overrides, stop, last_words)
+def _run_here(job: Job, stop: StopRequest, report_failure: ReportFailure) -> dict[str, Any]:
+    worker = Worker(0, 1, 0, 1, job.run_dir, None, job.overrides, stop, report_failure)
     try:
         return run_job(job, worker)
     except KeyboardInterrupt:
@@ -81,7 +81,7 @@ def _leave_group() -> None:
             dist.destroy_process_group()
 
 
-def _run_workers(job: Job, stop: Stop, folder: Path) -> dict[str, Any]:
+def _run_workers(job: Job, stop: StopRequest, folder: Path) -> dict[str, Any]:
     """Run a job once; `folder` is for this alone, and new."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -108,7 +108,7 @@ def _run_workers(job: Job, stop: Stop, folder: Path) -> dict[str, Any]:
         f"from titanlike.launch.worker import main; main({str(folder)!r}, {os.getpid()})"
     )
     try:
-        with workers_environment(count), _quiet_agent(), stop.driving(folder):
+        with workers_environment(count), _quiet_agent(), stop.forwarding(folder):
             elastic_launch(launch, sys.executable)("-u", "-c", program)
     except ChildFailedError as error:
         deaths = {rank: failure.exitcode for rank, failure in error.failures.items()}

@@ -1,11 +1,11 @@
-"""What is kept of a job where torchrun starts its ranks again: by each machine, for its agent.
+"""What a job remembers when torchrun restarts its ranks: a JSON file per torchrun agent.
 
-An agent is a torchrun process; it outlives its workers. One that is killed is missed by the others,
-and starts with nothing when it comes back: so every start collects what the machines know
-(`follow.StartedRanks`), and the machine that has seen the most starts is right. A job whose agents
-have all ended is forgotten: the next one with the same --rdzv-id is another job.
+An agent is a torchrun process; it outlives its workers. An agent that was killed comes back with an
+empty state, so every start collects the states of all machines (`external.ExternalRanks`) and takes
+the one that has seen the most starts. The state ends with its agent: the next job with the same
+--rdzv-id is another job.
 
-The default run directory has the time in its name: a restart writes to that of the first start.
+The default run directory has the time in its name; a restart writes to that of the first start.
 """
 
 from __future__ import annotations
@@ -20,60 +20,50 @@ from pathlib import Path
 _STARTS = "starts"
 
 
-class Kept:
-    """Values by key. `memory`: the file of this machine's agent; None = nothing is kept."""
+class RestartState:
+    """String values by key. `path`: the file of this machine's agent; None = in memory alone."""
 
-    def __init__(self, memory: Path | None = None) -> None:
-        self._memory = memory
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
         self._values: dict[str, str] = {}
-        if memory is not None:
+        if path is not None:
             with contextlib.suppress(OSError, ValueError):
-                self._values = json.loads(memory.read_text(encoding="utf-8"))
+                self._values = json.loads(path.read_text(encoding="utf-8"))
 
     @classmethod
-    def of_this_machine(cls) -> Kept:
-        """What the agent that started this process has kept; nothing without torchrun."""
+    def load(cls) -> RestartState:
+        """The state of the agent that started this process; empty without torchrun."""
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             return cls()
         folder = Path(tempfile.gettempdir()) / f"titanlike-agents-{os.getuid()}"
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
-            if folder.stat().st_uid != os.getuid():  # somebody else's: it would say where we write
+            if folder.stat().st_uid != os.getuid():  # another user's: it would choose our run_dir
                 return cls()
         except OSError:
             return cls()
         _remove_abandoned(folder)
-        return cls(folder / _name(os.getppid()))
-
-    @classmethod
-    def of_one_process(cls) -> Kept:
-        """The same, for a start of one process; it counts."""
-        kept = cls.of_this_machine()
-        kept.begin()
-        return kept
+        return cls(folder / _file_name(os.getppid()))
 
     def get(self, key: str) -> str | None:
-        """What an earlier start has kept, or this one."""
         return self._values.get(key)
 
-    def keep(self, key: str, value: str) -> None:
-        """Keep `value`, unless an earlier start has kept one."""
+    def set_default(self, key: str, value: str) -> None:
+        """Set `key` unless this start or an earlier one has."""
         if key not in self._values:
-            self.put(key, value)
+            self.set(key, value)
 
-    def put(self, key: str, value: str) -> None:
-        """Keep `value` instead of what was kept."""
+    def set(self, key: str, value: str) -> None:
         self._values[key] = value
         self._write()
 
-    def begin(self) -> None:
-        """Count a start."""
-        self.put(_STARTS, str(self._starts + 1))
+    def count_start(self) -> None:
+        self.set(_STARTS, str(self._starts + 1))
 
-    def adopt(self, others: Iterable[str]) -> None:
-        """Take over what the machine knows (`to_json`) that has seen more starts than this one."""
-        known = [Kept.from_json(text) for text in others]
-        newest = max([self, *known], key=lambda kept: kept._starts)
+    def adopt_newest(self, others: Iterable[str]) -> None:
+        """Replace this state by the one of `others` (`to_json`) with the most starts, if newer."""
+        states = [RestartState.from_json(text) for text in others]
+        newest = max([self, *states], key=lambda state: state._starts)
         if newest is not self:
             self._values = newest._values
             self._write()
@@ -86,34 +76,34 @@ class Kept:
         return json.dumps(self._values)
 
     @classmethod
-    def from_json(cls, text: str) -> Kept:
-        kept = cls()
-        kept._values = json.loads(text)
-        return kept
+    def from_json(cls, text: str) -> RestartState:
+        state = cls()
+        state._values = json.loads(text)
+        return state
 
     def _write(self) -> None:
-        if self._memory is None:
+        if self._path is None:
             return
-        with contextlib.suppress(OSError):  # a full disk: a restart will know less
-            unfinished = self._memory.with_suffix(f".{os.getpid()}")
+        with contextlib.suppress(OSError):  # full disk: a restart begins with less
+            unfinished = self._path.with_suffix(f".{os.getpid()}")
             unfinished.write_text(self.to_json(), encoding="utf-8")
-            unfinished.replace(self._memory)
+            unfinished.replace(self._path)
 
 
-def _name(pid: int) -> str:
-    """A name for a process that no other one on this machine has, had, or will have."""
-    space, born = "0", "0"
-    with contextlib.suppress(OSError, ValueError, IndexError):  # no Linux: the process id alone
-        space = str(os.stat("/proc/self/ns/pid").st_ino)
+def _file_name(pid: int) -> str:
+    """PID_NAMESPACE-PID-START_TIME.json: unique to a process on this machine, for all time."""
+    namespace, start_time = "0", "0"
+    with contextlib.suppress(OSError, ValueError, IndexError):  # not Linux: the process id alone
+        namespace = str(os.stat("/proc/self/ns/pid").st_ino)
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-        born = stat.rpartition(")")[2].split()[19]  # in clock ticks since the machine started
-    return f"{space}-{pid}-{born}.json"
+        start_time = stat.rpartition(")")[2].split()[19]  # in clock ticks since boot
+    return f"{namespace}-{pid}-{start_time}.json"
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove the memory of agents that have ended, as far as it can be told."""
+    """Remove the files of agents in this pid namespace that have ended."""
+    own_namespace = _file_name(os.getpid()).split("-")[0]
     for path in folder.glob("*-*-*.json"):
-        space, pid, _ = path.name.split("-")
-        own_space = _name(os.getpid()).split("-")[0]
-        if space == own_space and pid.isdigit() and _name(int(pid)) != path.name:
+        namespace, pid, _ = path.name.split("-")
+        if namespace == own_namespace and pid.isdigit() and _file_name(int(pid)) != path.name:
             path.unlink(missing_ok=True)

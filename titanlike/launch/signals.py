@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from titanlike.launch.stop import Stop
+from titanlike.launch.stop_request import StopRequest
 
 GRACE = 5.0  # seconds that the main thread gets to end by itself after a signal
 _LOOK = 0.5  # seconds between looks whether a wish is in vain
@@ -40,14 +40,14 @@ def handled_signals() -> list[signal.Signals]:
 
 @contextlib.contextmanager
 def interruptible(
-    last_words: Callable[[Interrupted], None] | None = None,
-    stop: Stop | None = None,
+    report_failure: Callable[[Interrupted], None] | None = None,
+    stop: StopRequest | None = None,
     grace: float = GRACE,
 ) -> Iterator[None]:
     """Within it, a signal that `stop` does not take as a wish raises Interrupted in the main thread.
 
     A main thread inside a C call (a collective whose peer is gone) would get to it late or never:
-    after `grace` seconds a second thread calls `last_words` and ends the process. So it does where
+    after `grace` seconds a second thread calls `report_failure` and ends the process. So it does where
     a wish was taken, but another rank has ended. A handler that the code inside installs for itself
     takes its signal out of this hand.
     """
@@ -70,7 +70,7 @@ def interruptible(
                 signum = signums[0]
                 if signum == 0 or signal.getsignal(signum) is not handler or ending:
                     continue
-                if stop is None or not stop.request(signum):
+                if stop is None or not stop.receive(signum):
                     ending.append(signum)
         return ending[0] if ending else 0
 
@@ -91,20 +91,20 @@ def interruptible(
         poll = select.poll()  # not select: a process may have more than 1024 files
         poll.register(reader, select.POLLIN)
         while not ended.is_set():
-            poll.poll(_LOOK * 1000 if stop is not None and stop.asked else None)
+            poll.poll(_LOOK * 1000 if stop is not None and stop.received else None)
             if ended.is_set():
                 return
             if by := judge():
                 if grace and not raised.wait(0.2):  # the handler came before its signal's byte
                     _thread.interrupt_main(by)
                 give_up(by, grace)
-            elif stop is not None and stop.in_vain():
-                give_up(stop.wish(), GRACE)
+            elif stop is not None and stop.is_futile():
+                give_up(stop.code(), GRACE)
 
     def give_up(signum: int, patience: float) -> None:
         if not ended.wait(patience):
-            if last_words is not None:
-                last_words(Interrupted(signum))
+            if report_failure is not None:
+                report_failure(Interrupted(signum))
             exit_now(128 + signum)
 
     before = {signum: signal.getsignal(signum) for signum in handled_signals()}

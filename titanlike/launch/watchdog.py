@@ -32,10 +32,10 @@ from typing import Any, TextIO
 
 from titanlike.config.schema import Launch
 from titanlike.launch.failures import Failure, write_failure
-from titanlike.launch.hangs import AFTER, explain, silent
+from titanlike.launch.hang_report import AFTER, explain, silent
 from titanlike.launch.heartbeat import Beat, Heartbeat, in_debugger, innermost, read_beats
+from titanlike.launch.rank_log import log_path
 from titanlike.launch.signals import exit_now
-from titanlike.launch.streams import log_path
 from titanlike.launch.worker import Worker
 
 _OVERSLEPT = 2.0  # seconds that a thread may wake late; later, the process had been stopped
@@ -52,10 +52,10 @@ class Watchdog:
         self,
         worker: Worker,
         settings: Launch,
-        last_words: Callable[[Failure], None] | None = None,
+        report_failure: Callable[[Failure], None] | None = None,
     ) -> None:
-        """last_words: in the process that reports the job, called before it ends itself."""
-        self._worker, self._settings, self._last_words = worker, settings, last_words
+        """report_failure: in the process that reports the job, called before it ends itself."""
+        self._worker, self._settings, self._report_failure = worker, settings, report_failure
         limits = [limit for limit in (settings.step_timeout, settings.timeout) if limit > 0]
         self._shortest = min(limits, default=math.inf)
         # the same on all ranks: who has not beaten in twice the interval does not answer
@@ -68,7 +68,7 @@ class Watchdog:
         self._host = socket.gethostname()
         self._set(0, "build", None)
 
-    def at(self, step: int, doing: str, patience: float | None = None) -> None:
+    def enter_phase(self, step: int, doing: str, patience: float | None = None) -> None:
         """This rank begins something else; it may take `patience` seconds (step_timeout).
 
         A patience of 0 has no end. It holds until the next call; each action starts it anew. It is
@@ -76,7 +76,7 @@ class Watchdog:
         """
         self._set(step, doing, patience)
 
-    def act(self, action: Any) -> None:
+    def start_action(self, action: Any) -> None:
         """This rank begins an action of the schedule; None: all are done.
 
         Takes a tenth of a microsecond: the action's text is made only where it is shown.
@@ -192,8 +192,8 @@ class Watchdog:
                 print(text, file=log, flush=True)
             self._heartbeat.end("no progress")
             self._wake(silent(before, now, own.rank))
-            if self._last_words is not None:
-                self._last_words(failure)
+            if self._report_failure is not None:
+                self._report_failure(failure)
             elif size == 1:
                 print(f"\n{text}\n{frames}", file=sys.__stderr__, flush=True)
         except BaseException:

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 from titanlike.config.credentials import redact
 from titanlike.launch.failures import Failure, describe, peer_failed, write_failure
 from titanlike.launch.job import Job
+from titanlike.launch.rank_log import logged
 from titanlike.launch.signals import Interrupted, die_with_parent, exit_now, interruptible
-from titanlike.launch.stop import Stop
-from titanlike.launch.streams import logged
+from titanlike.launch.stop_request import StopRequest
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -44,12 +44,12 @@ class Worker:
     run_dir: Path  # absolute
     store: Store | None  # of this job alone; None where one process is the whole job
     overrides: list[str]
-    stop: Stop = field(default_factory=Stop)
+    stop_request: StopRequest = field(default_factory=StopRequest)
     # in the process that reports the job: reports it, where no exception can leave the job any more
-    last_words: Callable[[Failure], None] | None = None
+    report_failure: Callable[[Failure], None] | None = None
 
 
-class Absent(RuntimeError):
+class BarrierTimeout(RuntimeError):
     """Some ranks never came to a job."""
 
 
@@ -58,10 +58,12 @@ def run_job(job: Job, worker: Worker) -> dict[str, Any]:
     environment = dict(os.environ)
     with logged(job.run_dir, worker.rank, console=worker.rank == 0) as log:
         try:
-            places = meet(worker, "start", job.config.launch.timeout, _place())
+            places = barrier(worker, "start", job.config.launch.timeout, _place())
             neighbours = _neighbours(places, worker.rank)
-            worker.stop.started = job.started
-            worker.stop.watch(partial(_peer_gone, job.run_dir, worker.rank, neighbours))
+            worker.stop_request.started = job.started
+            worker.stop_request.watch_peers(
+                partial(_peer_gone, job.run_dir, worker.rank, neighbours)
+            )
             return job.load()(job.config, worker) or {}
         except (Interrupted, KeyboardInterrupt):
             raise
@@ -103,10 +105,10 @@ def _peer_gone(run_dir: Path, rank: int, neighbours: list[int]) -> bool:
     return not all(map(_lives, neighbours)) or peer_failed(run_dir, rank)
 
 
-def meet(worker: Worker, name: str, timeout: float, message: str = "") -> list[str]:
+def barrier(worker: Worker, name: str, timeout: float, message: str = "") -> list[str]:
     """Wait for all ranks at a point of a job, at most `timeout` seconds; every rank's message.
 
-    Raises Absent with the ranks that did not come.
+    Raises BarrierTimeout with the ranks that did not come.
     """
     if worker.store is None:
         return [message]
@@ -119,14 +121,14 @@ def meet(worker: Worker, name: str, timeout: float, message: str = "") -> list[s
         if not absent:
             raise
         ranks = ", ".join(map(str, absent))
-        raise Absent(
+        raise BarrierTimeout(
             f"rank {ranks} did not reach the job's {name} in {timeout:g} s (launch.timeout); "
             "see their logs, or whether their machine is up"
         ) from None
     return [worker.store.get(key).decode() for key in keys]
 
 
-def agree(worker: Worker, name: str, answer: str) -> str:
+def first_answer(worker: Worker, name: str, answer: str) -> str:
     """The answer that the first of all ranks has given; "no" where they cannot be asked any more."""
     if worker.store is None:
         return answer
@@ -143,7 +145,7 @@ def main(scratch: str, driver: int) -> None:
     """
     die_with_parent(driver, signal.SIGKILL)  # nothing of value is lost: checkpoints are atomic
     folder = Path(scratch)
-    stop = Stop(folder)
+    stop = StopRequest(folder)
     with interruptible(stop=stop, grace=0):
         job = Job.from_json((folder / "job.json").read_text(encoding="utf-8"))
         try:
@@ -158,7 +160,7 @@ def main(scratch: str, driver: int) -> None:
                 run_dir=job.run_dir,
                 store=dist.PrefixStore("job", store),
                 overrides=job.overrides,
-                stop=stop,
+                stop_request=stop,
             )
             result = run_job(job, worker)
             if rank == 0:
@@ -169,5 +171,5 @@ def main(scratch: str, driver: int) -> None:
             exit_now(1)  # a process group destroyed here would look like the cause to its peers
         # no process is missed by its peers before all have ended: see `_peer_gone`
         with contextlib.suppress(RuntimeError):  # the driver sees who has failed
-            meet(worker, "end", job.config.launch.timeout)
+            barrier(worker, "end", job.config.launch.timeout)
     sys.stdout.flush()

@@ -9,7 +9,7 @@ from titanlike.config import files
 from titanlike.config.credentials import redact, redact_override
 
 # invalid: a mistake in the config, nothing was started;
-# stopped: ended early by a wish, with a checkpoint; interrupted: ended at once by a signal
+# stopped: ended early by a stop request, with a checkpoint; interrupted: ended at once by a signal
 Status = Literal["completed", "stopped", "failed", "invalid", "interrupted"]
 
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from titanlike.config.schema import Config
 from titanlike.data.loader import batches
 from titanlike.data.sources import IGNORE, Data
-from titanlike.launch.worker import Worker, meet
+from titanlike.launch.worker import Worker, barrier
 from titanlike.metrics import units
 from titanlike.metrics.console import Console
 from titanlike.metrics.sinks import JsonlSink
@@ -151,7 +151,7 @@ def _plain_on_rank_0(
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
         torch.set_num_threads(threads)
-    meet(worker, "plain loop", DATA_TIMEOUT)
+    barrier(worker, "plain loop", DATA_TIMEOUT)
     return records
 
 

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from titanlike.config.schema import Config
 from titanlike.data.loader import batches, validation_batches
 from titanlike.data.sources import Data
-from titanlike.launch.worker import Worker, meet
+from titanlike.launch.worker import Worker, barrier
 from titanlike.metrics.console import Console
 from titanlike.models.registry import build_model, initial_weights_of, resolve_model
 from titanlike.optim.loss import build_loss
@@ -123,7 +123,7 @@ def verify(config: Config, worker: Worker) -> dict[str, Any]:
     if worker.rank == 0:
         device, _ = choose_device(config.device, worker.local_rank, worker.local_world_size)
         torch.save(_truths(config, data, device), path)
-    meet(worker, "truth", DATA_TIMEOUT)
+    barrier(worker, "truth", DATA_TIMEOUT)
     mesh = open_mesh(config, worker)
     exact, rounded = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
 

@@ -183,7 +183,7 @@ class Context:
 
         if self.check:
             if not code and not self.wrong:
-                self.say("no mistake found; nothing was started (--check)")
+                self.say("config OK; nothing was started (--check)")
             return 2 if self.wrong else code
         if code and not ((plan := read_plan(self.folder)) and plan.jobs):
             return code  # it has not begun

@@ -19,7 +19,7 @@ from titanlike.config import validate
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.parse import convert
 from titanlike.config.schema import Config, CsvSchedule, LoopedSchedule
-from titanlike.job.run import Lead, senseless
+from titanlike.job.run import JobRunner, config_problems
 from titanlike.launch.failures import JobFailed
 from titanlike.metrics import units
 from titanlike.models.registry import build_model, resolve_model
@@ -204,7 +204,7 @@ class Found:
 
 def search(
     context: Context,
-    lead: Lead,
+    runner: JobRunner,
     parsed: Callable[[list[str]], tuple[Config, list[Problem]]],
     combinations: list[list[str]],
     plain: Mapping[str, Any],
@@ -223,10 +223,10 @@ def search(
         return config
 
     try:
-        on = machine(compose(combinations[0]), settings.ranks, settings.bytes, lead)
+        on = machine(compose(combinations[0]), settings.ranks, settings.bytes, runner)
         room = "" if on.memory is None else f", {units.size(on.memory)} free on each"
         context.say(f"looking for layouts of {on.ranks} ranks{room}")
-        found = judged(compose, combinations, settings, on, lead)
+        found = judged(compose, combinations, settings, on, runner)
     except JobFailed as failed:
         context.complain(str(failed))
         raise
@@ -241,10 +241,14 @@ def search(
 
 
 def judged(
-    compose: Compose, combinations: list[list[str]], settings: Settings, on: Machine, lead: Lead
+    compose: Compose,
+    combinations: list[list[str]],
+    settings: Settings,
+    on: Machine,
+    runner: JobRunner,
 ) -> Found:
     """Every layout, and which of them are left out. Raises as `search` does."""
-    found, judge = Found(), _Judge(on, lead)
+    found, judge = Found(), _Judge(on, runner)
     promise: list[tuple[float, int, list[str]]] = []
     for combination in combinations:
         for candidate in candidates(combination, compose, on.ranks, settings):
@@ -273,9 +277,9 @@ class _LeftOut(Exception):
 class _Judge:
     """Says what a layout promises, from what is quick to find out to what takes a draft."""
 
-    def __init__(self, on: Machine, lead: Lead) -> None:
-        self._on, self._lead = on, lead
-        self._started = lead.ranks.world_size if lead.ranks else None
+    def __init__(self, on: Machine, runner: JobRunner) -> None:
+        self._on, self._runner = on, runner
+        self._started = runner.ranks.world_size if runner.ranks else None
         self._parameters: dict[str, int] = {}  # by model
         self._seen: set[object] = set()
         self._trusted: set[object] = set()
@@ -301,7 +305,7 @@ class _Judge:
             return None
         self._seen.add(layout)
         if others not in self._trusted:  # once: what is still wrong is of no layout
-            if problems := senseless(config, self._started, []):
+            if problems := config_problems(config, self._started, []):
                 raise ConfigError(problems)
             self._trusted.add(others)
         expected = estimate(config, drafted)

@@ -12,7 +12,7 @@ import torch
 
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config
-from titanlike.job.run import Lead
+from titanlike.job.run import JobRunner
 from titanlike.parallel.device import resident_memory
 from titanlike.sweeps.processes import cores
 
@@ -28,13 +28,13 @@ class Machine:
     memory: int | None  # bytes that training may take on each; None = nobody knows
 
 
-def machine(config: Config, ranks: int | None, memory: int | None, lead: Lead) -> Machine:
+def machine(config: Config, ranks: int | None, memory: int | None, runner: JobRunner) -> Machine:
     """The ranks that were started, or else what this machine has.
 
     Raises ConfigError where more ranks are asked for than there are GPUs to run them on.
     """
     gpus = torch.cuda.device_count() if config.device != "cpu" else 0
-    started = lead.ranks.world_size if lead.ranks else None
+    started = runner.ranks.world_size if runner.ranks else None
     ranks = ranks or started or gpus or cores()
     if gpus and ranks > gpus and started is None and config.sweep.submit is None:
         reason = f"there are {gpus} GPUs on this machine"

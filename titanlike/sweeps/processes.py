@@ -21,10 +21,10 @@ from math import inf
 from pathlib import Path
 from typing import IO
 
-from titanlike.launch.environment import import_path, without_ranks
-from titanlike.launch.failures import death
+from titanlike.launch.environment import import_path, without_rank_variables
+from titanlike.launch.failures import describe_exit
 from titanlike.launch.signals import Interrupted, interruptible
-from titanlike.launch.stop import Stop
+from titanlike.launch.stop_request import StopRequest
 from titanlike.metrics.result import had_its_time, read_result, write_result
 
 OUTPUT = "output.log"  # of a job that has no terminal
@@ -89,7 +89,7 @@ class Processes:
             try:
                 while waiting or self._running:
                     for number, build in list(waiting.items()):
-                        if stop.asked or len(self._running) >= (self._parallel or inf):
+                        if stop.received or len(self._running) >= (self._parallel or inf):
                             break
                         new = number not in made
                         command = made[number] = made.get(number) or build()
@@ -107,17 +107,19 @@ class Processes:
                         running = self._running.pop(number)
                         free += running.taken
                         ended[number] = self._end(running)
-                    if stop.asked and not self._running:
+                    if stop.received and not self._running:
                         break
                     stop.lose_patience(self._running.values())
                     time.sleep(_LOOK)
             finally:
                 for running in self._running.values():  # an error of our own
                     running.kill()
-        if stop.asked and not (len(ended) == len(builders) and all(e.good for e in ended.values())):
+        if stop.received and not (
+            len(ended) == len(builders) and all(e.good for e in ended.values())
+        ):
             if all(end.code in (0, _STOPPED) for end in ended.values()):
                 raise SystemExit(_STOPPED)
-            raise Interrupted(stop.wish())
+            raise Interrupted(stop.code())
         return [ended[number] for number in sorted(ended)]
 
     def _start(self, number: int, command: Command, taken: list[str], total: int) -> None:
@@ -146,7 +148,7 @@ class Processes:
         with contextlib.suppress(ValueError, OSError):
             result = read_result(command.folder)
         if result is None or running.error:
-            error = running.error or death(running.code)
+            error = running.error or describe_exit(running.code)
             error += _last_words(command.folder if running.output else None)
             result = {"status": "failed", "value": None, "error": error}
             with contextlib.suppress(OSError):  # that it cannot be written may be why it failed
@@ -193,29 +195,29 @@ class _Running:
             self.process.kill()  # its workers end with it
 
 
-class _PassedOn(Stop):
+class _PassedOn(StopRequest):
     """Signals go on to the jobs, which end by themselves: first after a step, then at once."""
 
     def __init__(self, pass_on: Callable[[int], bool]) -> None:
         super().__init__()
         self._pass_on = pass_on
-        self._last, self._times, self._wish = -inf, 0, 0
+        self._last, self._times, self._code = -inf, 0, 0
 
-    def request(self, signum: int) -> bool:
+    def receive(self, signum: int) -> bool:
         """Pass a signal on; False where there is nobody to end first."""
         now = time.monotonic()
         if now - self._last < 1.0:  # Ctrl-C comes to every process of a terminal at once
             return True
-        self._last, self._wish = now, signum
+        self._last, self._code = now, signum
         self._times += 1
         return self._pass_on(signum)
 
     @property
-    def asked(self) -> bool:
-        return bool(self._wish)
+    def received(self) -> bool:
+        return bool(self._code)
 
-    def wish(self, max_time: float | None = None) -> int:
-        return self._wish
+    def code(self, max_time: float | None = None) -> int:
+        return self._code
 
     def lose_patience(self, jobs: Iterable[_Running]) -> None:
         """Kill what has not ended long after a second signal."""
@@ -248,7 +250,7 @@ def cores() -> int:
 
 
 def _environment(command: Command, taken: list[str], parallel: int, total: int) -> dict[str, str]:
-    env = without_ranks(os.environ)
+    env = without_rank_variables(os.environ)
     if parallel == 1:
         return env
     if taken and not taken[0].startswith("core "):
@@ -266,7 +268,7 @@ def _program(command: Command) -> str:
     return (
         f"import sys; sys.path[:] = {import_path()!r}; sys.argv[0] = {sys.argv[0]!r}; "
         "from signal import SIGTERM; from titanlike.launch.signals import die_with_parent; "
-        f"die_with_parent({os.getpid()}, SIGTERM); "  # a wish to stop, where it trains
+        f"die_with_parent({os.getpid()}, SIGTERM); "  # a stop request, if it trains
         f"from titanlike.cli import main; {call}"
     )
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.config.credentials import redact_value
-from titanlike.launch.owner import is_held
+from titanlike.launch.run_dir_owner import is_locked
 from titanlike.metrics.result import had_its_time, read_result
 from titanlike.metrics.summary import VALUES, Summary, summary, value_of
 from titanlike.sweeps.plan import Job, Plan, read_plan
@@ -37,7 +37,7 @@ _LEFT_BY_RUNS = ("result.json", "config.yaml", "metrics.jsonl")
 class Row:
     """A job and what it came to. Statuses:
 
-    completed, failed, interrupted and stopped (early by a wish: it can go on), as result.json says;
+    completed, failed, interrupted and stopped (early by a stop request: it can be resumed), as result.json says;
     invalid: a mistake in its config, nothing was started; killed: it ended without a word, or a
     signal killed one of its processes; running; waiting: not started yet; submitted: nor, but a
     scheduler has it; skipped: never will be.
@@ -188,7 +188,7 @@ def _alive(run_dir: Path, place: _Place) -> bool:
 
     On another machine: whether it left a sign of life within three heartbeats.
     """
-    if (at_work := is_held(run_dir)) is not None:
+    if (at_work := is_locked(run_dir)) is not None:
         return at_work
     launch = _config(run_dir).get("launch")
     beat = launch.get("heartbeat") if isinstance(launch, dict) else None

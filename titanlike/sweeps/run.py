@@ -15,8 +15,8 @@ from typing import Any
 from titanlike.config.credentials import redact
 from titanlike.config.errors import ConfigError, Problem, quoted
 from titanlike.config.schema import Config, Wandb
-from titanlike.job.check import leaving_nothing
-from titanlike.job.run import Lead, Report, named, senseless
+from titanlike.job.check import removing_new_folders
+from titanlike.job.run import JobRunner, ResultReporter, config_problems, with_run_name
 from titanlike.launch.failures import JobFailed
 from titanlike.metrics.result import had_its_time, read_result
 from titanlike.sweeps.context import Context
@@ -60,22 +60,22 @@ End = float | None | Exception
 Here = Callable[[Prepared], float | None]  # runs a job in this process; raises JobFailed
 
 
-def run_jobs(context: Context, lead: Lead, jobs: list[Prepared], here: Here) -> list[End]:
+def run_jobs(context: Context, runner: JobRunner, jobs: list[Prepared], here: Here) -> list[End]:
     """Run jobs to their ends (or, submitted without waiting, to their beginnings)."""
     for item in jobs:
         context.ran.add(item.job.number)
     if context.check:
-        return [_looked_at(context, lead, item) for item in jobs]
-    if lead.ranks is not None:
+        return [_looked_at(context, runner, item) for item in jobs]
+    if runner.ranks is not None:
         return [_run_here(context, item, here) for item in jobs]
     if context.settings.submit is not None:
-        return _submitted(context, lead, jobs)
-    return _as_processes(context, lead, jobs)
+        return _submitted(context, runner, jobs)
+    return _as_processes(context, runner, jobs)
 
 
-def _looked_at(context: Context, lead: Lead, item: Prepared) -> End:
-    with leaving_nothing(context.folder / item.job.folder):
-        problems = _problems(context, lead, item)
+def _looked_at(context: Context, runner: JobRunner, item: Prepared) -> End:
+    with removing_new_folders(context.folder / item.job.folder):
+        problems = _problems(context, runner, item)
     if not problems:
         return None
     error = ConfigError(problems)
@@ -84,11 +84,13 @@ def _looked_at(context: Context, lead: Lead, item: Prepared) -> End:
     return JobFailed(str(error), str(error))
 
 
-def _problems(context: Context, lead: Lead, item: Prepared) -> list[Problem]:
+def _problems(context: Context, runner: JobRunner, item: Prepared) -> list[Problem]:
     if item.config is None:
         return item.problems
     try:
-        found = senseless(item.config, lead.ranks and lead.ranks.world_size, item.problems)
+        found = config_problems(
+            item.config, runner.ranks and runner.ranks.world_size, item.problems
+        )
     except JobFailed as failed:
         return [Problem("config", "", failed.error)]
     return item.problems + found
@@ -102,7 +104,7 @@ def _run_here(context: Context, item: Prepared, here: Here) -> End:
         return failed
 
 
-def _as_processes(context: Context, lead: Lead, jobs: list[Prepared]) -> list[End]:
+def _as_processes(context: Context, runner: JobRunner, jobs: list[Prepared]) -> list[End]:
     count = 0
 
     def begun(command: Command) -> None:
@@ -126,8 +128,8 @@ def _as_processes(context: Context, lead: Lead, jobs: list[Prepared]) -> list[En
     def command(item: Prepared) -> Command:
         return Command(
             name=item.name,
-            function=lead.function,
-            inner=lead.folder,
+            function=runner.function,
+            inner=runner.folder,
             arguments=arguments(context, item),
             overrides=item.job.overrides,
             folder=context.folder_of(item.job),
@@ -140,7 +142,7 @@ def _as_processes(context: Context, lead: Lead, jobs: list[Prepared]) -> list[En
     return [end.value if end.good else JobFailed(end.error, end.error) for end in ends]
 
 
-def _submitted(context: Context, lead: Lead, jobs: list[Prepared]) -> list[End]:
+def _submitted(context: Context, runner: JobRunner, jobs: list[Prepared]) -> list[End]:
     """Hand each job to the submit command; wait for their results where that was asked for."""
     assert context.settings.submit is not None
     ends: dict[int, End] = {}
@@ -152,8 +154,8 @@ def _submitted(context: Context, lead: Lead, jobs: list[Prepared]) -> list[End]:
             context.complain(f"job {item.name} is not submitted\n  {error}")
             ends[item.job.number] = JobFailed(str(error), str(error))
             continue
-        report = Report(folder, item.job.overrides, 1)  # removes an earlier result
-        if problems := _problems(context, lead, item):
+        report = ResultReporter(folder, item.job.overrides, 1)  # removes an earlier result
+        if problems := _problems(context, runner, item):
             error = ConfigError(problems)
             report.write("invalid", error=str(error))
             context.complain(f"job {item.name} is not submitted\n{_indented(str(error))}")
@@ -242,7 +244,9 @@ def arguments(context: Context, item: Prepared) -> list[str]:
     words.append(f"hydra.job.num={item.job.number}")
     words.append(f"run_dir={quoted(str(context.folder / item.job.folder))}")
     if item.config is not None and isinstance(item.config.logger, Wandb):
-        logger = named(item.config, context.group, context.name_of(item.job.overrides)).logger
+        logger = with_run_name(
+            item.config, context.group, context.name_of(item.job.overrides)
+        ).logger
         words += [f"logger.group={quoted(logger.group)}"]
         words += [f"logger.run_name={quoted(logger.run_name)}"]
     return words

@@ -28,7 +28,7 @@ def train_steps(s: Session) -> None:
         final = step == last  # completed whatever stop request comes
 
         # 1. forward, backward and update on the next batch
-        s.watchdog.at(step, "data", timeout)
+        s.watchdog.enter_phase(step, "data", timeout)
         record, verdict, s.stop_code = measured_step(s.run, config, step, stream, s.guard, s.worker)
         timeout = None
         if stall is not None:
@@ -77,7 +77,7 @@ def roll_back(s: Session, verdict: Verdict, rollbacks: list[int]) -> None:
     is no checkpoint, or the last MOST_ROLLBACKS were to the same one.
     """
     bad = s.progress.step + 1
-    s.watchdog.at(bad, "load", s.config.checkpoint.timeout)
+    s.watchdog.enter_phase(bad, "load", s.config.checkpoint.timeout)
     restored = s.saver.go_back()
     if restored is None:
         raise BadNumbers(f"{verdict.text}; there is no checkpoint to go back to")
@@ -103,7 +103,7 @@ def _validation_is_due(s: Session, step: int, final: bool) -> bool:
 
 def _validate(s: Session, step: int, record: dict[str, Any], final: bool) -> None:
     """Add `val_loss` to the record; a stop request ends the validation of all steps but the last."""
-    s.watchdog.at(step, "validation")
+    s.watchdog.enter_phase(step, "validation")
     should_stop = None if final else lambda: _agreed_stop_code(s)
     val_loss = validate(s.run, s.config, s.data, should_stop)
     if val_loss is None:
@@ -114,7 +114,7 @@ def _validate(s: Session, step: int, record: dict[str, Any], final: bool) -> Non
 
 def _save(s: Session, record: dict[str, Any]) -> float:
     """Save a checkpoint of `s.progress`, or begin to; the seconds that training waited."""
-    s.watchdog.at(s.progress.step, "save", s.config.checkpoint.timeout)
+    s.watchdog.enter_phase(s.progress.step, "save", s.config.checkpoint.timeout)
     for sink in s.sinks:
         sink.flush()  # a checkpoint must not outlive the records of its steps
     if s.owner is not None:

@@ -43,7 +43,7 @@ def _measure(
 
     Both in one all-reduce.
     """
-    memory, stop_code = peak_memory(run.mesh.device), worker.stop.wish(config.max_time)
+    memory, stop_code = peak_memory(run.mesh.device), worker.stop_request.code(config.max_time)
     if run.mesh.world_size > 1:
         mine = [seconds, memory, stop_code]
         mine = torch.tensor(mine, dtype=torch.float64, device=run.mesh.device)
@@ -58,7 +58,7 @@ def _measure(
 
 def agreed_stop_code(mesh: Mesh, config: Config, worker: Worker) -> int:
     """The stop code between steps, the same on every rank. Collective."""
-    stop_code = worker.stop.wish(config.max_time)
+    stop_code = worker.stop_request.code(config.max_time)
     if mesh.world_size > 1:
         stop_code = int(mesh.max(torch.tensor([stop_code], device=mesh.device)).item())
     return stop_code

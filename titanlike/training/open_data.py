@@ -5,7 +5,7 @@ from __future__ import annotations
 from titanlike.config.schema import Config
 from titanlike.data.loader import open_data
 from titanlike.data.sources import Data
-from titanlike.launch.worker import Worker, meet
+from titanlike.launch.worker import Worker, barrier
 
 DATA_TIMEOUT = 24 * 3600.0  # seconds for one process to tokenize while the others wait
 
@@ -17,5 +17,5 @@ def open_data_on_every_rank(config: Config, worker: Worker) -> Data:
     """
     if worker.local_rank == 0:
         data = open_data(config)
-    meet(worker, "data", DATA_TIMEOUT)
+    barrier(worker, "data", DATA_TIMEOUT)
     return data if worker.local_rank == 0 else open_data(config)

@@ -11,7 +11,7 @@ from titanlike.checkpoint.saver import Progress, Saver
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config
 from titanlike.data.sources import Data
-from titanlike.launch.owner import Owner
+from titanlike.launch.run_dir_owner import Owner
 from titanlike.launch.signals import Interrupted
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
@@ -68,14 +68,14 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
     status = "failed"
     with (
         deterministic(config.deterministic),
-        Watchdog(worker, config.launch, worker.last_words) as watchdog,
+        Watchdog(worker, config.launch, worker.report_failure) as watchdog,
     ):
-        watchdog.at(0, "build", config.launch.timeout)
+        watchdog.enter_phase(0, "build", config.launch.timeout)
         run = build(config, mesh, data)
-        run.pipeline.watch(watchdog.act)
+        run.pipeline.watch(watchdog.start_action)
         saver = Saver(run.stage_states, config, data, events)
         try:
-            watchdog.at(0, "load", config.checkpoint.timeout)
+            watchdog.enter_phase(0, "load", config.checkpoint.timeout)
             owner = Owner(worker.run_dir) if worker.rank == 0 else None
             progress = saver.resume()
             if worker.rank == 0:

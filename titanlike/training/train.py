@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from titanlike.config.schema import Config
-from titanlike.launch.stop import name_of_wish
+from titanlike.launch.stop_request import stop_reason
 from titanlike.launch.worker import Worker
 from titanlike.metrics.summary import summary, value_of
 from titanlike.parallel.mesh import close_mesh
@@ -32,19 +32,19 @@ def train(config: Config, worker: Worker) -> dict[str, Any]:
         if worker.rank == 0:
             report.opening(session)
         session.console.start_at(start)
-        with worker.stop.armed():
+        with worker.stop_request.deferred():
             train_steps(session)
             step, stop_code = session.progress.step, session.stop_code
-            session.watchdog.at(step, "save", config.checkpoint.timeout)
+            session.watchdog.enter_phase(step, "save", config.checkpoint.timeout)
             session.saver.finish(session.progress, done=not stop_code)
         if stop_code:
-            session.events.log("stop", step, by=name_of_wish(stop_code))
+            session.events.log("stop", step, by=stop_reason(stop_code))
     value = session.progress.value
     if worker.rank == 0:
-        report.closing(session, start, name_of_wish(stop_code))
+        report.closing(session, start, stop_reason(stop_code))
         if config.value is not None:
             value = value_of(config.value, summary(worker.run_dir))
     close_mesh()
     if not stop_code:
         return {"value": value}
-    return {"value": value, "stopped": name_of_wish(stop_code), "exit_code": STOPPED_EARLY}
+    return {"value": value, "stopped": stop_reason(stop_code), "exit_code": STOPPED_EARLY}

@@ -53,7 +53,7 @@ class Owner:
 
 
 @contextlib.contextmanager
-def held(run_dir: Path) -> Iterator[None]:
+def lock_run_dir(run_dir: Path) -> Iterator[None]:
     """Within it, others can see that this process is at work on a run; however it dies."""
     path = run_dir / LOCK
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ def held(run_dir: Path) -> Iterator[None]:
         yield
 
 
-def is_held(run_dir: Path) -> bool | None:
+def is_locked(run_dir: Path) -> bool | None:
     """Whether a process is at work on a run; None where another machine would have to be asked."""
     try:
         with (run_dir / LOCK).open("r+", encoding="utf-8") as file:
