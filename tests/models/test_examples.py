@@ -28,7 +28,7 @@ def run(program: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=90)
 
 
-@pytest.mark.slow  # the README's line of it runs in test_readme
+@pytest.mark.slow  # the README's line of it runs in test_docs
 def test_it_trains_and_goes_on_in_another_layout(tmp_path: Path) -> None:
     settings = ["run_dir=run", "loss=focal", "validation.every=2", "log_every=1"]
     first = run("train.py", *settings, "pp=2", "steps=2", cwd=tmp_path)

@@ -1,0 +1,146 @@
+"""The tables in the documentation that repeat the code: `python docs/generate.py` writes them.
+
+A table stands between `<!-- generated: NAME -->` and `<!-- end -->`; NAME is one of `TABLES`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import sys
+import tomllib
+import typing
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from titanlike.config.errors import override_text  # noqa: E402
+from titanlike.config.schema import VARIANTS, Config, Custom  # noqa: E402
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+_BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def keys() -> str:
+    """Every key of the config, with its default and meaning."""
+    hints = typing.get_type_hints(Config)
+    nested, groups = [], []
+    scalars: list[tuple[str, ...]] = []
+    for field in dataclasses.fields(Config):
+        if field.name in VARIANTS or hints[field.name] is Custom:
+            groups += _group(field)
+        elif dataclasses.is_dataclass(hints[field.name]):
+            nested += _keys(hints[field.name], field.name)
+        else:
+            scalars.append(_key(field, ""))
+    return _table(("key", "default", "meaning"), [*scalars, *nested, *groups])
+
+
+def _group(field: dataclasses.Field) -> Iterator[tuple[str, ...]]:
+    """A group's choices, then their keys, each once with the choices that have it."""
+    folder = ROOT / "conf" / field.name
+    choices = ", ".join(f"`{path.stem}`" for path in sorted(folder.glob("*.yaml")))
+    yield f"`{field.name}=`", "", f"**{field.metadata['doc']}**: {choices}"
+    variants = VARIANTS.get(field.name, {})
+    choices_of: dict[tuple[str, ...], list[str]] = {}
+    for name, variant in variants.items():
+        for row in _keys(variant, field.name):
+            choices_of.setdefault(row, []).append(name)
+    for row, names in choices_of.items():
+        yield *row[:2], row[2] + (f" ({', '.join(names)})" if len(names) < len(variants) else "")
+
+
+def _keys(cls: type, group: str) -> Iterator[tuple[str, ...]]:
+    for field in dataclasses.fields(cls):
+        if field.name != "name":
+            yield _key(field, f"{group}.")
+
+
+def _key(field: dataclasses.Field, prefix: str) -> tuple[str, ...]:
+    default = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
+    shown = "" if default is dataclasses.MISSING else f"`{override_text(default)}`"
+    return f"`{prefix}{field.name}`", shown, field.metadata["doc"]
+
+
+def schedules() -> str:
+    """Bubble, activations and messages of each schedule, walked through its Order."""
+    from titanlike.pipeline.schedules import SCHEDULES
+    from titanlike.sweeps.estimate import step_time
+
+    rows = []
+    for name, schedule in SCHEDULES.items():
+        looped = "stages_per_rank" in inspect.signature(schedule).parameters
+        cells = []
+        for pp, microbatches in ((4, 8), (4, 16), (8, 32)):
+            order = schedule(pp, microbatches, **({"stages_per_rank": 2} if looped else {}))
+            chunks = order.stages // pp
+            time = step_time(order, [1 / chunks] * order.stages)
+            cells.append(f"{1 - microbatches / time:.0%}")
+        hops = sum(a != b for a, b in zip(order.place, order.place[1:], strict=False))
+        peak = max(map(_in_flight, order.ranks)) / chunks
+        rows.append((f"`{name}`", *cells, f"{peak:g} of 32", f"{2 * hops * 32}"))
+    bubbles = ("bubble pp=4, 8 microbatches", "pp=4, 16", "pp=8, 32")
+    return _table(("schedule", *bubbles, "in flight pp=8, 32", "messages pp=8, 32"), rows)
+
+
+def _in_flight(acts: tuple) -> int:
+    """The most forwards on a rank at a time that wait for their backward."""
+    now = most = 0
+    for act in acts:
+        now += {"F": 1, "I": 0, "B": -1, "W": -1}[act.kind]
+        most = max(most, now)
+    return most
+
+
+def families() -> str:
+    """The families of Hugging Face decoders that are tested."""
+    from titanlike.models.hf_config import FAMILIES
+
+    return "\n".join(_wrapped(", ".join(FAMILIES) + "."))
+
+
+def rooms() -> str:
+    """The rooms, from the top of the import contract to the bottom, by their docstrings."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    contract = project["tool"]["importlinter"]["contracts"][0]
+    names = [name for layer in contract["layers"] for name in layer.split(" | ")]
+    rows = []
+    for name in names:
+        if (ROOT / "titanlike" / name).is_dir():
+            text = inspect.getdoc(import_module(f"titanlike.{name}")) or ""
+            sentence = re.split(r"(?<=\.)\s", " ".join(text.split("\n\n")[0].split()))[0]
+            rows.append((f"`titanlike/{name}/`", sentence))
+    return _table(("room", "what it is for"), rows)
+
+
+def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [header, ("---",) * len(header), *rows]
+    return "\n".join(f"| {' | '.join(c.replace('|', chr(92) + '|') for c in r)} |" for r in lines)
+
+
+def _wrapped(text: str) -> list[str]:
+    from textwrap import wrap
+
+    return wrap(text, 100, break_on_hyphens=False)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    table.__name__: table for table in (keys, schedules, families, rooms)
+}
+
+
+def generated(text: str) -> str:
+    """A page with its tables as the code gives them."""
+    return _BLOCK.sub(lambda m: f"{m[1]}{TABLES[m[2]]()}\n{m[3]}", text)
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        page.write_text(generated(text), encoding="utf-8")

@@ -1,0 +1,178 @@
+"""The documentation is true: commands run, tables are the code's, what it names exists."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from support.paths import ROOT
+
+_spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
+generate = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(generate)
+
+PAGES = {str(path.relative_to(ROOT)): path.read_text("utf-8") for path in generate.PAGES}
+PAGES["CHANGELOG.md"] = (ROOT / "CHANGELOG.md").read_text("utf-8")
+BLOCKS = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
+
+# Commands that no test of this file runs: a regular expression, and the reason.
+NOT_RUN = {
+    r"\bpip install|\bpre-commit|-m venv": "installs: .ci/run does it, in a fresh environment",
+    r"^(pytest|ruff|\.ci/run)": "the tests themselves",
+    r"\b(sbatch|srun)\b|#PBS|#BSUB": "needs a scheduler: tests/scripts runs SLURM's",
+    r"kubectl": "needs Kubernetes: tests/scripts renders the manifests",
+    r"mpirun|ssh |torch\.distributed\.run": "needs several machines: tests/launch runs two torchruns",
+    r"(data|model)\.path=": "needs files of the user's: tests/data and tests/models have some",
+    r"^titanlike bench": "takes a minute: tests/training/test_runs.py runs it",
+    r"outputs/(torchrun|csv)": "tests/launch and tests/pipeline run it",
+}
+# Names that look like keys in inline code and are none of the schema's.
+NOT_KEYS = {"loss.gamma", "data.delay", "last_call_timeout", "join_timeout", "lengths"}
+
+
+def commands(text: str) -> list[str]:
+    """The commands of a page's sh blocks; a block that is a script, whole."""
+    found = []
+    for language, block in BLOCKS.findall(text):
+        if language != "sh":
+            continue
+        lines = block.replace("\\\n", " ").splitlines()
+        script = re.search(r"#PBS|#BSUB|mpirun|ssh |kubectl|TORCH_DISABLE", block)
+        found += [block] if script else [line for line in lines if line.strip()]
+    return found
+
+
+def reason(command: str) -> str | None:
+    """Why a command is not run."""
+    return next((why for kind, why in NOT_RUN.items() if re.search(kind, command)), None)
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that looks like the checkout and takes what the commands write."""
+    folder = tmp_path_factory.mktemp("docs")
+    for name in ("train.py", "tools", "conf", "titanlike", "hydra_plugins", "examples"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+def run(line: str, checkout: Path) -> None:
+    scripts = str(Path(sys.executable).parent)
+    environment = {
+        **os.environ,
+        "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",  # two commands at a time
+        "WANDB_MODE": "disabled",  # a second each
+    }
+    done = subprocess.run(
+        line,
+        shell=True,
+        cwd=checkout,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+
+
+def test_every_command_runs(checkout: Path) -> None:
+    """In full where it says for how many steps, or names a run directory; else with --check."""
+    every = list(
+        dict.fromkeys(line for _, text in sorted(PAGES.items()) for line in commands(text))
+    )
+    lines = [line for line in every if reason(line) is None]
+    assert len(lines) >= 20
+    chains: dict[str, list[str]] = {}
+    for line in lines:
+        folder = re.search(r"outputs/\w+", line)
+        if not re.search(r"--(check|cfg|help)|outputs/| steps=", line):
+            line += " --check"
+        chains.setdefault(folder[0] if folder else line, []).append(line)
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        jobs = [
+            lambda chain=chain: [run(line, checkout) for line in chain] for chain in chains.values()
+        ]
+        list(pool.map(lambda job: job(), jobs))
+
+
+def test_the_first_two_commands_install_and_run_and_install_and_test() -> None:
+    """`.ci/run` takes the second from the README; the first is the main job of test_runs."""
+    first, second = (line for line in commands(PAGES["README.md"]) if "pip install" in line)
+    assert first == "pip install -e . -c constraints.txt && python train.py"
+    assert second == "pip install -e '.[test]' -c constraints.txt && pytest"
+
+
+def test_the_readme_stays_short() -> None:
+    assert len(PAGES["README.md"].splitlines()) <= 180
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "generated:" in PAGES[page]])
+def test_tables_are_the_codes(page: str) -> None:
+    """If not: python docs/generate.py"""
+    assert generate.generated(PAGES[page]) == PAGES[page]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_names_exists(page: str) -> None:
+    """Files, modules, keys, links and their headings."""
+    text = PAGES[page]
+    prose = BLOCKS.sub("", text)
+    for span in re.findall(r"`([^`\n]+)`", prose):
+        if re.fullmatch(r"(titanlike|tests|conf|docs|tools|examples|\.ci)/[a-z0-9_./-]*", span):
+            assert (ROOT / span).exists(), f"{page}: no file {span}"
+        if re.fullmatch(r"\w+\.py", span):
+            assert next(ROOT.glob(f"**/{span}"), None), f"{page}: no file {span}"
+        if re.fullmatch(r"titanlike(\.\w+){2,}", span) and span != "titanlike.plugins":
+            module, _, name = span.rpartition(".")
+            assert hasattr(importlib.import_module(module), name), f"{page}: no {span}"
+        for key in keys_in(span):
+            assert key in KEYS | NOT_KEYS, f"{page}: no key {key}"
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        path = (ROOT / page).parent / name if name else ROOT / page
+        assert path.exists(), f"{page}: link to {target}"
+        assert not anchor or anchor in anchors(path.read_text("utf-8")), f"{page}: {target}"
+
+
+def keys_in(span: str) -> list[str]:
+    """The keys in a piece of inline code that is made of overrides, or is one key."""
+    words = span.split()
+    if words[:2] == ["python", "train.py"] or words[0] == "titanlike":
+        words = [word for word in words if "=" in word]
+    names = [re.fullmatch(r"\+?([a-z_]+(?:\.[a-z_]+)*)=\S*", word) for word in words]
+    if names and all(names):
+        return [name[1] for name in names if not name[1].startswith(("hydra.", "model."))]
+    whole = re.fullmatch(r"([a-z]+)\.([a-z_]+)", span)
+    return [span] if whole and whole[1] in GROUPS and whole[2] not in SUFFIXES else []
+
+
+def known_keys() -> set[str]:
+    rows = re.findall(r"^\| `([a-z_.]+)=?` \|", generate.keys(), flags=re.MULTILINE)
+    names = set(rows) | {"experiment", "loss.name", "data.name", "model.name", "schedule.name"}
+    return names | {"hydra/launcher", "hydra/sweeper"}
+
+
+KEYS = known_keys()
+GROUPS = {key.partition(".")[0] for key in KEYS if "." in key}
+SUFFIXES = {"csv", "md", "png", "json", "jsonl", "yaml", "py"}
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub gives a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", BLOCKS.sub("", text), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_nothing_is_left_to_be_filled_in() -> None:
+    for page, text in PAGES.items():
+        assert "@@" not in text, page
