@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
+from support.forked import run
 from support.paths import ROOT
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+TORCHRUN = ["-m", "torch.distributed.run"]
 TINY = [
     "model.dim=32",
     "model.ffn_dim=64",
@@ -22,14 +21,6 @@ TINY = [
 
 
 def command(*words: str, cwd: Path, tool: str = "train.py", timeout: float = 120):
-    """Run train.py or a tool with these overrides; the finished process."""
-    launcher = [sys.executable]
-    if words and words[0] == "torchrun":
-        words, launcher = words[1:], TORCHRUN
-    return subprocess.run(
-        [*launcher, str(ROOT / tool), *words],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    """Run train.py or a tool with these overrides, as a fork; the finished process."""
+    launcher = TORCHRUN if words and words[0] == "torchrun" else []
+    return run([*launcher, str(ROOT / tool), *words[bool(launcher) :]], cwd, timeout=timeout)

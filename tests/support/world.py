@@ -13,6 +13,8 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from importlib.util import find_spec
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,10 @@ from titanlike.metrics.sinks import read_jsonl
 PRELOADED = [
     "torch",
     "torch.distributed.tensor",
+    "titanlike.cli",
+    "titanlike.command.hydra_overrides",
     "titanlike.training.train",
+    "torch.distributed.launcher.api",
     "titanlike.proof.verification",
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
@@ -36,6 +41,16 @@ def numbers(run_dir: Path) -> list[tuple[int, float, float, float]]:
     return [(row["step"], row["loss"], row["grad_norm"], row["lr"]) for row in rows]
 
 
+@cache
+def fork_context() -> Any:
+    """Its processes are forks of a server that has imported `PRELOADED`."""
+    for name in PRELOADED:  # which the server would leave out without an error
+        assert find_spec(name), f"{name}, to be preloaded, does not exist"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
 class RankError(AssertionError):
     """What a rank raised, with its traceback."""
 
@@ -47,8 +62,7 @@ def run_world(
 
     Raises RankError with the first real error of a rank. After `timeout` seconds all are killed.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = fork_context()
     run_dir.mkdir(parents=True, exist_ok=True)
     config = replace(config, run_dir=str(run_dir))
     size = config.world_size
