@@ -66,7 +66,7 @@ def test_a_models_own_error_is_told_and_the_next_run_trains_on_the_same_ranks(
 
 
 def test_a_rank_that_was_killed_is_named_with_its_signal(tmp_path: Path) -> None:
-    launched = Launched("one_dies", "pp=2", f"run_dir={tmp_path}")
+    launched = Launched("one_dies", "pp=2", f"run_dir={tmp_path}", real=True)
     code, _, err = launched.wait()
     assert code == 1 and "rank 1 failed: killed by SIGSEGV" in err and "Traceback" not in err
     assert result(tmp_path)["error"] == "rank 1 failed: killed by SIGSEGV"
@@ -79,7 +79,7 @@ def test_a_rank_that_was_killed_is_named_with_its_signal(tmp_path: Path) -> None
 def test_a_signal_to_the_driver_ends_all_workers(
     tmp_path: Path, signum: signal.Signals, code: int
 ) -> None:
-    launched = Launched("one_sleeps", "pp=2", f"run_dir={tmp_path}")
+    launched = Launched("one_sleeps", "pp=2", f"run_dir={tmp_path}", real=True)
     until(lambda: (tmp_path / "ready0").exists() and (tmp_path / "ready1").exists())
     launched.process.send_signal(signum)
     assert launched.wait(30)[0] == code
@@ -95,7 +95,7 @@ def test_a_signal_to_torchrun_ends_all_ranks_and_is_in_the_result(
     tmp_path: Path, signum: signal.Signals
 ) -> None:
     """Rank 0 is inside a collective, in C, where Python's handlers wait."""
-    launched = Launched("one_sleeps", "pp=2", f"run_dir={tmp_path}", torchrun=2)
+    launched = Launched("one_sleeps", "pp=2", f"run_dir={tmp_path}", real=True, torchrun=2)
     until(lambda: (tmp_path / "ready0").exists() and (tmp_path / "ready1").exists())
     launched.process.send_signal(signum)
     launched.wait(30)
@@ -104,7 +104,7 @@ def test_a_signal_to_torchrun_ends_all_ranks_and_is_in_the_result(
 
 
 def test_a_process_that_is_stuck_in_c_ends_soon_and_leaves_its_result(tmp_path: Path) -> None:
-    launched = Launched("deaf", f"run_dir={tmp_path}")
+    launched = Launched("deaf", f"run_dir={tmp_path}", real=True)
     until(lambda: (tmp_path / "ready0").exists())
     launched.process.send_signal(signal.SIGTERM)
     assert launched.wait(15)[0] == 143

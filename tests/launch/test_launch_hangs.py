@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -14,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from support.commands import command
 from support.models import tiny
-from support.paths import ROOT
 from support.world import RankError, run_world
 from titanlike.config.schema import Config, Launch
 from titanlike.launch.failures import Failure, root_cause
@@ -101,14 +100,7 @@ def test_a_command_whose_model_hangs_says_where(tmp_path: Path) -> None:
     words += "model.layers=4 seq_len=16 batch_size=8 data=synthetic validation.every=0 logger=none "
     words += "launch.step_timeout=2 run_dir=run checkpoint.last=false steps=5"
     start = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *words.split()],
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = command(*words.split(), cwd=tmp_path)
     assert done.returncode == 1 and time.monotonic() - start < 40
     said = (
         "no progress for 2 s in step 3 (launch.step_timeout=2): rank 1 has been in 1F2 (forward of "

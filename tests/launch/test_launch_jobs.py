@@ -23,7 +23,7 @@ def results(folder: Path) -> list[str]:
 @pytest.mark.parametrize("torchrun", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_two_ranks_have_one_run_directory_and_a_log_each(tmp_path: Path, torchrun: int) -> None:
     """The driver starts them, also under torchrun's default of one process; or torchrun does."""
-    code, out, _ = Launched("hello", "pp=2", torchrun=torchrun, cwd=tmp_path).wait()
+    code, out, _ = Launched("hello", "pp=2", torchrun=torchrun, cwd=tmp_path, real=True).wait()
     assert code == 0 and out == "hello from 0 of 2\n"
     (run_dir,) = (path.parent for path in tmp_path.rglob("result.json"))
     assert run_dir.relative_to(tmp_path).parts[0] == "outputs"

@@ -25,7 +25,7 @@ def test_a_second_signal_ends_at_once_but_the_same_one_twice_is_one(
     mesh: str, tmp_path: Path
 ) -> None:
     """SLURM's comes to a process on several ways."""
-    launched = Launched("never_at_a_step", mesh, f"run_dir={tmp_path}")
+    launched = Launched("never_at_a_step", mesh, f"run_dir={tmp_path}", real=True)
     ready = [tmp_path / f"ready{rank}" for rank in range(int(mesh[-1]))]
     until(lambda: all(path.exists() for path in ready))
     for _ in range(2):

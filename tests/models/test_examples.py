@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from support import forked
 from support.models import tiny
 from support.paths import ROOT
 from support.world import run_world
@@ -23,9 +23,9 @@ SMALL = ["logger=none", "seq_len=16", "batch_size=8", "model=mixer", "model.widt
 
 
 def run(program: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / program), "--config-dir", str(CONF), *SMALL, *arguments]
+    words = [str(ROOT / program), "--config-dir", str(CONF), *SMALL, *arguments]
     env = {**os.environ, "PYTHONPATH": str(EXAMPLES), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=90)
+    return forked.run(words, cwd, env)
 
 
 @pytest.mark.slow  # the README's line of it runs in test_docs

@@ -20,6 +20,7 @@ import pytest
 import yaml
 from kubeflow.training import models
 
+from support.forked import ForkedProgram
 from support.launched import until
 from support.paths import ROOT
 from titanlike.config.errors import ConfigError
@@ -244,7 +245,7 @@ class Cluster:
     """Two nodes that are this machine: the pods' host names are localhost, the volume a folder."""
 
     def __init__(self, volume: Path) -> None:
-        self.volume, self.running = volume, list[subprocess.Popen]()
+        self.volume, self.running = volume, list[ForkedProgram]()
 
     def manifest(self, kind: str, *overrides: str) -> list[dict[str, Any]]:
         with socket.create_server(("localhost", 0)) as free:
@@ -252,7 +253,7 @@ class Cluster:
         settings = [f"MOUNT={self.volume}", f"PORT={port}", "NODES=2", "WAIT=60", "GRACE=60"]
         return manifest(kind, NEEDED + settings, [*TINY, *overrides])
 
-    def start(self, objects: list[dict[str, Any]]) -> list[subprocess.Popen]:
+    def start(self, objects: list[dict[str, Any]]) -> list[ForkedProgram]:
         """Both pods' containers that train."""
         job = objects[-1]
         if job["kind"] == "Job":
@@ -265,30 +266,26 @@ class Cluster:
                 pods.append(self.run(container, operators_env(job, role, index)))
         return pods
 
-    def run(self, container: dict[str, Any], added: dict[str, str]) -> subprocess.Popen:
+    def run(self, container: dict[str, Any], added: dict[str, str]) -> ForkedProgram:
         outer = {k: os.environ[k] for k in ("PATH", "HOME", "PYTHONPATH") if k in os.environ}
         env = {**added, **{item["name"]: item["value"] for item in container["env"]}}
         env |= {"OMP_NUM_THREADS": "1"}
         words = [expanded(word, env) for word in container["command"] + container["args"]]
         here = r"\btiny-(0\.tiny|master-0)\b"
         assert words[0] == "python"
-        process = subprocess.Popen(
-            [sys.executable, *(re.sub(here, "localhost", word) for word in words[1:])],
-            env=outer | {k: re.sub(here, "localhost", expanded(v, env)) for k, v in env.items()},
-            cwd=container["workingDir"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
+        process = ForkedProgram(
+            [re.sub(here, "localhost", word) for word in words[1:]],
+            container["workingDir"],
+            outer | {k: re.sub(here, "localhost", expanded(v, env)) for k, v in env.items()},
         )
         self.running.append(process)
         return process
 
-    def wait(self, pods: list[subprocess.Popen], seconds: float = 90) -> tuple[list[int], str]:
+    def wait(self, pods: list[ForkedProgram], seconds: float = 90) -> tuple[list[int], str]:
         """Exit codes, and what the pods printed."""
         deadline = time.monotonic() + seconds
-        texts = [pod.communicate(timeout=max(1, deadline - time.monotonic()))[0] for pod in pods]
-        return [pod.returncode for pod in pods], "\n".join(texts)
+        texts = [pod.communicate(timeout=max(1, deadline - time.monotonic())) for pod in pods]
+        return [pod.returncode for pod in pods], "\n".join(out + err for out, err in texts)
 
     def result(self) -> dict[str, Any]:
         return json.loads((self.volume / "outputs/tiny/result.json").read_text())

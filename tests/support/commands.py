@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 from support.forked import run
@@ -20,7 +21,9 @@ TINY = [
 ]
 
 
-def command(*words: str, cwd: Path, tool: str = "train.py", timeout: float = 120):
+def command(
+    *words: str, cwd: Path, tool: str = "train.py", timeout: float = 120
+) -> subprocess.CompletedProcess[str]:
     """Run train.py or a tool with these overrides, as a fork; the finished process."""
     launcher = TORCHRUN if words and words[0] == "torchrun" else []
     return run([*launcher, str(ROOT / tool), *words[bool(launcher) :]], cwd, timeout=timeout)

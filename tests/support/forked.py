@@ -30,6 +30,8 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
 from support.world import fork_context
 
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG = 15, 36, 1
@@ -70,7 +72,9 @@ class ForkedProgram:
         return out, err
 
 
-def run(words: Sequence[str], cwd: Path, env: dict[str, str] | None = None, timeout: float = 120):
+def run(
+    words: Sequence[str], cwd: Path, env: dict[str, str] | None = None, timeout: float = 120
+) -> subprocess.CompletedProcess[str]:
     """`subprocess.run([sys.executable, *words], capture_output=True, text=True)`, as a fork."""
     program = ForkedProgram(words, cwd, dict(os.environ) if env is None else env)
     try:
@@ -97,6 +101,7 @@ def _start(
 ) -> None:
     """In a child of the fork server: become the program."""
     _forget_the_server()
+    os.setsid()
     flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND
     files = [os.open(name, flags, 0o600) for name in outputs]
     _become(words, cwd, env, [os.open(os.devnull, os.O_RDONLY), *files], path)
@@ -132,11 +137,15 @@ def _become(
         signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     unbuffered = words[0] == "-u"
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)
-    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)
-    sys.stderr = sys.__stderr__ = open(2, "w", closefd=False, errors="backslashreplace")
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        errors = "backslashreplace" if name == "stderr" else None
+        stream = open(number, "w" if number else "r", closefd=False, errors=errors)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
     sys.stdout.reconfigure(write_through=unbuffered)
     sys.stderr.reconfigure(line_buffering=True)
+    # torch's own takes a second of every start with workers: it reads the source of each frame
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # what `_Forks` forks twice becomes a child of this process
     subprocess._fork_exec = _Forks(subprocess._fork_exec, path)
     code = _run(words[1:] if unbuffered else words, path)
@@ -198,7 +207,7 @@ class _Forks:
         cwd, env = settings[3], settings[4]
         streams = [settings[5], settings[8], settings[10]]
         session = bool(settings[14])
-        pairs = (os.environb.items() if env is None else (pair.split(b"=", 1) for pair in env))
+        pairs = os.environb.items() if env is None else (pair.split(b"=", 1) for pair in env)
         environ = {os.fsdecode(name): os.fsdecode(value) for name, value in pairs}
         place = os.getcwd() if cwd is None else os.path.abspath(os.fsdecode(cwd))
         request = pickle.dumps((words[1:], place, environ, self._path, session))

@@ -1,5 +1,4 @@
-"""Starts command lines of `launch_jobs.py` (or another program) and looks for processes that they
-left behind."""
+"""Command lines of `launch_jobs.py` (or another program), and the processes that they leave."""
 
 from __future__ import annotations
 
@@ -12,6 +11,8 @@ import uuid
 from pathlib import Path
 
 import psutil
+
+from support.forked import MARK, ForkedProgram
 
 JOBS = Path(__file__).with_name("launch_jobs.py")
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node"]
@@ -27,18 +28,27 @@ class Launched:
         options: tuple[str, ...] = (),
         cwd: Path | None = None,
         program: Path = JOBS,
+        real: bool = False,
     ) -> None:
-        """torchrun: so many processes by it, with more `options` of its own."""
-        self.mark = uuid.uuid4().hex
+        """torchrun: so many processes by it, with `options` for it.
+
+        real: a new interpreter, and not a fork (see `forked`).
+        """
+        self.mark = uuid.uuid4().hex[:15]
         outer = [*TORCHRUN, str(torchrun), *options] if torchrun else []
         env = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "SLURM"))}
+        env |= {"OMP_NUM_THREADS": "1", MARK: self.mark}
+        words = [*outer, str(program), *map(str, arguments)]
+        if not real:
+            self.process = ForkedProgram(words, cwd, env)
+            return
         self.process = subprocess.Popen(
-            [sys.executable, *outer, str(program), *map(str, arguments)],
+            [sys.executable, *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             cwd=cwd,
-            env=env | {"OMP_NUM_THREADS": "1", "LAUNCHED": self.mark},
+            env=env,
             start_new_session=True,
             # a shell's background job ignores Ctrl-C, and its children would, too
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
@@ -59,9 +69,10 @@ class Launched:
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get("LAUNCHED") == self.mark:
+                name = Path(f"/proc/{process.pid}/comm").read_text().strip()
+                if self.mark in (name, process.environ().get(MARK)):
                     found.append(process)
-            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            except (psutil.Error, OSError):
                 continue
         return found
 

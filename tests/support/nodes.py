@@ -38,7 +38,12 @@ class Nodes:
     def start(self) -> Launched:
         """Bring a machine up."""
         node = Launched(
-            *self._words, torchrun=1, options=self._options, program=TRAIN, cwd=self._cwd
+            *self._words,
+            torchrun=1,
+            options=self._options,
+            program=TRAIN,
+            cwd=self._cwd,
+            real=True,
         )
         self._started.append(node)
         return node

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import csv
-import os
 import re
 import shlex
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from functools import cache
@@ -20,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from support import forked
 from support.models import LLAMA, tiny
 from support.paths import ROOT
 from support.world import run_world
@@ -47,11 +46,7 @@ MODEL = ["model.layers=4", "model.dim=32", "model.heads=4", "model.ffn_dim=64", 
 
 def train(*words: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     """train.py as a user runs it."""
-    command = [sys.executable, "train.py", *map(str, words)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=env
-    )
+    return forked.run(["train.py", *map(str, words)], ROOT, timeout=timeout)
 
 
 def composed(overrides: list[str]) -> Config:

@@ -27,7 +27,7 @@ from titanlike.sweeps.context import Context
 from titanlike.sweeps.plan import read_plan
 from titanlike.sweeps.processes import Command, Processes
 
-JOBS = Path(__file__).with_name("sweep_jobs.py")
+JOBS = ROOT / "tests" / "support" / "sweep_jobs.py"
 TINY = [
     "data=synthetic",
     "logger=none",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,7 +25,13 @@ def losses(run_dir: Path) -> list[float]:
 
 def test_the_main_job_learns_in_two_minutes_and_says_how_to_go_on(tmp_path: Path) -> None:
     start = time.monotonic()
-    done = command("run_dir=run", cwd=tmp_path, timeout=240)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), "run_dir=run"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     seconds = time.monotonic() - start
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
@@ -64,14 +71,8 @@ def test_the_line_that_a_run_ends_with_trains_on(finished: tuple[Path, str]) -> 
     run, printed = finished
     line = printed.strip().splitlines()[-1].removeprefix("continue with: python train.py ")
     before = losses(run)
-    on = subprocess.run(
-        f"{sys.executable} {ROOT / 'train.py'} {line} run_dir=../on checkpoint.resume='{run}'",
-        shell=True,
-        cwd=run,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    words = shlex.split(line)
+    on = command(*words, "run_dir=../on", f"checkpoint.resume='{run}'", cwd=run)
     assert on.returncode == 0, on.stderr
     assert "resuming from step 5" in on.stdout
     assert len(losses(run.parent / "on")) == 5

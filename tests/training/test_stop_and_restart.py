@@ -42,7 +42,7 @@ TINY = [
 
 
 def started(*words: str, **how) -> Launched:
-    return Launched(*TINY, *words, program=TRAIN, **how)
+    return Launched(*TINY, *words, program=TRAIN, real=True, **how)
 
 
 def config_of(run_dir: Path) -> Config:
