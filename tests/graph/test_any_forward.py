@@ -247,7 +247,7 @@ class LooseTensor(LooksAtValues):
 @pytest.mark.parametrize(
     ("family", "reason"),
     [
-        (LooksAtValues, "looks at the values"),
+        (LooksAtValues, "reads the values"),
         (Autocast, "turns autocast on"),
         (LooseTensor, "neither a parameter nor a buffer"),
         (CountsCalls, "changes the buffer calls"),
@@ -256,7 +256,7 @@ class LooseTensor(LooksAtValues):
         (CountsSteps, "changes self.steps"),
         (Dice, "random numbers of Python"),
         (ListGiven, "first changes an object, list or dict"),
-        (ModuleGiven, "hands a Dropout to another module"),
+        (ModuleGiven, "passes a Dropout to another module"),
         (OwnStatistics, "batch_norm with running statistics"),
     ],
 )

@@ -59,7 +59,7 @@ def test_a_stage_may_begin_inside_of_a_block(tmp_path: Path) -> None:
     assert plan.stages[0][-1] == "trunk.blocks.b2.norm"
     assert plan.stages[1] == ["trunk.blocks.b2.mlp", "trunk.blocks.b3", "write"]
     second = plan.model_graph.graphs(plan.fields, True)[1]
-    assert len(second.arrives) == 2, "the residual goes around the cut"
+    assert len(second.receives) == 2, "the residual goes around the cut"
 
 
 class Longer:
@@ -82,7 +82,7 @@ def longer(seq_len: int) -> Data:
 @pytest.mark.parametrize(
     "case, key, told",
     [
-        (config("Looking"), "model.name", "looks at the values of tensors"),
+        (config("Looking"), "model.name", "reads the values of tensors"),
         (config("Unused"), "model.name", "does not use the parameter spare.weight, spare.bias"),
         (
             config("Unregistered"),

@@ -83,7 +83,7 @@ class Counting(Branching):
     "model, told",
     [
         ("Branching", "tracer cannot follow its forward.*split=points or split=even"),
-        ("Constant", "makes a tensor of numbers.*register_buffer"),
+        ("Constant", "creates a tensor from numbers.*register_buffer"),
         ("Counting", "its forward changes steps.*split=points or split=even"),
     ],
 )

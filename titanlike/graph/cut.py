@@ -1,9 +1,9 @@
-"""A recorded forward, cut into stages: what each does, what arrives and what is sent on.
+"""Cut a recorded forward into stages: what each computes, receives and sends.
 
-A stage runs the calls from its first unit to the next stage's. A tensor that a later stage needs is
-sent from stage to stage until the last one that uses it (a skip connection is relayed by the stages
-between), except what costs nothing to have anew: a stage computes masks, positions and whatever
-else is made from the batch alone itself, for every rank of a pipeline holds the batch.
+A stage computes the nodes from its first unit to the next stage's. A tensor that a later stage
+uses is sent from stage to stage up to the last stage that uses it (the stages between relay a skip
+connection), unless it can be recomputed: masks, positions and all else that depends on the batch
+alone is computed by each stage, as every rank of a pipeline has the batch.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from titanlike.graph.recording import Node, Recording
 
 @dataclass(frozen=True)
 class StageGraph:
-    """What one stage does with batches of one shape."""
+    """What one stage computes for batches of one shape."""
 
-    nodes: list[Node]  # in the order in which they run; without what arrives
-    arrives: list[Node]
-    sends: list[Node]  # to the next stage; of the last one: the tensors in `output`
+    nodes: list[Node]  # in execution order, without those received
+    receives: list[Node]
+    sends: list[Node]  # to the next stage; of the last stage: the tensors in `output`
     output: Any  # of the last stage: what the model returns, with nodes in place of tensors
 
     @property
@@ -45,104 +45,104 @@ class StageGraph:
 
 
 def cut(
-    recording: Recording, stages: Sequence[Sequence[str]], back: Sequence[int] | None = None
+    recording: Recording, stages: Sequence[Sequence[str]], offsets: Sequence[int] | None = None
 ) -> list[StageGraph]:
-    """One graph for each stage; stages: the names of its units, in the recording's order.
+    """One graph for each stage.
 
-    A stage without units sends on what arrives. back: see `calls_before`; None = found anew.
+    stages: names of each stage's units, in the recording's order; a stage without units sends what
+    it receives. offsets: see `start_offsets`; None = computed here.
     """
     position = {node: at for at, node in enumerate(recording.nodes)}
-    everywhere = _everywhere(recording)
+    recomputable = _recomputable(recording)
     output = [leaf for leaf in tree_flatten(recording.output)[0] if isinstance(leaf, Node)]
-    back = calls_before(recording, stages) if back is None else back
-    edges = [0, *_edges(recording, stages, back), len(position)]
-    wanted: list[set[Node]] = []  # of each stage: what it uses and does not make itself
+    offsets = start_offsets(recording, stages) if offsets is None else offsets
+    starts = [0, *_stage_starts(recording, stages, offsets)]
     graphs: list[list[Node]] = []
-    for start, stop in pairwise(edges):
-        last = stop == len(position) and len(graphs) == len(stages) - 1
-        nodes = {node for node in recording.nodes[start:stop] if node not in everywhere}
-        missing: set[Node] = set()
-        todo = [use for node in nodes for use in node.uses] + (output if last else [])
+    needed: list[set[Node]] = []  # of each stage: what it uses and does not compute
+    for stage, (start, stop) in enumerate(pairwise([*starts, len(position)])):
+        nodes = {node for node in recording.nodes[start:stop] if node not in recomputable}
+        todo = [use for node in nodes for use in node.input_nodes]
+        if stage == len(stages) - 1:
+            todo += output
+        received: set[Node] = set()
         while todo:
             node = todo.pop()
             if node in nodes:
                 continue
-            if node in everywhere:
+            if node in recomputable:
                 nodes.add(node)
-                todo += node.uses
+                todo += node.input_nodes
             else:
-                missing.add(node)
+                received.add(node)
         graphs.append(sorted(nodes, key=position.__getitem__))
-        wanted.append(missing)
-    flows: list[list[Node]] = [[]]  # into each stage
+        needed.append(received)
+    messages: list[list[Node]] = [[]]  # to each stage
     for stage in range(1, len(stages)):
-        later = set().union(*wanted[stage:])
-        before = [node for node in later if position[node] < edges[stage]]
-        flows.append(sorted(before, key=position.__getitem__))
+        later = set().union(*needed[stage:])
+        earlier = [node for node in later if position[node] < starts[stage]]
+        messages.append(sorted(earlier, key=position.__getitem__))
+    *others, last = graphs
     return [
-        StageGraph(
-            nodes,
-            flows[stage],
-            output if stage == len(stages) - 1 else flows[stage + 1],
-            recording.output if stage == len(stages) - 1 else None,
-        )
-        for stage, nodes in enumerate(graphs)
+        *(StageGraph(nodes, messages[i], messages[i + 1], None) for i, nodes in enumerate(others)),
+        StageGraph(last, messages[-1], output, recording.output),
     ]
 
 
-def calls_before(recording: Recording, stages: Sequence[Sequence[str]]) -> list[int]:
-    """How many calls before its first unit each stage but the first begins.
+def start_offsets(recording: Recording, stages: Sequence[Sequence[str]]) -> list[int]:
+    """How many nodes before its first unit each stage but the first begins.
 
-    To be found once for a model: with other shapes something else may be the cheapest place, and
-    weights that the calls use would move to another stage.
+    Computed once for a model: with other shapes another place may be the cheapest, and the weights
+    that those nodes use would move to another stage.
     """
-    everywhere = _everywhere(recording)
+    recomputable = _recomputable(recording)
     firsts = _first_calls(recording, stages)
-    return [at - _cheapest(recording, at, everywhere) for at in firsts]
+    return [at - _cheapest_cut(recording, at, recomputable) for at in firsts]
 
 
-def _edges(
-    recording: Recording, stages: Sequence[Sequence[str]], back: Sequence[int]
+def _stage_starts(
+    recording: Recording, stages: Sequence[Sequence[str]], offsets: Sequence[int]
 ) -> Iterator[int]:
-    """Where each stage but the first begins."""
-    for at, more in zip(_first_calls(recording, stages), back, strict=True):
-        between = recording.nodes[max(0, at - more) : at]
-        # of another mode's recording the calls may be others: never into the unit before
+    """The positions in `nodes` where each stage but the first begins."""
+    for at, offset in zip(_first_calls(recording, stages), offsets, strict=True):
+        between = recording.nodes[max(0, at - offset) : at]
+        # the recording of the other mode may have other nodes here: never cut before a unit
         units = [place for place, node in enumerate(between, 1) if node.kind == "unit"]
         yield at - len(between) + (units[-1] if units else 0)
 
 
 def _first_calls(recording: Recording, stages: Sequence[Sequence[str]]) -> list[int]:
-    """Where the first unit of each stage but the first is called."""
-    first: dict[str, int] = {}
-    for at, node in enumerate(recording.nodes):
-        if node.kind == "unit":
-            first.setdefault(node.target, at)
-    first = first or recording.begins
+    """The positions where the first unit of each stage but the first is called."""
+    first = _unit_positions(recording) or recording.module_starts
     places = [len(recording.nodes)]
     for units in reversed(stages[1:]):
-        # a unit that runs in training alone is not there in evaluation
+        # a unit that runs in training only is not in the recording of evaluation
         places.append(min((first[name] for name in units if name in first), default=places[-1]))
     return places[:0:-1]
 
 
-def starts(recording: Recording) -> list[int]:
-    """Of each unit: the position in `nodes` where a stage begins whose first unit it is."""
+def _unit_positions(recording: Recording) -> dict[str, int]:
+    """Unit -> the position of its first call in `nodes`."""
     first: dict[str, int] = {}
     for at, node in enumerate(recording.nodes):
         if node.kind == "unit":
             first.setdefault(node.target, at)
-    everywhere = _everywhere(recording)
+    return first
+
+
+def unit_starts(recording: Recording) -> list[int]:
+    """For each unit: the position in `nodes` where a stage begins whose first unit it is."""
+    first = _unit_positions(recording)
+    recomputable = _recomputable(recording)
     others = (first[name] for name in recording.units[1:])
-    return [0, *(_cheapest(recording, at, everywhere) for at in others)]
+    return [0, *(_cheapest_cut(recording, at, recomputable) for at in others)]
 
 
-def _cheapest(recording: Recording, at: int, everywhere: set[Node]) -> int:
-    """Where to cut between the unit at `at` and the unit before it: where the least flows.
+def _cheapest_cut(recording: Recording, at: int, recomputable: set[Node]) -> int:
+    """The position between the unit at `at` and the unit before it where the fewest bytes flow.
 
-    A `torch.cat` with a skip connection is better done by the stage that needs it.
+    A `torch.cat` with a skip connection, for example, is best left to the stage that uses it.
     """
-    if recording.begins:  # the user says where
+    if recording.module_starts:  # split=trace: exactly where the user says
         return at
     nodes = recording.nodes
     places = [at] if at < len(nodes) else []
@@ -150,67 +150,71 @@ def _cheapest(recording: Recording, at: int, everywhere: set[Node]) -> int:
         places.append(places[-1] - 1)
     if len(places) < 2:
         return at
-    used = {use for node in nodes[at:] if node not in everywhere for use in node.uses}
+    used = {use for node in nodes[at:] if node not in recomputable for use in node.input_nodes}
     used.update(leaf for leaf in tree_flatten(recording.output)[0] if isinstance(leaf, Node))
-    alive = {node for node in nodes[:at] if node in used and node not in everywhere}
-    flow = {}
+    crossing = {node for node in nodes[:at] if node in used and node not in recomputable}
+    cost = {}
     for place in places:
-        if place < at:  # the call there is the later stage's now
-            alive.discard(nodes[place])
-            if nodes[place] not in everywhere:
-                alive.update(use for use in nodes[place].uses if use not in everywhere)
-        flow[place] = sum(node.value.nbytes for node in alive if node.value is not None)
-        if any(node.value is None for node in alive):
-            flow[place] = float("inf")  # a part of a tuple stays with it
-    return min(places, key=lambda place: (flow[place], -place))
+        if place < at:  # this node is now the later stage's
+            crossing.discard(nodes[place])
+            if nodes[place] not in recomputable:
+                inputs = nodes[place].input_nodes
+                crossing.update(use for use in inputs if use not in recomputable)
+        cost[place] = sum(node.value.nbytes for node in crossing if node.value is not None)
+        if any(node.value is None for node in crossing):
+            cost[place] = float("inf")  # never between a tuple and its parts
+    return min(places, key=lambda place: (cost[place], -place))
 
 
-def _everywhere(recording: Recording) -> set[Node]:
-    """What every stage has without a message: the batch, weights, what is made of the batch alone."""
-    pure: set[Node] = set()
+def _recomputable(recording: Recording) -> set[Node]:
+    """The batch, weights, and what is computed from the batch alone: never sent."""
+    found: set[Node] = set()
     for node in recording.nodes:
-        repeatable = not (node.random or node.weighs or node.mutated)
-        if node.kind == "input" or (repeatable and pure.issuperset(node.uses)):
-            pure.add(node)
-    return pure | {node for node in recording.nodes if node.kind == "weight"}
+        pure = not (node.random or node.has_parameters or node.mutated)
+        if node.kind == "input" or (pure and found.issuperset(node.input_nodes)):
+            found.add(node)
+    return found | {node for node in recording.nodes if node.kind == "weight"}
+
+
+# --- messages between stages -------------------------------------------------------------------
 
 
 def message_problem(graph: StageGraph) -> str:
-    """Why what arrives at a stage cannot be sent; empty where it can."""
+    """Why a stage's inputs cannot be sent; empty where they can."""
     storages: dict[int, list[Node]] = {}
-    for node in graph.arrives:
+    for node in graph.receives:
         if node.value.is_complex():
-            return f"a stage would begin where a tensor of {node.value.dtype} flows"
+            return f"a stage would begin where a tensor of {node.value.dtype} is passed on"
         storages.setdefault(node.value.untyped_storage()._cdata, []).append(node)
     for nodes in storages.values():
         if len(nodes) > 1 and any(node.mutated for node in nodes):
             return (
                 "a stage would begin between a view of a tensor and a change of it in place, which "
-                "the other one would not see"
+                "the view would not reflect"
             )
     return ""
 
 
 def message(node: Node) -> Tensor:
-    """A meta tensor shaped and typed as what is sent of a node's value.
+    """A meta tensor with the shape and dtype in which a node's value is sent.
 
-    Only floating-point tensors with a gradient travel between stages (torch 2.11 sends no others):
-    whole numbers become fp64, which holds them exactly up to 2**53.
+    Only floating-point tensors with a gradient are sent between stages (torch 2.11 sends no
+    others): integers become fp64, which holds them exactly up to 2**53.
     """
     dtype = node.value.dtype if node.value.is_floating_point() else torch.float64
     return torch.empty(node.value.shape, dtype=dtype, device="meta").requires_grad_()
 
 
 def messages(graph: StageGraph) -> tuple[list[Tensor], list[Tensor]]:
-    """What arrives at a stage and what it sends."""
-    return [message(node) for node in graph.arrives], [message(node) for node in graph.sends]
+    """What a stage receives and what it sends, on meta."""
+    return [message(node) for node in graph.receives], [message(node) for node in graph.sends]
 
 
 def same_messages(graph: StageGraph, other: StageGraph) -> bool:
     """Whether two stages can take each other's place in a pipeline."""
     pairs = zip(messages(graph), messages(other), strict=True)
     return all(
-        [(tensor.shape, tensor.dtype) for tensor in flow]
-        == [(tensor.shape, tensor.dtype) for tensor in others]
-        for flow, others in pairs
+        [(tensor.shape, tensor.dtype) for tensor in ours]
+        == [(tensor.shape, tensor.dtype) for tensor in theirs]
+        for ours, theirs in pairs
     )

@@ -1,4 +1,4 @@
-"""A model on the meta device and the stages that it is cut into, for batches of any shape."""
+"""A model on the meta device, and the graphs of its stages for batches of any shape."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from titanlike.graph.cut import StageGraph, calls_before, cut
+from titanlike.graph.cut import StageGraph, cut, start_offsets
 from titanlike.graph.find_units import find_units
 from titanlike.graph.pytree import tree_map
 from titanlike.graph.record_forward import record_forward
@@ -21,7 +21,7 @@ Batch = dict[str, Tensor]
 
 
 class Field(NamedTuple):
-    """Shape and dtype of a batch's field, without its first dimension (sequences)."""
+    """Shape, without the batch dimension, and dtype of a field of the batch."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -31,7 +31,7 @@ Fields = dict[str, Field]
 
 
 class ModelGraph:
-    """Gives each stage's graph; a shape that was met before costs nothing."""
+    """Records the model's forward once for each shape of batch, and cuts it at `stages`."""
 
     def __init__(
         self,
@@ -42,9 +42,9 @@ class ModelGraph:
         *,
         traced: bool = False,
     ) -> None:
-        """model: on meta, in the dtype in which it computes; fields: of what the model takes;
-        microbatch_size: sequences in a microbatch; points: modules that must not be inside of a unit;
-        traced: by torch's tracer, so that the units are all modules, at any depth.
+        """model: on meta, in the dtype in which it computes; fields: what its forward takes;
+        points: modules where a stage begins, so they are not inside a unit; traced: with
+        torch.export, so that every module, at any depth, is a unit.
 
         Raises RecordError.
         """
@@ -52,18 +52,17 @@ class ModelGraph:
         found = {unit.name: unit for unit in find_units(model, points)}
         self._names, self._traced = list(found), traced
         self._recordings: dict[tuple[object, bool], Recording] = {}
-        # of each module, in training and in evaluation: a model's own train() may say otherwise
+        # mode -> module -> its `training` flag, which the model's own train() may set otherwise
         self.training_flags: dict[bool, dict[str, bool]] = {}
         self.fields = fields
-        # in the order in which they run
         names = self.recording(fields, True).units
         self.units = [found.get(name, Unit(name, block=False)) for name in names]
-        self.stages: list[list[str]] = []
-        # of the last stage's graph: the same with the loss at its end, see `optim/chunked_loss.py`
+        self.stages: list[list[str]] = []  # names of each stage's units
+        # changes the last stage's graph: puts the loss at its end, see optim/chunked_loss.py
         self.last_stage: Callable[[StageGraph], StageGraph] = lambda graph: graph
 
     def recording(self, fields: Fields, training: bool) -> Recording:
-        """The model's forward on a microbatch of such fields."""
+        """The model's forward on a microbatch of these fields."""
         key = (shapes(fields), training)
         if key not in self._recordings:
             batch = {
@@ -73,9 +72,8 @@ class ModelGraph:
                 for name, field in fields.items()
             }
             self.model.train(training)
-            self.training_flags[training] = {
-                name: m.training for name, m in self.model.named_modules()
-            }
+            flags = {name: module.training for name, module in self.model.named_modules()}
+            self.training_flags[training] = flags
             if self._traced:
                 self._recordings[key] = trace_forward(self.model, batch)
             else:
@@ -83,14 +81,14 @@ class ModelGraph:
         return self._recordings[key]
 
     def graphs(self, fields: Fields, training: bool) -> list[StageGraph]:
-        """What each of `stages` does with such a microbatch."""
+        """The graph of each of `stages` for such a microbatch."""
         first = self.recording(self.fields, True)
-        back = calls_before(first, self.stages)
-        *others, last = cut(self.recording(fields, training), self.stages, back)
+        offsets = start_offsets(first, self.stages)
+        *others, last = cut(self.recording(fields, training), self.stages, offsets)
         return [*others, self.last_stage(last)]
 
     def stage_modules(self) -> list[tuple[list[str], list[str]]]:
-        """Units and weights of each stage, of what it does in training or in evaluation."""
+        """(units, weights used outside of units) of each stage, in training or evaluation."""
         both = (self.graphs(self.fields, training) for training in (True, False))
         return [
             (
@@ -106,17 +104,20 @@ class ModelGraph:
         return tree_map(output, lambda leaf: leaf.value if isinstance(leaf, Node) else leaf)
 
     def parameters_of(self, graph: StageGraph) -> dict[str, nn.Parameter]:
-        """What a stage holds, under the names that the whole model lists them by.
-
-        A tied weight has one name there, whichever module uses it.
-        """
+        """A stage's parameters by their canonical names."""
         names = {id(p): name for name, p in self.model.named_parameters()}
-        held = [p for unit in graph.units for p in self.model.get_submodule(unit).parameters()]
+        found = [p for unit in graph.units for p in self.model.get_submodule(unit).parameters()]
         for name in graph.weights:
             path, _, last = name.rpartition(".")
             value = getattr(self.model.get_submodule(path), last)
-            held += [value] if isinstance(value, nn.Parameter) else []
-        return {names[id(p)]: p for p in held}
+            found += [value] if isinstance(value, nn.Parameter) else []
+        return {names[id(p)]: p for p in found}
+
+    def canonical_names(self) -> dict[str, str]:
+        """Every name of every parameter -> its first; a tied parameter has several names."""
+        first = {id(p): name for name, p in self.model.named_parameters()}
+        everything = self.model.named_parameters(remove_duplicate=False)
+        return {name: first[id(p)] for name, p in everything}
 
     def reuses_weights(self, graph: StageGraph) -> bool:
         """Whether a stage uses a weight more than once in a forward."""
@@ -124,18 +125,13 @@ class ModelGraph:
         for node in graph.nodes:
             if node.kind == "unit":
                 used.update(id(p) for p in self.model.get_submodule(node.target).parameters())
-            used.update(id(use.value) for use in node.uses if use.kind == "weight" and use.weighs)
-        return max(used.values(), default=0) > 1 or any(node.repeats for node in graph.nodes)
-
-    def canonical_names(self) -> dict[str, str]:
-        """Every name of every parameter -> the one that the whole model lists it by."""
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        everything = self.model.named_parameters(remove_duplicate=False)
-        return {name: names[id(p)] for name, p in everything}
+            weights = (use for use in node.input_nodes if use.kind == "weight")
+            used.update(id(weight.value) for weight in weights if weight.has_parameters)
+        return max(used.values(), default=0) > 1 or any(node.reuses_weight for node in graph.nodes)
 
 
 def fields_of(batch: Batch) -> Fields:
-    """What the model takes of a batch: all but the targets."""
+    """The fields of a batch that the model takes: all but the targets."""
     return {
         name: Field(tuple(tensor.shape[1:]), tensor.dtype)
         for name, tensor in batch.items()
@@ -144,5 +140,5 @@ def fields_of(batch: Batch) -> Fields:
 
 
 def shapes(fields: Fields) -> tuple[tuple[str, Field], ...]:
-    """What a recording holds for."""
+    """A hashable key: a recording is valid for batches with an equal one."""
     return tuple(sorted(fields.items()))

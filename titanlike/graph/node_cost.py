@@ -1,4 +1,4 @@
-"""One recorded call done again, alone: on meta to count, or on a device to measure its time."""
+"""The cost of one recorded node, run alone: FLOPs and saved bytes on meta, time on a device."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ _META = torch.device("meta")
 
 
 def flops(node: Node, model: nn.Module) -> int:
-    """Of forward and backward: matrix products, convolutions and attention (all of it, where a
-    causal kernel leaves half out)."""
+    """FLOPs of forward and backward: matrix products, convolutions and attention (without the
+    saving of causal kernels)."""
     with FlopCounterMode(display=False) as counter:
-        _Call(node, _module(node, model), _META, _empty).both()
+        _Call(node, _module(node, model), _META, _empty).forward_backward()
     return counter.get_total_flops()
 
 
 def saved_bytes(node: Node, model: nn.Module) -> int:
-    """What the forward keeps for the backward, parameters apart; attention as its fused kernels do."""
+    """Bytes that the forward saves for the backward, without parameters, with fused attention."""
     module = _module(node, model)
     call = _Call(node, module, _META, _empty)
     weights = [*(module.parameters() if module else ()), *call.weights]
-    ours = {id(p.untyped_storage()): p.untyped_storage() for p in weights}
-    kept: dict[int, torch.UntypedStorage] = {}  # while these live their ids are theirs
+    of_weights = {id(p.untyped_storage()): p.untyped_storage() for p in weights}
+    saved: dict[int, torch.UntypedStorage] = {}  # by id; keeps them alive, so ids stay unique
 
-    def keep(tensor: Tensor) -> Tensor:
+    def save(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if id(storage) not in ours:
-            kept[id(storage)] = storage
+        if id(storage) not in of_weights:
+            saved[id(storage)] = storage
         return tensor
 
-    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    hooks = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
     with hooks, _FusedAttention():
         call.forward()
-    return sum(storage.nbytes() for storage in kept.values())
+    return sum(storage.nbytes() for storage in saved.values())
 
 
 def seconds(node: Node, model: nn.Module, device: torch.device, repeats: int = 5) -> float:
-    """Median time of forward and backward with random values, whose memory is free afterwards."""
+    """Median time of forward and backward with random values."""
     module = _module(node, model)
     if module is not None:
         module = copy.deepcopy(module).to_empty(device=device)
@@ -62,16 +62,16 @@ def seconds(node: Node, model: nn.Module, device: torch.device, repeats: int = 5
         call = _Call(node, module, device, lambda tensor: _random(tensor, device))
         times = []
         for _ in range(2 + repeats):
-            _wait(device)
-            begin = time.perf_counter()
-            call.both()
-            _wait(device)
-            times.append(time.perf_counter() - begin)
+            _synchronize(device)
+            start = time.perf_counter()
+            call.forward_backward()
+            _synchronize(device)
+            times.append(time.perf_counter() - start)
     return statistics.median(times[2:])
 
 
 class _Call:
-    """A node's function with arguments of its own."""
+    """A node's function, with its own copies of the arguments."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class _Call:
         make: Callable[[Tensor], Tensor],
     ) -> None:
         self._node, self._device = node, device
-        self._inputs = {use: make(use.value) for use in dict.fromkeys(node.uses)}
+        self._inputs = {use: make(use.value) for use in dict.fromkeys(node.input_nodes)}
         self.weights = [self._inputs[use] for use in self._inputs if _is_weight(use)]
         if node.chunked_head is not None:
             self._function = node.chunked_head.loss_function(module)
@@ -91,22 +91,22 @@ class _Call:
         self._wanted = [tensor for tensor in wanted if tensor.requires_grad]
 
     def forward(self) -> list[Tensor]:
-        """The results that have a gradient."""
+        """The results that require a gradient."""
 
         def real(leaf: Any) -> Any:
             if not isinstance(leaf, Node):
                 return self._device if leaf is DEVICE else leaf
             tensor = self._inputs[leaf]
-            # a leaf with a gradient cannot be changed in place, as the call may do
+            # a clone: a leaf that requires a gradient must not be changed in place
             return tensor.clone() if tensor.requires_grad and not _is_weight(leaf) else tensor
 
         args, kwargs = tree_map((self._node.args, self._node.kwargs), real)
-        with torch.set_grad_enabled(self._node.grad), self._device:
+        with torch.set_grad_enabled(self._node.grad_enabled), self._device:
             result = self._function(*args, **kwargs)
         leaves, _ = tree_flatten(result)
         return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
-    def both(self) -> None:
+    def forward_backward(self) -> None:
         results = self.forward()
         if results and self._wanted:
             ones = [torch.ones_like(result) for result in results]
@@ -128,22 +128,22 @@ def _empty(tensor: Tensor) -> Tensor:
 
 
 def _random(tensor: Tensor, device: torch.device) -> Tensor:
-    """Whole numbers are 0, which is a token and a place in any list; truth is True."""
+    """Random floats; 0 as integer, which is a valid index anywhere; True."""
     if tensor.is_floating_point():
         scale = 0.02 if isinstance(tensor, nn.Parameter) else 1.0
-        made = scale * torch.randn(tensor.shape, dtype=tensor.dtype, device=device)
-        return made.requires_grad_(tensor.requires_grad)
+        values = scale * torch.randn(tensor.shape, dtype=tensor.dtype, device=device)
+        return values.requires_grad_(tensor.requires_grad)
     full = 1 if tensor.dtype == torch.bool else 0
     return torch.full(tensor.shape, full, dtype=tensor.dtype, device=device)
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class _FusedAttention(TorchFunctionMode):
-    """On meta, attention is computed with all its probabilities, which no fused kernel keeps."""
+    """Replaces scaled_dot_product_attention, which on meta saves all probabilities."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -157,7 +157,7 @@ class _FusedAttention(TorchFunctionMode):
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps what fused attention keeps: its arguments, its result and a number for each query."""
+    """Saves what fused attention saves: its arguments, its result, a logsumexp for each query."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

@@ -1,7 +1,7 @@
-"""What a forward takes and returns: tensors in tuples, dicts, dataclasses, in any nesting.
+"""torch's pytree functions, for dataclasses that nobody registered as well.
 
-torch's pytree knows tuples, lists, dicts, named tuples and what is registered with it (transformers
-registers its outputs); a dataclass that nobody registered is taken apart here, field by field.
+torch's pytree flattens tuples, lists, dicts, named tuples and registered classes (transformers
+registers its outputs). Here the fields of any other dataclass are flattened too.
 """
 
 from __future__ import annotations
@@ -15,68 +15,66 @@ from torch.utils import _pytree as pytree
 
 
 def tree_flatten(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """The leaves of a structure, and the function that makes it of other leaves."""
+    """The leaves, and a function that rebuilds the structure from other leaves."""
     outer, spec = pytree.tree_flatten(value)
     leaves: list[Any] = []
-    parts: list[tuple[int, Callable[[Sequence[Any]], Any] | None]] = []
+    parts: list[tuple[int, Callable[[Sequence[Any]], Any] | None]] = []  # leaves of each part
     for leaf in outer:
         if not is_plain_dataclass(leaf):
             leaves.append(leaf)
             parts.append((1, None))
             continue
-        inner, rebuild = tree_flatten(fields(leaf))
+        inner, rebuild = tree_flatten(dataclass_fields(leaf))
         leaves += inner
-        parts.append((len(inner), _setter(leaf, rebuild)))
+        parts.append((len(inner), _copy_with(leaf, rebuild)))
 
     def build(new: Sequence[Any]) -> Any:
-        made, at = [], 0
+        outer, at = [], 0
         for size, make in parts:
-            made.append(new[at] if make is None else make(new[at : at + size]))
+            outer.append(new[at] if make is None else make(new[at : at + size]))
             at += size
-        return pytree.tree_unflatten(made, spec)
+        return pytree.tree_unflatten(outer, spec)
 
     return leaves, build
 
 
 def tree_map(value: Any, function: Callable[[Any], Any]) -> Any:
-    """The structure with each leaf replaced by `function(leaf)`."""
+    """The structure with `function(leaf)` in place of each leaf."""
     leaves, build = tree_flatten(value)
     return build([function(leaf) for leaf in leaves])
 
 
 def is_plain_dataclass(value: Any) -> bool:
-    """Whether it is an instance of a dataclass that pytree does not know, and no leaf."""
+    """Whether it is an instance of a dataclass, and the class does not declare itself a leaf."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return False
-    return not getattr(value, "is_leaf_of_structures", False)
+    return not getattr(value, "is_pytree_leaf", False)
 
 
-def fields(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass's instance."""
+def dataclass_fields(value: Any) -> dict[str, Any]:
+    """Name -> value of an instance's fields, not recursive."""
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
-def _setter(value: Any, rebuild: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Any]], Any]:
+def _copy_with(
+    value: Any, rebuild: Callable[[Sequence[Any]], Any]
+) -> Callable[[Sequence[Any]], Any]:
     def make(leaves: Sequence[Any]) -> Any:
-        made = copy.copy(value)
+        copied = copy.copy(value)
         for name, field in rebuild(leaves).items():
-            object.__setattr__(made, name, field)  # it may be frozen
-        return made
+            object.__setattr__(copied, name, field)  # the dataclass may be frozen
+        return copied
 
     return make
 
 
 def describe(value: Any) -> str:
-    """A structure in words: "a dict of 'hidden' [2, 8, 4], 'aux' [1]"; leaves have a `shape`."""
+    """A structure in words: "a dict of 'hidden' [2, 8, 4], 'aux' [1]"."""
     if hasattr(value, "shape"):
         return f"a tensor {list(value.shape)}"
-    named = (
-        dict(value)
-        if isinstance(value, dict)
-        else fields(value)
-        if is_plain_dataclass(value)
-        else None
-    )
+    named = dict(value) if isinstance(value, dict) else None
+    if is_plain_dataclass(value):
+        named = dataclass_fields(value)
     if named is not None:
         parts = [f"{name!r}{_shape(part)}" for name, part in named.items()]
         return f"a {type(value).__name__} of {', '.join(parts)}"

@@ -1,18 +1,16 @@
-"""What a model's forward does, as a graph of its units: the model is run once on meta tensors.
+"""Record what a model's forward does by running it once on meta tensors.
 
-The model is any `nn.Module`. Its units (see `units.py`) are called as they are and become one node
-each; what its forward does between them (a residual, a mask, a `torch.cat` with a skip connection,
-a weight that is used directly) is recorded call by call, and becomes a node of its own. So every
-tensor that flows through the model is known, with what it is made from and who uses it, and the
-model can be cut anywhere: see `cut.py`.
+The model is any `nn.Module`. Each unit (see `find_units.py`) runs as it is and becomes one node.
+Every torch call between units (a residual, a mask, a `torch.cat` with a skip connection, a weight
+used directly) is intercepted and becomes a node as well. The graph holds every tensor that flows
+through the model, so the model can be cut anywhere: see `cut.py`.
 
-A recording holds for one set of shapes. In contrast to `torch.fx`'s tracer the model runs with real
-shapes, and in contrast to `torch.export` a unit stays a module: it may do what it likes inside.
+A recording is valid for one set of shapes. Unlike `torch.fx`'s tracer the model runs with real
+shapes; unlike `torch.export` a unit stays a module, whose forward is not restricted.
 """
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,284 +21,191 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from titanlike.graph.pytree import fields, is_plain_dataclass, tree_flatten, tree_map
-from titanlike.graph.recording import DEVICE, Node, RecordError, Recording
+from titanlike.graph.recording import Node, RecordError, Recording, RecordingBuilder
 from titanlike.graph.run_on_cpu import run_on_cpu
 from titanlike.graph.side_effects import (
-    Dice,
+    RngMonitor,
     SideEffect,
-    refuse_running_statistics,
-    states_of,
-    undone,
+    argument_identities,
+    check_running_statistics,
+    restored,
 )
 from titanlike.torch_private.recording import intercept_checkpoints, intercept_custom_functions
 
-# Functions that draw random numbers: run twice they do not give the same tensor.
+# Prefixes of functions that draw random numbers: called twice they return different tensors.
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "exponential_")
 _RANDOM += ("uniform_", "cauchy_", "geometric_", "log_normal_", "rrelu", "gumbel_softmax")
-# What acts on a tensor and gives none: the stages would not do it.
-_UNSEEN = ("register_hook", "retain_grad", "backward", "register_post_accumulate_grad_hook")
+# Calls that act on a tensor and return none: the generated forward of a stage would skip them.
+_NOT_REPLAYED = ("register_hook", "retain_grad", "backward", "register_post_accumulate_grad_hook")
+_TENSOR_PROPERTIES = ("T", "H", "mT", "mH", "data", "real", "imag")  # properties that give a tensor
 
 
 def record_forward(model: nn.Module, batch: dict[str, Tensor], units: Sequence[str]) -> Recording:
-    """Run `model` once on the meta device: `model(inputs, **others)`.
+    """Run `model(inputs, **others)` once on the meta device.
 
-    batch: meta tensors of one microbatch, "inputs" and what else the model takes.
-    units: names of the modules that are called as they are.
-    Raises RecordError where the forward depends on values, or uses tensors that nobody knows.
+    batch: meta tensors of one microbatch: "inputs" and the model's other arguments.
+    units: names of the modules that become one node each.
+    Raises RecordError where the forward depends on values, or uses tensors of unknown origin.
     """
-    recorder = _Recorder(model, units)
+    interceptor = _Interceptor(model, units)
     for name, tensor in batch.items():
-        recorder.add(Node("input", name, value=tensor))
+        interceptor.builder.add(Node("input", name, value=tensor))
     others = {name: tensor for name, tensor in batch.items() if name != "inputs"}
     first = (batch["inputs"],) if "inputs" in batch else ()
     try:
-        with undone(model, units), recorder.listening():
+        with restored(model, units), interceptor.active():
             output = model(*first, **others)
-            return recorder.finish(output)
+            return interceptor.finish(output)
     except SideEffect as effect:
         raise RecordError(effect.reason, effect.fix) from None
     except (RuntimeError, NotImplementedError) as error:
         if "meta" in str(error).lower():
             raise RecordError(
-                f"its forward looks at the values of tensors ({_first_line(error)}), so what it "
-                "does is not known before it runs",
-                "it without .item(), .tolist() and `if tensor:` between its modules (inside of blocks "
-                "they do no harm)",
+                f"its forward reads the values of tensors ({_first_line(error)}), so the operations "
+                "it runs are not known in advance",
+                "it without .item(), .tolist() and `if tensor:` between its modules (inside blocks "
+                "they are allowed)",
             ) from error
         raise
 
 
-class _Recorder(TorchFunctionMode):
-    """Sees each call of a torch function; is told of each call of a unit."""
+class _Interceptor(TorchFunctionMode):
+    """Intercepts torch functions, units, custom autograd functions and checkpointing."""
 
     def __init__(self, model: nn.Module, units: Sequence[str]) -> None:
         super().__init__()
-        self._nodes: list[Node] = []
+        self.builder = RecordingBuilder(model)
         self._model, self._units = model, list(units)
-        self._node: dict[int, Node] = {}  # by the id of its tensor
-        self._versions: list[tuple[Node, int]] = []  # these keep the tensors, and so their ids
-        self._inside: list[str] = []  # the unit that is running
-        self._given: tuple[Any, Any, list[Any]] = ((), {}, [])  # its arguments, as they were
-        self._used: Counter[int] = Counter()  # parameters, by id, in the unit that is running
-        self._dice = Dice()
-        self._drew = self._tried = False
-        self._checkpoints = 0  # that are running, of torch.utils.checkpoint
-        self._names = {
-            id(tensor): name for name, tensor in [*model.named_buffers(), *model.named_parameters()]
-        }
-        self._order: list[str] = []
+        self._called: list[str] = []  # units, in the order of their first calls
+        self._rng = RngMonitor()
+        self._checkpoint_depth = 0  # of torch.utils.checkpoint
+        # of the unit or custom function that is running
+        self._running: list[str] = []  # its name; nested units after it
+        self._arguments: tuple[Any, Any, list[Any]] = ((), {}, [])  # as they were at its call
+        self._weight_uses: Counter[int] = Counter()  # by the id of the parameter
+        self._random = False  # whether it drew random numbers
+        self._on_cpu = False  # whether it had to run on the CPU
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
         with ExitStack() as stack:
             for name in self._units:
                 module = self._model.get_submodule(name)
-                before = module.register_forward_pre_hook(self._enter(name), with_kwargs=True)
-                after = module.register_forward_hook(self._leave(name), with_kwargs=True)
+                before = module.register_forward_pre_hook(self._pre_hook(name), with_kwargs=True)
+                after = module.register_forward_hook(self._post_hook(name), with_kwargs=True)
                 stack.callback(before.remove)
                 stack.callback(after.remove)
-                stack.enter_context(self._on_meta_or_tried_out(module))
+                stack.enter_context(self._cpu_fallback(module))
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(intercept_checkpoints(self._checkpoint))
-            stack.enter_context(intercept_custom_functions(self._custom))
+            stack.enter_context(intercept_checkpoints(self._change_checkpoint_depth))
+            stack.enter_context(intercept_custom_functions(self._custom_function))
             stack.enter_context(self)
-            # within: factory functions say to the recorder that they mean the stage's device
+            # entered last: factory functions then reach the interceptor with device=meta
             stack.enter_context(torch.device("meta"))
             yield
 
-    def add(self, node: Node) -> Node:
-        self._nodes.append(node)
-        if node.value is not None:
-            self._node[id(node.value)] = node
-            self._versions.append((node, node.value._version))
-        return node
+    def finish(self, output: Any) -> Recording:
+        self.builder.mark_mutated()
+        self._check_rng()
+        return self.builder.build(self._called, output)
+
+    # --- torch functions between units ---------------------------------------------------------
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
-        random = name.startswith(_RANDOM) or "dropout" in name
-        self._drew |= random and kwargs.get("training", True) is not False
-        refuse_running_statistics(name, args, kwargs)
-        if self._inside:
+        draws = name.startswith(_RANDOM) or "dropout" in name
+        self._random |= draws and kwargs.get("training", True) is not False
+        check_running_statistics(name, args, kwargs)
+        if self._running:
             if name != "__get__":
-                given = pytree.tree_leaves((args, kwargs))
-                self._used.update(id(leaf) for leaf in given if isinstance(leaf, nn.Parameter))
+                leaves = pytree.tree_leaves((args, kwargs))
+                used = (id(leaf) for leaf in leaves if isinstance(leaf, nn.Parameter))
+                self._weight_uses.update(used)
             return function(*args, **kwargs)
-        if name in _UNSEEN:
+        if name in _NOT_REPLAYED:
             raise RecordError(
-                f"its forward calls {name} between its modules, which the stages would not do",
-                "it inside of a block",
+                f"its forward calls {name} between its modules, which stages do not replay",
+                "it inside a block",
             )
         # before the call, which may change its arguments in place
-        known = None if name == "__get__" and not _is_view(function) else self._known(args, kwargs)
-        drew, self._drew = self._drew, False
+        recorded = name != "__get__" or _property_name(function) in _TENSOR_PROPERTIES
+        arguments = self.builder.with_nodes((args, kwargs)) if recorded else None
+        random, self._random = self._random, False
         result = function(*args, **kwargs)
-        leaves = pytree.tree_leaves(result)
-        gives = any(isinstance(leaf, Tensor) for leaf in leaves) or name == "__setitem__"
-        if known is not None and gives:
-            self._did(Node("function", *_as_function(function, *known)), result, drew)
+        has_tensor = any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result))
+        if arguments is not None and (has_tensor or name == "__setitem__"):
+            node = Node("function", *_replayable(function, *arguments))
+            self.builder.add_call(node, result, random)
         return result
 
-    def _enter(self, name: str) -> Any:
-        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if not self._inside:
-                self._drew = False
-                self._refuse_dice()
-                self._used.clear()
-                # now: the unit may change a list that it is given
-                self._given = (*self._known(args, kwargs), states_of(args, kwargs))
-            self._inside.append(name)
-
-        return hook
-
-    def _refuse_dice(self) -> None:
-        if self._dice.look():
+    def _check_rng(self) -> None:
+        if self._rng.used_since_last_check():
             raise RecordError(
                 "its forward draws random numbers of Python or numpy between its modules, which "
-                "would be drawn once for all steps",
-                "torch.rand, or draw inside of a block",
+                "would be the same in all steps",
+                "torch.rand, or draw inside a block",
             )
 
-    def _leave(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-            self._inside.pop()
-            if self._inside:
-                return
-            if name not in self._order:
-                self._order.append(name)
-            weighs = next(module.parameters(), None) is not None
-            args_before, kwargs_before, states = self._given
-            if states_of(args, kwargs) != states:
-                raise RecordError(
-                    f"its {name} changes an object, list or dict that it is given, which is made "
-                    "once, when the forward is recorded",
-                    "a block that returns what it made",
-                )
-            self._dice.look()  # what a unit draws is drawn at run time, too
-            node = Node("unit", name, args_before, kwargs_before, weighs=weighs)
-            node.checkpointed = self._checkpoints > 0
-            node.data_dependent = self._tried
-            node.repeats = max(self._used.values(), default=0) > 1
-            self._tried = False
-            self._did(node, result, self._drew)
+    # --- units ---------------------------------------------------------------------------------
+
+    def _pre_hook(self, name: str) -> Any:
+        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if not self._running:
+                self._random = False
+                self._check_rng()
+                self._weight_uses.clear()
+                # now: the unit may change a list that it is given
+                identities = argument_identities(args, kwargs)
+                self._arguments = (*self.builder.with_nodes((args, kwargs)), identities)
+            self._running.append(name)
 
         return hook
 
-    def _checkpoint(self, depth: int) -> None:
-        self._checkpoints += depth
-
-    def _custom(self, kind: Any, call: Any, args: tuple[Any, ...]) -> Any:
-        """A torch.autograd.Function: its backward is its own, so it is one call."""
-        if self._inside:
-            return call(*args)
-        known, _ = self._known(args, {})
-        self._inside.append(kind.__name__)
-        try:
-            result = call(*args)
-        finally:
-            self._inside.pop()
-
-        def apply(*real: Any) -> Any:
-            return kind.apply(*real)
-
-        # whether it draws is not seen: a stage sends what it made
-        self._did(Node("function", apply, known, {}), result, random=True)
-        return result
-
-    def _did(self, node: Node, result: Any, random: bool) -> None:
-        node.grad, node.random = torch.is_grad_enabled(), random
-        if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
-            raise RecordError(
-                "its forward turns autocast on around its modules, which the stages would not know of",
-                "precision=bf16, and autocast inside of blocks at most",
-            )
-        if isinstance(result, Tensor):
-            node.value = result
-        self.add(node)
-        if not isinstance(result, Tensor):
-            self._take_apart(node, result)
-
-    def _take_apart(self, node: Node, result: Any) -> None:
-        """Add the tensors in a result that is none, as nodes."""
-        for path, leaf in pytree.tree_flatten_with_path(result)[0]:
-            if not any(isinstance(inner, Tensor) for inner in tree_flatten(leaf)[0]):
-                continue
-            part = node
-            for at, key in enumerate(path, 1):
-                value = leaf if at == len(path) and isinstance(leaf, Tensor) else None
-                part = self.add(Node("function", *_part(part, key), value=value))
-            for name, field_of in fields(leaf).items() if is_plain_dataclass(leaf) else ():
-                inner = Node("function", getattr, (part, name))
-                if isinstance(field_of, Tensor):
-                    inner.value = field_of
-                self.add(inner)
-                self._take_apart(inner, () if inner.value is not None else field_of)
-
-    def _known(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Arguments with nodes in place of tensors."""
-
-        def replace(leaf: Any) -> Any:
-            if isinstance(leaf, torch.device) and leaf.type == "meta":
-                return DEVICE
-            if isinstance(leaf, str) and leaf == "meta":
-                return DEVICE
-            if isinstance(leaf, nn.Module):
+    def _post_hook(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+            self._running.pop()
+            if self._running:
+                return
+            if name not in self._called:
+                self._called.append(name)
+            args_before, kwargs_before, identities = self._arguments
+            if argument_identities(args, kwargs) != identities:
                 raise RecordError(
-                    f"its forward hands a {type(leaf).__name__} to another module, and a stage has "
-                    "modules of its own",
-                    "a module that holds it",
+                    f"its {name} changes an object, list or dict that it is given, which exists "
+                    "only while the forward is recorded",
+                    "a block that returns what it computed",
                 )
-            if not isinstance(leaf, Tensor):
-                return leaf
-            if id(leaf) not in self._node:
-                self._meet(leaf)
-            return self._node[id(leaf)]
+            self._rng.used_since_last_check()  # a unit may draw: it runs in each step
+            node = Node("unit", name, args_before, kwargs_before)
+            node.has_parameters = next(module.parameters(), None) is not None
+            node.checkpointed = self._checkpoint_depth > 0
+            node.data_dependent = self._on_cpu
+            node.reuses_weight = max(self._weight_uses.values(), default=0) > 1
+            self._on_cpu = False
+            self.builder.add_call(node, result, self._random)
 
-        return tree_map(args, replace), tree_map(kwargs, replace)
-
-    def _meet(self, tensor: Tensor) -> None:
-        """A tensor that no recorded call made: a weight or a buffer."""
-        name = self._names.get(id(tensor))
-        if name is None:
-            raise RecordError(
-                f"its forward uses a tensor of shape {tuple(tensor.shape)} that is neither a "
-                "parameter nor a buffer nor computed from the batch",
-                "self.register_buffer('name', tensor) in its constructor",
-            )
-        self.add(Node("weight", name, value=tensor, weighs=isinstance(tensor, nn.Parameter)))
-
-    def finish(self, output: Any) -> Recording:
-        for node, version in self._versions:
-            node.mutated = node.value._version != version
-            if node.mutated and node.kind == "input":
-                raise RecordError(
-                    f"its forward changes the batch's {node.target} in place",
-                    f"{node.target} = {node.target}.clone() before",
-                )
-        self._refuse_dice()
-        (output,), _ = self._known((output,), {})
-        return Recording(self._nodes, self._order, output)
+        return hook
 
     @contextmanager
-    def _on_meta_or_tried_out(self, module: nn.Module) -> Iterator[None]:
-        """Within it, a unit that cannot run on meta is tried on the CPU, for the shapes it returns."""
+    def _cpu_fallback(self, module: nn.Module) -> Iterator[None]:
+        """Within it, a unit that fails on meta tensors runs on the CPU to find output shapes."""
         forward, own = module.forward, vars(module).get("forward")
 
-        def on_meta_or_tried_out(*args: Any, **kwargs: Any) -> Any:
+        def with_fallback(*args: Any, **kwargs: Any) -> Any:
             try:
                 return forward(*args, **kwargs)
             except (RuntimeError, NotImplementedError) as error:
                 if "meta" not in str(error).lower():
                     raise
-                self._tried = True
+                self._on_cpu = True
                 if own is None:
                     vars(module).pop("forward", None)
                 return run_on_cpu(module, args, kwargs)
 
-        module.forward = on_meta_or_tried_out
+        module.forward = with_fallback
         try:
             yield
         finally:
@@ -308,26 +213,39 @@ class _Recorder(TorchFunctionMode):
             if own is not None:
                 module.forward = own
 
+    # --- torch.utils.checkpoint and torch.autograd.Function ------------------------------------
 
-def _is_view(function: Any) -> bool:
-    """Whether a getter of Tensor gives a tensor (x.T, x.data), not a property (x.shape)."""
-    return getattr(getattr(function, "__self__", None), "__name__", "") in (
-        ("T", "H", "mT", "mH", "data", "real", "imag")
-    )
+    def _change_checkpoint_depth(self, change: int) -> None:
+        self._checkpoint_depth += change
+
+    def _custom_function(self, kind: Any, call: Any, args: tuple[Any, ...]) -> Any:
+        """Record a torch.autograd.Function as one call, since it defines its own backward."""
+        if self._running:
+            return call(*args)
+        arguments = self.builder.with_nodes(args)
+        self._running.append(kind.__name__)
+        try:
+            result = call(*args)
+        finally:
+            self._running.pop()
+
+        def apply(*real: Any) -> Any:
+            return kind.apply(*real)
+
+        # random: whether it draws is unknown, so no other stage recomputes it
+        self.builder.add_call(Node("function", apply, arguments, {}), result, random=True)
+        return result
 
 
-def _as_function(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-    """What generated code can call: `x.T` is called as getattr(x, "T")."""
+def _property_name(getter: Any) -> str:
+    return getattr(getattr(getter, "__self__", None), "__name__", "")
+
+
+def _replayable(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """A call that generated code can make: `x.T` becomes getattr(x, "T")."""
     if getattr(function, "__name__", "") == "__get__":
         return getattr, (args[0], function.__self__.__name__), {}
     return function, args, kwargs
-
-
-def _part(node: Node, key: Any) -> tuple[Any, tuple[Node, Any]]:
-    """The call that takes a part out of a result."""
-    if isinstance(key, pytree.GetAttrKey):
-        return getattr, (node, key.name)
-    return operator.getitem, (node, key.key if isinstance(key, pytree.MappingKey) else key.idx)
 
 
 def _first_line(error: BaseException) -> str:

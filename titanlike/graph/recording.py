@@ -1,22 +1,28 @@
-"""What a recorded forward is: a graph of nodes, one for each unit and each operation between units."""
+"""What is recorded of a model's forward: a graph of inputs, weights, units and operations.
+
+`RecordingBuilder` makes the nodes, `record_forward.py` calls it for each intercepted call.
+"""
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from titanlike.graph.pytree import tree_flatten
+from titanlike.graph.pytree import dataclass_fields, is_plain_dataclass, tree_flatten, tree_map
 
 
 class DEVICE:
-    """Stands in a graph for the device of the stage that runs it."""
+    """Placeholder in a node's arguments for the device of the stage that runs it."""
 
 
 class RecordError(ValueError):
-    """A forward that cannot be recorded: why, and what can be done about it."""
+    """A forward that cannot be recorded: the reason, and what to write instead."""
 
     def __init__(self, reason: str, fix: str) -> None:
         super().__init__(f"{reason}; {fix}")
@@ -25,34 +31,32 @@ class RecordError(ValueError):
 
 @dataclass(eq=False)
 class Node:
-    """One thing that the forward does, or uses; stands for its result in the arguments of others."""
+    """One value of the forward; stands for that value in the arguments of other nodes."""
 
     kind: Literal["input", "weight", "unit", "function"]
-    target: Any  # a field of the batch, the name of a parameter, buffer or unit, or a function
+    target: Any  # a batch field, the name of a parameter, buffer or unit, or a function
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
-    value: Tensor | None = None  # on meta; None where the result is no tensor, but has some
-    grad: bool = True  # whether autograd was on
-    random: bool = False  # draws from a generator: done twice it gives something else
-    weighs: bool = False  # is a parameter, or has some
-    mutated: bool = False  # something later changes its result in place
-    data_dependent: bool = (
-        False  # a unit that meta tensors cannot run: what it does depends on values
-    )
-    repeats: bool = False  # a unit that uses a weight more than once
-    checkpointed: bool = False  # its activations are computed again in the backward
+    value: Tensor | None = None  # on meta; None where the result is a container of tensors
+    grad_enabled: bool = True
+    random: bool = False  # draws random numbers: computed twice it differs
+    has_parameters: bool = False  # is a parameter, or a unit with parameters
+    mutated: bool = False  # its result is later changed in place
+    data_dependent: bool = False  # a unit that meta tensors cannot run: it branches on values
+    reuses_weight: bool = False  # a unit that uses a weight more than once
+    checkpointed: bool = False  # its activations are recomputed in the backward
     chunked_head: Any = None  # of the last stage: computes the loss, see optim/chunked_loss.py
 
-    is_leaf_of_structures: ClassVar[bool] = True
+    is_pytree_leaf: ClassVar[bool] = True
 
     @property
-    def uses(self) -> list[Node]:
+    def input_nodes(self) -> list[Node]:
         leaves, _ = tree_flatten((self.args, self.kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, Node)]
 
     @property
     def shape(self) -> torch.Size:
-        """Of its tensor, where it is one."""
+        """Of `value`, which must be a tensor."""
         return self.value.shape
 
 
@@ -60,8 +64,111 @@ class Node:
 class Recording:
     """A model's forward on batches of one shape."""
 
-    nodes: list[Node]  # in the order in which they ran
-    units: list[str]  # in the order in which they were first called
+    nodes: list[Node]  # in execution order
+    units: list[str]  # in the order of their first calls
     output: Any  # what the model returns, with nodes in place of tensors
-    # of a forward without units: the place in `nodes` where a module begins
-    begins: dict[str, int] = field(default_factory=dict)
+    # of a traced forward, which has no units: module -> position in `nodes` where it begins
+    module_starts: dict[str, int] = field(default_factory=dict)
+
+
+class RecordingBuilder:
+    """Makes a node of each call, and finds the node of each tensor in a call's arguments."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.nodes: list[Node] = []
+        self._node_of: dict[int, Node] = {}  # by the id of its tensor
+        self._versions: list[tuple[Node, int]] = []  # keeps the tensors alive, so ids stay unique
+        self._names = {
+            id(t): name for name, t in [*model.named_buffers(), *model.named_parameters()]
+        }
+
+    def add(self, node: Node) -> Node:
+        self.nodes.append(node)
+        if node.value is not None:
+            self._node_of[id(node.value)] = node
+            self._versions.append((node, node.value._version))
+        return node
+
+    def add_call(self, node: Node, result: Any, random: bool) -> None:
+        """Add a call with its result; raises RecordError under autocast."""
+        node.grad_enabled, node.random = torch.is_grad_enabled(), random
+        if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
+            raise RecordError(
+                "its forward turns autocast on between its modules, where stages do not apply it",
+                "precision=bf16, and autocast inside blocks only",
+            )
+        if isinstance(result, Tensor):
+            node.value = result
+        self.add(node)
+        if not isinstance(result, Tensor):
+            self._add_parts(node, result)
+
+    def _add_parts(self, node: Node, result: Any) -> None:
+        """Add a getter node for each tensor in a container that a call returned."""
+        for path, leaf in pytree.tree_flatten_with_path(result)[0]:
+            if not any(isinstance(inner, Tensor) for inner in tree_flatten(leaf)[0]):
+                continue
+            part = node
+            for depth, key in enumerate(path, 1):
+                value = leaf if depth == len(path) and isinstance(leaf, Tensor) else None
+                part = self.add(Node("function", *_getter(part, key), value=value))
+            for name, content in dataclass_fields(leaf).items() if is_plain_dataclass(leaf) else ():
+                inner = Node("function", getattr, (part, name))
+                if isinstance(content, Tensor):
+                    inner.value = content
+                self.add(inner)
+                self._add_parts(inner, () if inner.value is not None else content)
+
+    def with_nodes(self, value: Any) -> Any:
+        """Arguments or an output with nodes in place of tensors; raises RecordError."""
+        return tree_map(value, self._node_for)
+
+    def _node_for(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.device) and leaf.type == "meta":
+            return DEVICE
+        if isinstance(leaf, str) and leaf == "meta":
+            return DEVICE
+        if isinstance(leaf, nn.Module):
+            raise RecordError(
+                f"its forward passes a {type(leaf).__name__} to another module, and a stage holds "
+                "its own modules only",
+                "a module that contains it",
+            )
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in self._node_of:
+            self._add_weight(leaf)
+        return self._node_of[id(leaf)]
+
+    def _add_weight(self, tensor: Tensor) -> None:
+        """Add the parameter or buffer that a tensor is, as no recorded call made it."""
+        name = self._names.get(id(tensor))
+        if name is None:
+            raise RecordError(
+                f"its forward uses a tensor of shape {tuple(tensor.shape)} that is neither a "
+                "parameter nor a buffer nor computed from the batch",
+                "self.register_buffer('name', tensor) in its constructor",
+            )
+        is_parameter = isinstance(tensor, nn.Parameter)
+        self.add(Node("weight", name, value=tensor, has_parameters=is_parameter))
+
+    def mark_mutated(self) -> None:
+        """Set `mutated` of all nodes; raises RecordError for a changed batch."""
+        for node, version in self._versions:
+            node.mutated = node.value._version != version
+            if node.mutated and node.kind == "input":
+                raise RecordError(
+                    f"its forward changes the batch's {node.target} in place",
+                    f"{node.target} = {node.target}.clone() before",
+                )
+
+    def build(self, units: Iterable[str], output: Any) -> Recording:
+        output = self.with_nodes(output)
+        return Recording(self.nodes, list(units), output)
+
+
+def _getter(node: Node, key: Any) -> tuple[Any, tuple[Node, Any]]:
+    """The call that takes a part out of a result."""
+    if isinstance(key, pytree.GetAttrKey):
+        return getattr, (node, key.name)
+    return operator.getitem, (node, key.key if isinstance(key, pytree.MappingKey) else key.idx)

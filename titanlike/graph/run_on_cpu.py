@@ -1,7 +1,7 @@
-"""Running a unit on the CPU to see the shapes of what it returns, where meta tensors do not do.
+"""Run one unit on the CPU to find the shapes of its outputs, where meta tensors cannot.
 
-A mixture of experts asks which tokens an expert gets, and meta tensors have no answer. One unit at a
-time is small enough to be tried with random weights; only shapes and dtypes are looked at.
+A mixture of experts branches on which tokens an expert gets, which meta tensors do not know. One
+unit at a time fits in memory; its weights are random, and only shapes and dtypes are used.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from titanlike.graph.pytree import tree_map
 
 
 def run_on_cpu(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a module on meta returns for arguments on meta: on meta again.
+    """Call a copy of a meta module on the CPU: meta arguments in, meta results out.
 
-    Raises what it raises on the CPU.
+    Raises what the module raises.
     """
     real = copy.deepcopy(module).to_empty(device="cpu")
     with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
         for tensor in [*real.parameters(), *real.buffers()]:
             _fill(tensor)
-        told = [tree_map(part, _on_cpu) for part in (args, kwargs)]
+        real_args, real_kwargs = tree_map(args, _to_cpu), tree_map(kwargs, _to_cpu)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        result = real(*told[0], **told[1])
-    return tree_map(result, _on_meta)
+        result = real(*real_args, **real_kwargs)
+    return tree_map(result, _to_meta)
 
 
 def _fill(tensor: Tensor) -> None:
-    """Values that most modules can work with: small numbers, the first id, yes."""
+    """Values that most modules accept: small floats, index 0, True."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.normal_(0, 0.02)
     else:
         tensor.fill_(tensor.dtype == torch.bool)
 
 
-def _on_cpu(leaf: Any) -> Any:
+def _to_cpu(leaf: Any) -> Any:
     if isinstance(leaf, torch.device) and leaf.type == "meta":
         return torch.device("cpu")
     if not isinstance(leaf, Tensor):
@@ -48,7 +48,7 @@ def _on_cpu(leaf: Any) -> Any:
     return tensor.requires_grad_(leaf.requires_grad)
 
 
-def _on_meta(leaf: Any) -> Any:
+def _to_meta(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     return torch.empty_like(leaf, device="meta").requires_grad_(leaf.requires_grad)

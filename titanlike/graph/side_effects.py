@@ -1,9 +1,9 @@
-"""What a forward does besides computing: a stage would not do it, so it must not matter.
+"""Side effects of a model's forward that the generated forward of a stage would not reproduce.
 
-A recording runs the model's forward once; at run time its units run, and what is between them is
-replayed. State that the forward changes would be frozen as it was in the recording, and random
-numbers of Python and numpy would be drawn once for all steps. Both are refused; what a recording
-leaves on the model (a mask that is made when it is first needed) is taken away again.
+The model's forward runs once, for the recording; in training only its units and the recorded calls
+run. State that the forward changes would stay as it was recorded, and random numbers of Python or
+numpy would be the same in all steps: both raise SideEffect. What the recording leaves on the model
+(a mask that is created on first use) is removed.
 """
 
 from __future__ import annotations
@@ -18,42 +18,41 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 _PLAIN = (bool, int, float, str)
-OUTSIDE = "a model that changes it outside of its forward, or torch's batch norm"
 
 
 class SideEffect(ValueError):
-    """What a forward does that a stage would not: why it matters, and what to write."""
+    """A side effect of a forward: why it gives wrong results, and what to write instead."""
 
     def __init__(self, reason: str, fix: str) -> None:
         super().__init__(reason)
         self.reason, self.fix = reason, fix
 
 
-def changed_buffer(name: str) -> SideEffect:
-    return SideEffect(
-        f"its forward changes the buffer {name}, once a microbatch and on each dp rank by itself: "
-        "its values would depend on the layout",
-        OUTSIDE,
-    )
-
-
 @contextmanager
-def undone(model: nn.Module, units: Sequence[str]) -> Iterator[None]:
-    """Afterwards the model is as it was. Raises SideEffect for what may not happen within."""
+def restored(model: nn.Module, units: Sequence[str]) -> Iterator[None]:
+    """Restore the model's attributes and buffers on exit.
+
+    Raises SideEffect where a buffer was changed, or a plain attribute outside of `units`.
+    """
     before = {name: _State(module) for name, module in model.named_modules()}
     inside = tuple(f"{unit}." for unit in units)
     try:
         yield
         for name, state in before.items():
             for buffer in state.changed_buffers():
-                raise changed_buffer(f"{name}.{buffer}".lstrip("."))
+                raise SideEffect(
+                    f"its forward changes the buffer {f'{name}.{buffer}'.lstrip('.')}, once a "
+                    "microbatch and on each dp rank separately: its values would depend on the "
+                    "layout",
+                    "a model that changes it outside of its forward, or torch's batch norm",
+                )
             if name in units or name.startswith(inside):
-                continue  # runs in a stage as it is
+                continue  # runs in each step
             for attribute in state.changed_attributes():
                 raise SideEffect(
                     f"its forward changes {f'self.{name}.'.replace('..', '.')}{attribute}, which "
                     "would stay as it was when the forward was recorded",
-                    "it without, or inside of a block",
+                    "it without, or inside a block",
                 )
     finally:
         for state in before.values():
@@ -61,7 +60,7 @@ def undone(model: nn.Module, units: Sequence[str]) -> Iterator[None]:
 
 
 class _State:
-    """A module's attributes and buffers."""
+    """A module's attributes and buffers at one time."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -92,34 +91,36 @@ def _version(buffer: Tensor | None) -> int:
     return -1 if buffer is None else buffer._version
 
 
-class Dice:
-    """Whether Python's or numpy's generator was used since `look` was called last."""
+class RngMonitor:
+    """Detects use of Python's or numpy's global generator."""
 
     def __init__(self) -> None:
-        self.look()
+        self._state = _rng_state()
 
-    def look(self) -> bool:
-        numbers = np.random.get_state()
-        now = (random.getstate(), numbers[1].tobytes(), numbers[2])
-        used = getattr(self, "_before", now) != now
-        self._before = now
-        return used
+    def used_since_last_check(self) -> bool:
+        before, self._state = self._state, _rng_state()
+        return before != self._state
 
 
-def states_of(args: Any, kwargs: Any) -> list[Any]:
-    """What is in arguments, and what their objects hold, by identity: to be compared."""
+def _rng_state() -> tuple[Any, ...]:
+    state = np.random.get_state()
+    return random.getstate(), state[1].tobytes(), state[2]
+
+
+def argument_identities(args: Any, kwargs: Any) -> list[Any]:
+    """Ids of a call's arguments and of their attributes: equal before and after a pure call."""
     leaves = pytree.tree_leaves((args, kwargs))
-    return [(id(leaf), _attributes(leaf)) for leaf in leaves]
+    return [(id(leaf), _attribute_ids(leaf)) for leaf in leaves]
 
 
-def _attributes(leaf: Any) -> dict[str, int]:
+def _attribute_ids(leaf: Any) -> dict[str, int]:
     if isinstance(leaf, (Tensor, nn.Module, type)) or callable(leaf):
         return {}
     return {name: id(part) for name, part in getattr(leaf, "__dict__", {}).items()}
 
 
-def refuse_running_statistics(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Of batch_norm and instance_norm, called by hand with buffers that they change."""
+def check_running_statistics(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise SideEffect for F.batch_norm or F.instance_norm that updates running statistics."""
     if name not in ("batch_norm", "instance_norm"):
         return
     running = kwargs.get("running_mean", args[1] if len(args) > 1 else None)

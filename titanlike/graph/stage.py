@@ -1,8 +1,4 @@
-"""One stage: the units of the whole model that it runs, under their names in it, and a forward.
-
-The forward is written from a `StageGraph`, one for each shape of batch and for training and
-evaluation apart; `Stage.source` shows it.
-"""
+"""A pipeline stage: some units of the model, under their names in it, and a generated forward."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from titanlike.graph.cut import StageGraph
@@ -20,31 +15,33 @@ from titanlike.torch_private.pipelining import FIELD
 
 
 class Stage(nn.Module):
-    """Runs consecutive units of a model: what arrives -> what is sent on.
+    """Consecutive units of a model: received tensors -> tensors for the next stage.
 
-    The first stage takes the batch's "inputs", the others what the stage before sends; keyword
-    arguments are fields of the batch. Parameters have the names that they have in the model.
+    The first stage receives the batch's "inputs"; keyword arguments are the batch's fields.
+    Parameters have the names that they have in the model. There is one generated forward for each
+    shape of batch, in training and in evaluation (see `stage_forward.py`).
     """
 
     def __init__(self, model: nn.Module, units: Iterable[str], weights: Iterable[str]) -> None:
-        """model: is taken apart."""
+        """Take the modules `units`, and the parameters and buffers `weights`, out of the model."""
         super().__init__()
-        self._programs: dict[Hashable, Callable[..., Any]] = {}
-        self._current: Hashable = None
-        self.source = ""
+        self._forwards: dict[Hashable, Callable[..., Any]] = {}
+        self._selected: Hashable = None
+        self.source = ""  # of the forward that was generated last
         for name in units:
             path, _, last = name.rpartition(".")
-            self._container(path).add_module(last, model.get_submodule(name))
+            self._parent(path).add_module(last, model.get_submodule(name))
         for name in weights:
             path, _, last = name.rpartition(".")
-            owner, here = model.get_submodule(path), self._container(path)
+            owner, parent = model.get_submodule(path), self._parent(path)
             if last in owner._parameters:
-                here.register_parameter(last, owner._parameters[last])
+                parent.register_parameter(last, owner._parameters[last])
             else:
                 persistent = last not in owner._non_persistent_buffers_set
-                here.register_buffer(last, owner._buffers[last], persistent=persistent)
+                parent.register_buffer(last, owner._buffers[last], persistent=persistent)
 
-    def _container(self, path: str) -> nn.Module:
+    def _parent(self, path: str) -> nn.Module:
+        """The module at `path`, created with those above it where it does not exist."""
         module: nn.Module = self
         for name in path.split(".") if path else ():
             if name not in module._modules:
@@ -55,39 +52,42 @@ class Stage(nn.Module):
     def add_forwards(
         self, shapes: Hashable, graphs: dict[bool, StageGraph], index: int, device: torch.device
     ) -> None:
-        """Write the forwards for batches of some shapes; graphs: in training, in evaluation."""
+        """Generate and select the forwards for batches of these shapes.
+
+        graphs: by `self.training`; index: of the stage.
+        """
         for training, graph in graphs.items():
-            self.source, program = write_forward(self, graph, first=index == 0, device=device)
-            self._programs[shapes, training] = program
-        self._current = shapes
+            self.source, forward = write_forward(self, graph, first=index == 0, device=device)
+            self._forwards[shapes, training] = forward
+        self._selected = shapes
 
     def select_forward(self, shapes: Hashable) -> None:
-        """Run batches of these shapes from now on."""
-        self._current = shapes
+        """Run the forward for batches of these shapes from now on."""
+        self._selected = shapes
 
-    def forward(self, *arrived: Tensor, **batch: Tensor) -> Tensor | tuple[Tensor, ...]:
+    def forward(self, *received: Tensor, **batch: Tensor) -> Tensor | tuple[Tensor, ...]:
         fields = {name.removeprefix(FIELD): tensor for name, tensor in batch.items()}
-        return self._programs[self._current, self.training](arrived, fields)
+        return self._forwards[self._selected, self.training](received, fields)
 
 
 def fsdp_groups(stage: nn.Module, units: Sequence[Unit], used: Iterable[str]) -> list[list[str]]:
-    """Names of what is gathered together: each block by itself, neighbours that are none (norm and
-    head) as one.
+    """Names of the units that FSDP gathers together: each block alone, consecutive others (norm
+    and head) as one group.
 
-    used: weights that the stage's forward uses itself. They, and weights that two units share,
-    belong to the stage as a whole, and so do the units that hold them.
+    used: weights that the stage's forward uses directly. They, weights that two units share, and
+    the units that contain them are gathered with the stage as a whole.
     """
     seen: set[int] = {id(stage.get_parameter(name)) for name in used if _is_parameter(stage, name)}
-    twice = set(seen)
+    shared = set(seen)
     for unit in units:
         own = {id(parameter) for parameter in stage.get_submodule(unit.name).parameters()}
-        twice |= own & seen
+        shared |= own & seen
         seen |= own
     groups: list[list[str]] = []
     before: Unit | None = None
     for unit in units:
         own = {id(parameter) for parameter in stage.get_submodule(unit.name).parameters()}
-        if not own or own & twice:
+        if not own or own & shared:
             continue
         if before is not None and not unit.block and not before.block:
             groups[-1].append(unit.name)

@@ -1,4 +1,9 @@
-"""A stage's forward, written as Python source from its `StageGraph` and compiled."""
+"""Write a stage's forward as Python source from its `StageGraph`, and compile it.
+
+The function takes (received, batch): tensors from the stage before, and the batch's fields. It has
+one line for each node (v0, v1, ...), frees each value after its last use, and returns what the next
+stage receives. `Stage.source` holds the text.
+"""
 
 from __future__ import annotations
 
@@ -17,113 +22,158 @@ from titanlike.graph.recording import DEVICE, Node
 def write_forward(
     stage: nn.Module, graph: StageGraph, *, first: bool, device: torch.device
 ) -> tuple[str, Callable[..., Any]]:
-    """The Python source of a stage's forward and the function that it defines."""
-    known: dict[str, Any] = {
-        "torch": torch,
-        "depart": depart,
-        "attach": _Attach.apply,
-        "arrive": _Arrive.apply,
-    }
-    variables: dict[Node, str] = {}
-    lines = ["def forward(arrived, batch):"]
+    """The source of a stage's forward, and the function that it defines."""
+    writer = _Writer(stage, graph, first, device)
+    source = writer.write()
+    exec(compile(source, "<stage>", "exec"), writer.names)
+    return source, writer.names["forward"]
 
-    def constant(prefix: str, value: Any) -> str:
-        name = f"{prefix.replace('.', '_')}_{len(known)}"
-        known[name] = value
+
+class _Writer:
+    def __init__(
+        self, stage: nn.Module, graph: StageGraph, first: bool, device: torch.device
+    ) -> None:
+        self._stage, self._graph, self._first, self._device = stage, graph, first, device
+        self._lines = ["def forward(received, batch):"]
+        self._variables: dict[Node, str] = {}
+        self._relayed: dict[Node, str] = {}  # received tensors that may be sent on unchanged
+        self._without_gradient: list[str] = []  # received tensors that no gradient reaches
+        self._last_use = {use: node for node in graph.nodes for use in node.input_nodes}
+        self.names: dict[str, Any] = {  # globals of the generated function
+            "torch": torch,
+            "receive": _PackGradient.apply,
+            "to_send": to_send,
+            "with_zero_gradients": _WithZeroGradients.apply,
+        }
+
+    def write(self) -> str:
+        for index, node in enumerate(self._graph.receives):
+            self._receive(index, node)
+        for index, node in enumerate(self._graph.nodes):
+            self._variables[node] = f"v{index}"
+            if node.kind == "input":
+                self._assign(node, self._batch_field(node.target))
+            elif node.kind == "weight":
+                path, _, last = node.target.rpartition(".")
+                module = self._constant("module", self._stage.get_submodule(path))
+                self._assign(node, f"{module}.{last}")
+            else:
+                self._call(node)
+                self._free_inputs(node)
+        self._send()
+        return "\n".join(self._lines)
+
+    def _line(self, text: str) -> None:
+        self._lines.append(f"    {text}")
+
+    def _assign(self, node: Node, expression: str) -> None:
+        self._line(f"{self._variables[node]} = {expression}")
+
+    def _receive(self, index: int, node: Node) -> None:
+        self._variables[node] = name = f"a{index}"
+        received = f"received[{index}]"
+        if node.value.requires_grad:
+            self._assign(node, f"receive({received})")
+        else:
+            self._without_gradient.append(received)
+            dtype = self._constant("dtype", node.value.dtype)
+            self._assign(node, f"{received}.detach().to({dtype})")
+        if node.mutated:
+            self._assign(node, f"{name}.clone()")
+        elif node.value.requires_grad:
+            self._relayed[node] = received  # a view, such as receive() returns, would be copied
+
+    def _batch_field(self, name: str) -> str:
+        return "received[0]" if self._first and name == "inputs" else f"batch[{name!r}]"
+
+    def _call(self, node: Node) -> None:
+        function = self._function(node)
+        arguments = [self._expression(value) for value in node.args]
+        arguments += [f"{key}={self._expression(value)}" for key, value in node.kwargs.items()]
+        if node.checkpointed:
+            arguments = [function, *arguments, "use_reentrant=False"]
+            function = "torch.utils.checkpoint.checkpoint"
+        if not node.grad_enabled:
+            self._line("with torch.no_grad():")
+        indent = "" if node.grad_enabled else "    "
+        name = self._variables[node]
+        self._line(f"{indent}{name} = {function}({', '.join(arguments)})")
+        if node.kind == "unit" and node.mutated:  # FSDP's hook is on the unit's own output
+            self._assign(node, f"{name}.clone()")
+
+    def _function(self, node: Node) -> str:
+        module = self._stage.get_submodule(node.target) if node.kind == "unit" else None
+        if node.chunked_head is not None:
+            return self._constant("loss", node.chunked_head.loss_function(module))
+        if module is not None:
+            return self._constant("unit", module)
+        return self._constant(getattr(node.target, "__name__", "function").strip("_"), node.target)
+
+    def _free_inputs(self, node: Node) -> None:
+        freed = [
+            self._variables[use]
+            for use in dict.fromkeys(node.input_nodes)
+            if self._last_use[use] is node and use not in self._graph.sends
+        ]
+        if freed:
+            self._line(f"{' = '.join(freed)} = None")
+
+    def _send(self) -> None:
+        graph = self._graph
+        # torch detaches what was sent in place, so the stage must not have it saved for backward
+        last = graph.output is not None
+        used = set() if last else {use for node in graph.nodes for use in node.input_nodes}
+        sent = []
+        for node in graph.sends:
+            name = self._relayed.get(node, self._variables[node])
+            sent.append(f"to_send({name}{', used_here=True' * (node in used)})")
+        self._line(f"sent = [{', '.join(sent)}]")
+        if self._without_gradient and graph.sends:
+            at = next((i for i, node in enumerate(graph.sends) if node.value.requires_grad), 0)
+            others = ", ".join(self._without_gradient)
+            self._line(f"sent[{at}] = with_zero_gradients(sent[{at}], {others})")
+        self._line("return sent[0]" if len(sent) == 1 else "return tuple(sent)")
+
+    def _constant(self, prefix: str, value: Any) -> str:
+        """A global name for an object."""
+        name = f"{prefix.replace('.', '_')}_{len(self.names)}"
+        self.names[name] = value
         return name
 
-    def text(value: Any) -> str:
-        """An expression for an argument."""
+    def _expression(self, value: Any) -> str:
+        """Source of a call's argument."""
         if isinstance(value, Node):
-            return variables[value]
+            return self._variables[value]
         if value is DEVICE:
-            return text(device)
+            return self._expression(self._device)
         if value is None or type(value) in (bool, int, str):
             return repr(value)
-        kind = type(value)
-        if kind is list:
-            return f"[{', '.join(map(text, value))}]"
-        if kind is tuple:
-            return f"({''.join(text(v) + ', ' for v in value)})"
-        if kind is dict:
-            return f"{{{', '.join(f'{k!r}: {text(v)}' for k, v in value.items())}}}"
+        if type(value) is list:
+            return f"[{', '.join(map(self._expression, value))}]"
+        if type(value) is tuple:
+            return f"({''.join(self._expression(part) + ', ' for part in value)})"
+        if type(value) is dict:
+            items = (f"{key!r}: {self._expression(part)}" for key, part in value.items())
+            return f"{{{', '.join(items)}}}"
         leaves, rebuild = tree_flatten(value)
         if any(isinstance(leaf, Node) or leaf is DEVICE for leaf in leaves):
-            build = constant("build", lambda *x: rebuild(x))
-            return f"{build}({', '.join(map(text, leaves))})"
-        return constant("constant", value)
-
-    last_use = {use: node for node in graph.nodes for use in node.uses}
-    relayed: dict[Node, str] = {}
-    untracked = []  # arrived leaves whose gradient is always zero
-    for place, node in enumerate(graph.arrives):
-        variables[node] = name = f"a{place}"
-        if node.value.requires_grad:
-            lines.append(f"    {name} = arrive(arrived[{place}])")
-        else:
-            lines.append(f"    {name} = arrived[{place}]")
-            untracked.append(f"arrived[{place}]")
-            kind = constant("dtype", node.value.dtype)
-            lines.append(f"    {name} = {name}.detach().to({kind})")
-        if node.mutated:
-            lines.append(f"    {name} = {name}.clone()")
-        elif node.value.requires_grad:
-            relayed[node] = f"arrived[{place}]"  # as it is: a view would be copied
-    for place, node in enumerate(graph.nodes):
-        variables[node] = name = f"v{place}"
-        if node.kind == "input":
-            where = "arrived[0]" if first and node.target == "inputs" else f"batch[{node.target!r}]"
-            lines.append(f"    {name} = {where}")
-            continue
-        if node.kind == "weight":
-            path, _, last = node.target.rpartition(".")
-            lines.append(f"    {name} = {constant('module', stage.get_submodule(path))}.{last}")
-            continue
-        module = stage.get_submodule(node.target) if node.kind == "unit" else None
-        if node.chunked_head is not None:
-            called = constant("loss", node.chunked_head.loss_function(module))
-        elif module is not None:
-            called = constant("unit", module)
-        else:
-            called = constant(getattr(node.target, "__name__", "function").strip("_"), node.target)
-        arguments = [text(v) for v in node.args]
-        arguments += [f"{k}={text(v)}" for k, v in node.kwargs.items()]
-        if node.checkpointed:
-            arguments = [called, *arguments, "use_reentrant=False"]
-            called = "torch.utils.checkpoint.checkpoint"
-        call = f"{name} = {called}({', '.join(arguments)})"
-        lines += [f"    {call}"] if node.grad else ["    with torch.no_grad():", f"        {call}"]
-        if node.kind == "unit" and node.mutated:  # in place it would lose FSDP's hook
-            lines.append(f"    {name} = {name}.clone()")
-        dead = [v for v in dict.fromkeys(node.uses) if last_use[v] is node and v not in graph.sends]
-        if dead:
-            lines.append(f"    {' = '.join(variables[v] for v in dead)} = None")
-    sent = [relayed.get(node, variables[node]) for node in graph.sends]
-    # torch detaches what was sent in place, and then nothing may have it saved for its backward
-    kept = {use for node in graph.nodes for use in node.uses} if graph.output is None else set()
-    departing = [
-        f"depart({name}{', kept=True' * (node in kept)})"
-        for name, node in zip(sent, graph.sends, strict=True)
-    ]
-    lines.append(f"    sent = [{', '.join(departing)}]")
-    if untracked and graph.sends:
-        at = next((i for i, node in enumerate(graph.sends) if node.value.requires_grad), 0)
-        lines.append(f"    sent[{at}] = attach(sent[{at}], {', '.join(untracked)})")
-    lines.append("    return sent[0]" if len(sent) == 1 else "    return tuple(sent)")
-    source = "\n".join(lines)
-    exec(compile(source, "<stage>", "exec"), known)
-    return source, known["forward"]
+            build = self._constant("build", lambda *leaves: rebuild(leaves))
+            return f"{build}({', '.join(map(self._expression, leaves))})"
+        return self._constant("constant", value)
 
 
-def depart(tensor: Tensor, kept: bool = False) -> Tensor:
+# --- what the generated source calls -----------------------------------------------------------
+
+
+def to_send(tensor: Tensor, used_here: bool = False) -> Tensor:
     """A tensor as it is sent: floating point, contiguous, no view, with a gradient in training.
 
-    kept: the stage itself uses it, too.
+    used_here: the stage itself uses it as well.
     """
     if not tensor.is_floating_point():
         tensor = tensor.to(torch.float64)
-    kept = kept and tensor.grad_fn is not None
-    if kept or tensor._is_view() or not _is_packed(tensor):
+    used_here = used_here and tensor.grad_fn is not None
+    if used_here or tensor._is_view() or not _is_packed(tensor):
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     if torch.is_grad_enabled() and not tensor.requires_grad:
         tensor = tensor.detach().requires_grad_()
@@ -131,17 +181,17 @@ def depart(tensor: Tensor, kept: bool = False) -> Tensor:
 
 
 def _is_packed(tensor: Tensor) -> bool:
-    """Whether its strides are those of a new tensor, which torch's runtime insists on.
+    """Whether its strides are those of a new tensor, as torch's pipeline runtime requires.
 
-    To be contiguous is not enough: a dimension of size 1 may have any stride then.
+    is_contiguous() is weaker: it accepts any stride in a dimension of size 1.
     """
     return tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
 
 
-class _Arrive(torch.autograd.Function):
+class _PackGradient(torch.autograd.Function):
     """The same tensor; its gradient is packed before it is sent back.
 
-    A gradient is often a part of a larger one (of what `torch.cat` made, for a skip connection).
+    A gradient is often a slice of a larger one, as behind a `torch.cat` with a skip connection.
     """
 
     @staticmethod
@@ -155,8 +205,8 @@ class _Arrive(torch.autograd.Function):
         return gradient.clone(memory_format=torch.contiguous_format)
 
 
-class _Attach(torch.autograd.Function):
-    """Give tensors that no gradient reaches a gradient of zero: their senders wait for one."""
+class _WithZeroGradients(torch.autograd.Function):
+    """The same tensor; `others` get a gradient of zero, as the stages that sent them expect one."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, *others: Tensor) -> Tensor:

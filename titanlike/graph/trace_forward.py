@@ -1,8 +1,8 @@
-"""A model's forward as torch's tracer sees it: a graph of tensor operations, without modules.
+"""Trace a model's forward with torch.export: a graph of tensor operations, without modules.
 
-`split=trace` cuts this graph, as any other recording, where a named module begins, at any depth: also
-inside of what `units.py` takes for one unit. A stage then holds weights and no modules. That has
-limits that a recording of units has not; each is an error that says what to write instead.
+`split=trace` cuts this graph where a named module begins, at any depth, also inside what
+`find_units.py` takes for one unit. A stage then has weights and no modules. torch.export is more
+restricted than `record_forward.py`; each limit is an error that says what to write instead.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from torch.utils import _pytree as pytree
 
 from titanlike.graph.recording import DEVICE, Node, RecordError, Recording
 
-OTHERWISE = "split=points or split=even, which leave modules whole"
+_ALTERNATIVE = "split=points or split=even, which leave modules whole"
 
 
 def trace_forward(model: nn.Module, batch: dict[str, Tensor]) -> Recording:
-    """`model(inputs, **others)` as torch.export traces it, in the model's current mode.
+    """Trace `model(inputs, **others)` in the model's current mode.
 
-    model, batch: on meta; see `record`. Raises RecordError.
+    model, batch: on meta, see `record_forward`. Raises RecordError.
     """
     others = {name: tensor for name, tensor in batch.items() if name != "inputs"}
     first = (batch["inputs"],) if "inputs" in batch else ()
     try:
-        with torch.device("meta"):  # what the forward makes is on the stage's device later
+        with torch.device("meta"):  # tensors that the forward creates
             program = torch.export.export(model, first, others, strict=False)
-    except Exception as error:  # torch raises many kinds of its own, and passes on the model's
+    except Exception as error:  # of many kinds: torch's and the model's
         lines = str(error).strip().splitlines() or [type(error).__name__]
         reason = f"torch's tracer cannot follow its forward ({lines[0]})"
-        raise RecordError(reason, OTHERWISE) from error
+        raise RecordError(reason, _ALTERNATIVE) from error
     signature = program.graph_signature
     if signature.inputs_to_lifted_tensor_constants:
         raise RecordError(
-            "its forward makes a tensor of numbers (torch.tensor), which the tracer would fix",
-            f"self.register_buffer('name', tensor) in the model, or {OTHERWISE}",
+            "its forward creates a tensor from numbers (torch.tensor), which the tracer would freeze",
+            f"self.register_buffer('name', tensor) in the model, or {_ALTERNATIVE}",
         )
     converter = _Converter()
     names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
@@ -45,16 +45,15 @@ def trace_forward(model: nn.Module, batch: dict[str, Tensor]) -> Recording:
     tensors |= dict(model.named_buffers(remove_duplicate=False))
     fields = dict(zip(signature.user_inputs, _order(first, others), strict=True))
     inputs: list[Any] = []
-    for place in program.graph_module.graph.nodes:
-        if place.op != "placeholder":
-            continue
-        if place.name in names:
-            name = names[place.name]
-            weighs = isinstance(tensors[name], nn.Parameter)
-            inputs.append(converter.add(Node("weight", name, value=tensors[name], weighs=weighs)))
+    for placeholder in program.graph_module.graph.find_nodes(op="placeholder"):
+        if placeholder.name in names:
+            name = names[placeholder.name]
+            node = Node("weight", name, value=tensors[name])
+            node.has_parameters = isinstance(tensors[name], nn.Parameter)
         else:
-            name = fields[place.name]
-            inputs.append(converter.add(Node("input", name, value=batch[name])))
+            name = fields[placeholder.name]
+            node = Node("input", name, value=batch[name])
+        inputs.append(converter.add(node))
     with torch.enable_grad(), torch.device("meta"):
         flat = converter.convert(program.graph_module, inputs, grad=True)
     changed = len(signature.buffers_to_mutate) + len(signature.user_inputs_to_mutate)
@@ -63,18 +62,18 @@ def trace_forward(model: nn.Module, batch: dict[str, Tensor]) -> Recording:
 
 
 def _order(first: tuple[Tensor, ...], others: dict[str, Tensor]) -> Sequence[str]:
-    """Names of the fields, as the tracer flattens them."""
+    """Names of the fields, in the order in which the tracer flattens them."""
     return (["inputs"] if first else []) + list(others)
 
 
 class _Converter:
-    """Makes nodes of a traced graph, and runs each on meta to know its value."""
+    """Converts fx nodes to `Node`s, running each on meta to find its value."""
 
     def __init__(self) -> None:
         self._nodes: list[Node] = []
         self._values: dict[Node, Any] = {}
         self._versions: dict[Node, int] = {}
-        self._begins: dict[str, int] = {}
+        self._module_starts: dict[str, int] = {}
 
     def add(self, node: Node, value: Any = None) -> Node:
         value = node.value if node.value is not None else value
@@ -87,41 +86,46 @@ class _Converter:
     def convert(self, module: fx.GraphModule, inputs: Sequence[Any], *, grad: bool) -> Any:
         """The outputs of a graph, with nodes in place of tensors."""
         known: dict[fx.Node, Any] = {}
-        arriving = iter(inputs)
-        for step in module.graph.nodes:
-            if step.op == "placeholder":
-                known[step] = next(arriving)
-            elif step.op == "output":
-                return fx.node.map_arg(step.args[0], known.__getitem__)
-            elif step.op == "get_attr":
-                known[step] = getattr(module, step.target)  # a graph inside
-            elif step.op == "call_function":
-                known[step] = self._call(step, known, grad)
+        given = iter(inputs)
+        for fx_node in module.graph.nodes:
+            if fx_node.op == "placeholder":
+                known[fx_node] = next(given)
+            elif fx_node.op == "output":
+                return fx.node.map_arg(fx_node.args[0], known.__getitem__)
+            elif fx_node.op == "get_attr":
+                known[fx_node] = getattr(module, fx_node.target)  # a subgraph
+            elif fx_node.op == "call_function":
+                known[fx_node] = self._call(fx_node, known, grad)
         raise AssertionError("a graph ends with its output")
 
-    def _call(self, step: fx.Node, known: dict[fx.Node, Any], grad: bool) -> Any:
-        args, kwargs = (fx.node.map_arg(x, known.__getitem__) for x in (step.args, step.kwargs))
-        name = getattr(step.target, "__name__", str(step.target))
+    def _call(self, fx_node: fx.Node, known: dict[fx.Node, Any], grad: bool) -> Any:
+        args, kwargs = (
+            fx.node.map_arg(x, known.__getitem__) for x in (fx_node.args, fx_node.kwargs)
+        )
+        name = getattr(fx_node.target, "__name__", str(fx_node.target))
         if name == "wrap_with_set_grad_enabled":
-            enabled, inside, *given = args
+            enabled, subgraph, *given = args
             with torch.set_grad_enabled(enabled):
-                return self.convert(inside, given, grad=enabled)
-        operation = isinstance(step.target, torch._ops.OpOverload)
-        builtin = getattr(step.target, "__module__", "") in ("_operator", "builtins", "math")
+                return self.convert(subgraph, given, grad=enabled)
+        operation = isinstance(fx_node.target, torch._ops.OpOverload)
+        builtin = getattr(fx_node.target, "__module__", "") in ("_operator", "builtins", "math")
         if not operation and not builtin:
-            reason = f"torch's tracer gives {name}, which has a graph inside"
-            raise RecordError(reason, OTHERWISE)
-        if operation and not step.users and not step.target._schema.is_mutable:
+            reason = f"torch's tracer gives {name}, which contains a subgraph"
+            raise RecordError(reason, _ALTERNATIVE)
+        if operation and not fx_node.users and not fx_node.target._schema.is_mutable:
             return None  # an assertion
-        begins = len(self._nodes)
-        for path, _ in step.meta.get("nn_module_stack", {}).values():
+        position = len(self._nodes)
+        for path, _ in fx_node.meta.get("nn_module_stack", {}).values():
             if path:
-                self._begins.setdefault(path, begins)
-        result = step.target(*_mapped(args, self._value), **_mapped(kwargs, self._value))
-        args, kwargs = _mapped(args, _on_device), _mapped(kwargs, _on_device)
-        random = operation and _draws(step.target, args)
+                self._module_starts.setdefault(path, position)
+        result = fx_node.target(*_mapped(args, self._value), **_mapped(kwargs, self._value))
+        args, kwargs = (
+            _mapped(args, _with_device_placeholder),
+            _mapped(kwargs, _with_device_placeholder),
+        )
+        random = operation and _is_random(fx_node.target, args)
         return self.add(
-            Node("function", step.target, args, kwargs, grad=grad, random=random), result
+            Node("function", fx_node.target, args, kwargs, grad_enabled=grad, random=random), result
         )
 
     def _value(self, leaf: Any) -> Any:
@@ -132,12 +136,14 @@ class _Converter:
             node.mutated = node.value._version != version
         changed = [n.target for n in self._nodes if n.kind == "weight" and n.mutated]
         if changed:
-            raise RecordError(f"its forward changes {changed[0]}", OTHERWISE)
-        return Recording(self._nodes, list(self._begins), output, begins=self._begins)
+            raise RecordError(f"its forward changes {changed[0]}", _ALTERNATIVE)
+        return Recording(
+            self._nodes, list(self._module_starts), output, module_starts=self._module_starts
+        )
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A call's arguments with changed leaves, in lists and dicts of Python in place of the tracer's."""
+    """`change` of each leaf of fx arguments, in plain lists and dicts instead of fx's own."""
     if isinstance(value, (list, tuple)):
         kind = list if isinstance(value, list) else tuple
         return kind(_mapped(part, change) for part in value)
@@ -146,12 +152,12 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-def _draws(operation: Any, args: Any) -> bool:
-    """Whether it takes random numbers. Dropout carries the tag in evaluation, too."""
+def _is_random(operation: Any, args: Any) -> bool:
+    """Whether it draws random numbers. Dropout has the tag in evaluation as well."""
     dropout = "dropout" in operation.__name__
     tagged = torch.Tag.nondeterministic_seeded in operation.tags
     return (tagged or dropout) and not (dropout and args[-1] is False)
 
 
-def _on_device(value: Any) -> Any:
+def _with_device_placeholder(value: Any) -> Any:
     return DEVICE if isinstance(value, torch.device) and value.type == "meta" else value

@@ -1,4 +1,4 @@
-"""What a model can be cut between. Imports no torch: splits are planned without it."""
+"""The unit of splitting. Imports no torch, so that splits can be planned without it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Unit(NamedTuple):
-    """A module that is never cut, under its name in the model, such as "layers.3"."""
+    """A module that is never cut, by its name in the model, such as "layers.3"."""
 
     name: str
-    block: bool  # one of the repeated layers, which `even` and `balance` count
+    block: bool  # one of the repeated layers, which split=even and split.balance count

@@ -50,12 +50,12 @@ class ChunkedHead:
 
     @property
     def x(self) -> Node:
-        return self.head.uses[0]
+        return self.head.input_nodes[0]
 
     @property
     def others(self) -> list[Node]:
         """What a head that is a function takes beside x: weights."""
-        return self.head.uses[1:]
+        return self.head.input_nodes[1:]
 
     def logits(self, head: Callable[..., Tensor], x: Tensor, others: Sequence[Tensor]) -> Tensor:
         """head: the function, or the forward of the module."""
@@ -180,14 +180,14 @@ def find_head(graph: StageGraph, model: nn.Module, loss: Loss) -> ChunkedHead:
     epilogue: list[Node] = []
     node = logits
     while not _is_head(node):
-        before = list(dict.fromkeys(node.uses))
+        before = list(dict.fromkeys(node.input_nodes))
         if node.kind != "function" or len(before) != 1 or node.value is None or node.random:
             return _no_tail(node, model)
         epilogue.insert(0, node)
         node = before[0]
     ends = {node, *epilogue}
     for other in graph.nodes:
-        if other not in ends and ends.intersection(other.uses):
+        if other not in ends and ends.intersection(other.input_nodes):
             raise RecordError("its logits are used for something else than the loss", _FIX)
     if node.kind == "unit" and not isinstance(model.get_submodule(node.target), nn.Linear):
         return _no_tail(node, model)
@@ -226,7 +226,7 @@ def loss_of_output(loss: Loss, graph: StageGraph, output: Any, targets: Tensor) 
 
 
 def _as_made(tensor: Tensor, node: Node) -> Tensor:
-    """In the dtype in which the model gave it: see `stage.depart`."""
+    """In the dtype in which the model gave it: see `stage_forward.to_send`."""
     return (
         tensor
         if tensor.is_floating_point() == node.value.is_floating_point()
@@ -253,17 +253,19 @@ def _name(node: Node) -> str:
 
 def _is_head(node: Node) -> bool:
     if node.kind == "unit":
-        return len(node.uses) == 1 and len(node.args) == 1 and not node.kwargs
+        return len(node.input_nodes) == 1 and len(node.args) == 1 and not node.kwargs
     if node.kind != "function" or _name(node) not in _LINEAR or node.value is None:
         return False
-    first, *others = node.uses
+    first, *others = node.input_nodes
     return node.args[:1] == (first,) and all(map(_of_weights, others))
 
 
 def _of_weights(node: Node) -> bool:
     """Whether it is a weight, or made of weights alone."""
     return node.kind == "weight" or (
-        node.kind == "function" and bool(node.uses) and all(map(_of_weights, node.uses))
+        node.kind == "function"
+        and bool(node.input_nodes)
+        and all(map(_of_weights, node.input_nodes))
     )
 
 

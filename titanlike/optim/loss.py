@@ -24,7 +24,7 @@ from titanlike.config.errors import ConfigError, Problem, nearest
 from titanlike.config.imports import import_object
 from titanlike.config.schema import Custom
 from titanlike.data.sources import IGNORE
-from titanlike.graph.pytree import describe, fields, is_plain_dataclass, tree_map
+from titanlike.graph.pytree import dataclass_fields, describe, is_plain_dataclass, tree_map
 
 Settings = schema.CrossEntropy | schema.ChunkedCrossEntropy | schema.Mse | Custom
 
@@ -147,7 +147,11 @@ class Own(Loss):
 def logits_of(output: Any) -> Any:
     """The tensor that a built-in loss is computed of: the output, or what is called logits in it."""
     named = (
-        output if isinstance(output, dict) else fields(output) if is_plain_dataclass(output) else {}
+        output
+        if isinstance(output, dict)
+        else dataclass_fields(output)
+        if is_plain_dataclass(output)
+        else {}
     )
     found = named.get("logits", getattr(output, "logits", None))
     if found is not None:

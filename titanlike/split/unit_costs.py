@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from titanlike.config.schema import Config, Sgd
 from titanlike.graph import node_cost
-from titanlike.graph.cut import cut, starts
+from titanlike.graph.cut import cut, unit_starts
 from titanlike.graph.model_graph import ModelGraph
 from titanlike.graph.pytree import tree_map
 from titanlike.graph.recording import Node
@@ -47,11 +47,11 @@ class UnitCosts:
         end = model_graph.last_stage(cut(recording, [recording.units])[0]).nodes[-1]
         if end.chunked_head is not None:  # the head and the loss are one call
             gone = {end.chunked_head.head, *end.chunked_head.epilogue}
-            next(node for node in end.uses if node.target == "targets").value = targets
+            next(node for node in end.input_nodes if node.target == "targets").value = targets
         else:
             gone = set()
             end = Node("function", loss.total, (recording.output, Node("input", "", value=targets)))
-        edges = [*starts(recording), len(recording.nodes)]
+        edges = [*unit_starts(recording), len(recording.nodes)]
         self._calls = [
             [n for n in recording.nodes[a:b] if n.kind in ("unit", "function") and n not in gone]
             for a, b in pairwise(edges)
@@ -110,7 +110,9 @@ class UnitCosts:
         for node in calls:
             if node.kind == "unit":
                 yield from self.model.get_submodule(node.target).parameters()
-            yield from (use.value for use in node.uses if isinstance(use.value, nn.Parameter))
+            yield from (
+                use.value for use in node.input_nodes if isinstance(use.value, nn.Parameter)
+            )
 
     def _sums(self, cost: Callable[[Node], int]) -> list[int]:
         """Of each unit's calls."""
@@ -119,7 +121,7 @@ class UnitCosts:
             key = self._key(node)
             if key not in known:
                 # a part of a tuple or dict costs nothing
-                whole = all(use.value is not None for use in node.uses)
+                whole = all(use.value is not None for use in node.input_nodes)
                 try:
                     known[key] = cost(node) if whole else 0
                 except Exception as error:  # whatever a model of the user's raises
@@ -137,7 +139,7 @@ class UnitCosts:
                 what = _settings(self.model.get_submodule(node.target))
             given = tree_map([list(node.args), node.kwargs], _described)
             chunk = None if node.chunked_head is None else node.chunked_head.chunk
-            self._keys[node] = repr((what, given, node.grad, chunk, node is self._end))
+            self._keys[node] = repr((what, given, node.grad_enabled, chunk, node is self._end))
         return self._keys[node]
 
 
