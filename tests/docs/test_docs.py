@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from support.commands import SCRIPTS, shell
 from support.paths import ROOT
 
 _spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
@@ -64,22 +63,13 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(line: str, checkout: Path) -> None:
-    scripts = str(Path(sys.executable).parent)
     environment = {
         **os.environ,
-        "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
+        "PATH": f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",  # two commands at a time
         "WANDB_MODE": "disabled",  # a second each
     }
-    done = subprocess.run(
-        line,
-        shell=True,
-        cwd=checkout,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
+    done = shell(line, checkout, environment)
     assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 from support.forked import run
 from support.paths import ROOT
 
+SCRIPTS = Path(sys.executable).parent
 TORCHRUN = ["-m", "torch.distributed.run"]
 TINY = [
     "model.dim=32",
@@ -27,3 +31,18 @@ def command(
     """Run train.py or a tool with these overrides, as a fork; the finished process."""
     launcher = TORCHRUN if words and words[0] == "torchrun" else []
     return run([*launcher, str(ROOT / tool), *words[bool(launcher) :]], cwd, timeout=timeout)
+
+
+def shell(
+    line: str, cwd: Path, env: dict[str, str], timeout: float = 150
+) -> subprocess.CompletedProcess[str]:
+    """Run a line of the documentation: `python`, `titanlike` and `torchrun` as forks."""
+    settings, rest = re.fullmatch(r"((?:[A-Z_]+=\S+ )*)(.*)", line, re.DOTALL).groups()
+    env = env | dict(setting.split("=", 1) for setting in settings.split())
+    words = [] if re.search(r"[|&;<>]|\$\(", rest) else shlex.split(rest)
+    if words and words[0] in ("python", "titanlike", "torchrun"):
+        program = {"python": [], "titanlike": [str(SCRIPTS / "titanlike")], "torchrun": TORCHRUN}
+        return run([*program[words[0]], *words[1:]], cwd, env, timeout)
+    return subprocess.run(
+        line, shell=True, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout
+    )
