@@ -70,7 +70,7 @@ class Once(nn.Module):
         return x
 
 
-def profile_of(config: Config, loss: Any = None) -> UnitCosts:
+def unit_costs_of(config: Config) -> UnitCosts:
     plan = draft(config)
     targets = torch.empty(
         plan.model_graph.microbatch_size, config.seq_len, dtype=torch.int64, device="meta"
@@ -104,7 +104,7 @@ def test_flops_are_those_of_the_matrices_forward_and_backward_and_of_what_is_bet
 
 
 def test_parameters_that_two_units_use_are_held_once_in_a_stage() -> None:
-    held = mixed().held(lambda p: p.numel())
+    held = mixed().parameter_table(lambda p: p.numel())
     tied, layer = VOCAB * WIDTH, 2 * WIDTH * 8 + WIDTH + 8
     assert held[0, 1] == tied and held[5, 6] == tied and held[1, 2] == layer
     assert held[0, 6] == sum(p.numel() for p in Mixed().parameters())
@@ -113,7 +113,7 @@ def test_parameters_that_two_units_use_are_held_once_in_a_stage() -> None:
 
 def test_memory_is_what_the_backward_waits_for() -> None:
     tokens, fp32 = ROWS * TOKENS, 4
-    saved = mixed().saved()
+    saved = mixed().saved_bytes()
     # of a block: its input, what GELU takes and what it gives
     assert saved[1:5] == [fp32 * tokens * (WIDTH + 2 * wide) for wide in (8, 8, 32, 8)]
     # of the end: the input, log probabilities, targets, and the sum that they are weighted with
@@ -122,7 +122,7 @@ def test_memory_is_what_the_backward_waits_for() -> None:
 
 
 def test_memory_of_attention_does_not_grow_with_the_square_of_the_sequence() -> None:
-    short, long = (profile_of(tiny(seq_len=n, batch_size=4)).saved() for n in (64, 256))
+    short, long = (unit_costs_of(tiny(seq_len=n, batch_size=4)).saved_bytes() for n in (64, 256))
     assert [x / y for x, y in zip(long, short, strict=True)] == pytest.approx([4] * 11, rel=0.02)
 
 
@@ -131,7 +131,7 @@ def test_memory_of_a_chunked_loss_is_without_logits() -> None:
         2, 1, model=Custom("llama", {"dim": 8, "heads": 2, "kv_heads": 2, "vocab_size": 64})
     )
     whole, chunked = (
-        profile_of(replace(config, loss=loss, batch_size=4)).saved()
+        unit_costs_of(replace(config, loss=loss, batch_size=4)).saved_bytes()
         for loss in (config.loss, ChunkedCrossEntropy(chunk=4))
     )
     tokens = draft(replace(config, batch_size=4)).model_graph.microbatch_size * config.seq_len
@@ -210,7 +210,7 @@ def stages_of(config: Config, worker: Worker) -> list[list[str]]:
 
 
 def test_times_hold_for_the_same_shapes_alone() -> None:
-    signatures = [profile_of(tiny(seq_len=n)).signature for n in (8, 8, 16)]
+    signatures = [unit_costs_of(tiny(seq_len=n)).signature for n in (8, 8, 16)]
     assert signatures[0] == signatures[1] != signatures[2]
 
 
@@ -218,12 +218,12 @@ def test_measured_times_are_shared_and_kept(tmp_path: Path) -> None:
     config = tiny(2, 1, split=AutoSplit(cost="time"), steps=1, layers=4)
     first = run_world(stages_of, config, tmp_path)
     assert first[0] == first[1]
-    kept = json.loads((tmp_path / TIMES_FILE).read_text())
-    times = kept["nanoseconds"]
+    stored = json.loads((tmp_path / TIMES_FILE).read_text())
+    times = stored["nanoseconds"]
     assert len(times) == 7 and min(times) > 0 and len(set(times[1:5])) == 1  # blocks are alike
     # times that nobody measures: a run that goes on takes what is kept
     (tmp_path / TIMES_FILE).write_text(
-        json.dumps({**kept, "nanoseconds": [1, 1, 1, 1, 1, 1, 10**9]})
+        json.dumps({**stored, "nanoseconds": [1, 1, 1, 1, 1, 1, 10**9]})
     )
     stages = run_world(stages_of, config, tmp_path)
     assert stages[0] == stages[1] and stages[0][1] == ["head"]

@@ -123,5 +123,5 @@ def test_a_large_model_is_cut_quickly_and_proven(place, heaviest: int, seconds: 
 def test_a_search_that_is_given_up_says_so_and_gives_a_good_split() -> None:
     run = [(37 * i * i) % 101 + 1 for i in range(40)]
     costs, place = costs_of(run, 12), loop(4, 3)
-    found = best_split(costs, place, most_nodes=20)
+    found = best_split(costs, place, max_nodes=20)
     assert not found.proven and max(found.ranks) < 1.2 * sum(run) / 4

@@ -158,7 +158,7 @@ def test_points_may_cut_around_the_blocks_too():
             PointSplit(points=["layers.2", "layers.2"]),
             3,
             "split.points",
-            "layers.2 is there twice",
+            "layers.2 is listed twice",
             "split.points=[layers.2,layers.5]",
         ),
         (

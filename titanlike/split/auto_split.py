@@ -1,8 +1,8 @@
-"""`split=auto`: stages by what the units cost, and where measured times come from.
+"""`split=auto`: stages by the costs of the units, and the source of measured times.
 
-Every rank of a run must find the same stages. Parameters, FLOPs and memory are counted by each of
-them, with the same numbers. Time is measured by one rank, which tells the others, and kept in
-run_dir/split.json: a run that goes on has the stages it had, to the last bit.
+Every rank of a run must find the same stages. Parameters, FLOPs and memory are computed by each
+rank, with equal results. Times are measured by rank 0, broadcast, and stored in
+run_dir/split.json, so that a resumed run has the same stages.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ TIMES_FILE = "split.json"
 
 @dataclass(frozen=True)
 class AutoSplitResult:
-    """What was chosen, and what `even` would have given."""
+    """The split that was chosen, and that of split=even."""
 
-    cost: str  # what was made even: params, flops, time or memory
+    cost: str  # that was balanced: params, flops, time or memory
     chosen: CostedSplit
     even: CostedSplit
     scale: int  # of the costs in both
@@ -48,22 +48,22 @@ class AutoSplitResult:
 
 def find_auto_split(
     config: Config,
-    profile: UnitCosts,
+    unit_costs: UnitCosts,
     units: list[Unit],
     order: Order,
     zero: int,
-    timing: MeasureTimes | None,
+    measure_times: MeasureTimes | None,
 ) -> AutoSplitResult:
-    """The best split by `split.cost`; without `timing` FLOPs stand for times.
+    """The best split by `split.cost`; without `measure_times` FLOPs replace times.
 
     Raises ConfigError where a unit's cost cannot be found.
     """
     assert isinstance(config.split, AutoSplit)
     cost = config.split.cost
-    if cost == "time" and timing is None:
+    if cost == "time" and measure_times is None:
         cost = "flops"
     try:
-        costs = _costs(cost, config, profile, order, zero, timing)
+        costs = _costs(cost, config, unit_costs, order, zero, measure_times)
     except CostError as error:
         others = {"params": "split=even", "time": "split.cost=flops"}
         fix = others.get(config.split.cost, "split.cost=params")
@@ -80,55 +80,57 @@ def find_auto_split(
 def _costs(
     cost: str,
     config: Config,
-    profile: UnitCosts,
+    unit_costs: UnitCosts,
     order: Order,
     zero: int,
-    timing: MeasureTimes | None,
+    measure_times: MeasureTimes | None,
 ) -> StageCosts:
-    once = [1] * order.stages
-    nothing = profile.held(lambda _: 0)
+    ones = [1] * order.stages
+    zeros = unit_costs.parameter_table(lambda _: 0)
     match cost:
         case "params":
-            return StageCosts(profile.held(lambda p: p.numel()), [0] * (len(nothing) - 1), once)
+            return StageCosts(
+                unit_costs.parameter_table(lambda p: p.numel()), [0] * (len(zeros) - 1), ones
+            )
         case "memory":
-            return memory_costs(profile, config, order, zero)
+            return memory_costs(unit_costs, config, order, zero)
         case "time":
-            assert timing is not None
-            return StageCosts(nothing, timing(profile), once)
+            assert measure_times is not None
+            return StageCosts(zeros, measure_times(unit_costs), ones)
         case _:
-            return StageCosts(nothing, profile.flops(), once)
+            return StageCosts(zeros, unit_costs.flops(), ones)
 
 
-def measured_times(config: Config, mesh: Mesh, profile: UnitCosts) -> list[int]:
-    """Nanoseconds of each unit, measured by rank 0 or kept from before. Collective.
+def measured_times(config: Config, mesh: Mesh, unit_costs: UnitCosts) -> list[int]:
+    """Nanoseconds of each unit, measured by rank 0 or read from run_dir. Collective.
 
     Raises CostError on every rank.
     """
-    answer: list[list[int] | str | None] = [None]
+    result: list[list[int] | str | None] = [None]
     if dist.get_rank() == 0:
         try:
-            answer = [_kept_or_measured(config, mesh.device, profile)]
-        except Exception as error:  # the other ranks wait
-            answer = [f"{error}"]
+            result = [_read_or_measure(config, mesh.device, unit_costs)]
+        except Exception as error:  # sent to the other ranks, which wait
+            result = [f"{error}"]
     if mesh.world_size > 1:
-        dist.broadcast_object_list(answer, src=0, device=torch.device("cpu"))
-    (found,) = answer
+        dist.broadcast_object_list(result, src=0, device=torch.device("cpu"))
+    (found,) = result
     if not isinstance(found, list):
         raise CostError(str(found))
     return found
 
 
-def _kept_or_measured(config: Config, device: torch.device, profile: UnitCosts) -> list[int]:
+def _read_or_measure(config: Config, device: torch.device, unit_costs: UnitCosts) -> list[int]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    key = {"device": name, "calls": profile.signature}
+    key = {"device": name, "calls": unit_costs.signature}
     path = Path(config.run_dir) / TIMES_FILE
     try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        if {name: kept[name] for name in key} == key:
-            return [int(time) for time in kept["nanoseconds"]]
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        if {name: stored[name] for name in key} == key:
+            return [int(time) for time in stored["nanoseconds"]]
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # none, or of another program
-    times = profile.nanoseconds(device)
+        pass  # missing, or of other calls
+    times = unit_costs.nanoseconds(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
     atomic_write_text(path, json.dumps({**key, "nanoseconds": times}) + "\n")

@@ -1,14 +1,14 @@
-"""The stages whose heaviest rank is as light as can be: which consecutive units go to which.
+"""Find the split into consecutive units whose most expensive rank is cheapest.
 
-What counts is, in this order: the heaviest rank (the sum over its stages), the heaviest stage, and
-how even the ranks are otherwise. The first two are exact:
+Minimized are, in this order: the cost of the most expensive rank (the sum over its stages), of the
+most expensive stage, and the sum of squares over ranks. The first two minima are exact:
 
-- one stage a rank: dynamic programming over the stages;
-- two stages a rank in a V: from outside in, over what is taken at both ends;
-- anything else (loops, an order from a file): branch and bound from a good split on. Where the
-  search is given up the best split found is returned, and `CostedSplit.proven` is false.
+- one stage per rank: dynamic programming over the stages;
+- two stages per rank in a V: dynamic programming from both ends inwards;
+- any other placement (loops, an order from a file): branch and bound, starting at a good split. At
+  the search limit the best split so far is returned, with `CostedSplit.proven` false.
 
-Costs are whole numbers, so that every rank of a run finds the same split. No torch in here.
+Costs are whole numbers, so that every rank of a run finds the same split. Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from titanlike.split.best_split_search import (
     VPlacementSearch,
     load_lower_bound,
 )
-from titanlike.split.stage_costs import NEVER, StageCosts, Starts
+from titanlike.split.stage_costs import INFINITE, StageCosts, Starts
 
-_MOST_NODES = 200_000  # of the search over a loop's stages: some seconds
-_MOST_ROUNDS = 200  # of improving a split step by step
+_MAX_NODES = 200_000  # of branch and bound: some seconds
+_MAX_MOVES = 200  # of local search
 
 
 @dataclass(frozen=True)
 class CostedSplit:
-    """A split and what it costs."""
+    """A split and its costs."""
 
     starts: Starts
     stages: list[int]  # cost of each
@@ -42,17 +42,17 @@ class CostedSplit:
 
     @property
     def imbalance(self) -> float:
-        """The heaviest rank over the mean of all."""
+        """Cost of the most expensive rank / mean over ranks."""
         return max(self.ranks) * len(self.ranks) / max(1, sum(self.ranks))
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """What is to be small."""
+        """The objective: smaller is better."""
         return max(self.ranks), max(self.stages), sum(cost * cost for cost in self.ranks)
 
 
 def cost_of_split(costs: StageCosts, place: Sequence[int], starts: Starts) -> CostedSplit:
-    """What a split costs; place: the rank of each stage."""
+    """The costs of a split; place: the rank of each stage."""
     edges = [*starts, costs.units]
     stages = [costs.of(stage, *span) for stage, span in enumerate(pairwise(edges))]
     ranks = [0] * (max(place) + 1)
@@ -61,48 +61,46 @@ def cost_of_split(costs: StageCosts, place: Sequence[int], starts: Starts) -> Co
     return CostedSplit(list(starts), stages, ranks)
 
 
-def best_split(
-    costs: StageCosts, place: Sequence[int], most_nodes: int = _MOST_NODES
-) -> CostedSplit:
+def best_split(costs: StageCosts, place: Sequence[int], max_nodes: int = _MAX_NODES) -> CostedSplit:
     """The best split of the units into stages, none empty unless there are fewer units than stages.
 
-    most_nodes: after so many steps of the search over loops it is given up.
+    max_nodes: the limit of branch and bound.
     """
     n, stages = costs.units, costs.stages
     if n <= stages:
         own = list(range(n))
-        last = own[-1] if n > 1 else n  # the empty ones come before the last, after the first
+        last = own[-1] if n > 1 else n  # empty stages come before the last stage
         return cost_of_split(
             costs, place, [*own[: max(1, n - 1)], *[last] * (stages - max(1, n - 1))]
         )
-    lightest, starts = _chain(costs)
+    bottleneck, starts = _one_stage_per_rank(costs)
     if len(set(place)) == stages:
         return cost_of_split(costs, place, starts)
     best = _improve(costs, place, cost_of_split(costs, place, starts))
     if len(set(place)) * 2 == stages and list(place) == list(place)[::-1]:
         search = VPlacementSearch(costs)
-        best = _least_rank(costs, place, best, search.decide, bisect=True)
-        best = _least_stage(costs, place, best, search.decide, lightest, bisect=True)
+        best = _minimize_rank(costs, place, best, search.find, bisect=True)
+        best = _minimize_stage(costs, place, best, search.find, bottleneck, bisect=True)
         return best
-    search = BranchAndBound(costs, place, most_nodes)
-    best = _least_rank(costs, place, best, search.decide, bisect=False)
+    search = BranchAndBound(costs, place, max_nodes)
+    best = _minimize_rank(costs, place, best, search.find, bisect=False)
     if best.proven:
-        best = _least_stage(costs, place, best, search.decide, lightest, bisect=False)
+        best = _minimize_stage(costs, place, best, search.find, bottleneck, bisect=False)
     return best
 
 
-# --- one stage a rank --------------------------------------------------------------------------
+# --- one stage per rank --------------------------------------------------------------------------
 
 
-def _chain(costs: StageCosts) -> tuple[int, Starts]:
-    """The least that the heaviest stage can cost; of such splits the one whose sum of squares is
-    the smallest."""
+def _one_stage_per_rank(costs: StageCosts) -> tuple[int, Starts]:
+    """The smallest cost of the most expensive stage, and of the splits with it the one with the
+    smallest sum of squares."""
     n = costs.units
-    heaviest = np.full(n + 1, NEVER)
-    heaviest[0] = 0
+    costliest = np.full(n + 1, INFINITE)
+    costliest[0] = 0
     for stage in range(costs.stages):
-        heaviest = np.maximum(heaviest[:, None], costs.table(stage)).min(axis=0)
-    limit = int(heaviest[n])
+        costliest = np.maximum(costliest[:, None], costs.table(stage)).min(axis=0)
+    limit = int(costliest[n])
     squares = np.full(n + 1, np.inf)
     squares[0] = 0.0
     chosen = []
@@ -119,28 +117,29 @@ def _chain(costs: StageCosts) -> tuple[int, Starts]:
     return limit, starts[::-1]
 
 
-# --- several stages a rank ---------------------------------------------------------------------
+# --- several stages per rank ---------------------------------------------------------------------
 
-Decide = Callable[[int, int], Starts | None]  # (most a rank, most a stage) -> a split within both
+# (limit per rank, limit per stage) -> a split within both, or None
+Find = Callable[[int, int], Starts | None]
 
 
-def _least_rank(
-    costs: StageCosts, place: Sequence[int], best: CostedSplit, decide: Decide, bisect: bool
+def _minimize_rank(
+    costs: StageCosts, place: Sequence[int], best: CostedSplit, find: Find, bisect: bool
 ) -> CostedSplit:
-    low = load_lower_bound(costs.least, len(set(place)))
-    return _minimize(costs, place, best, 0, low, lambda most: decide(most, most), bisect)
+    low = load_lower_bound(costs.lower_bounds, len(set(place)))
+    return _minimize(costs, place, best, 0, low, lambda limit: find(limit, limit), bisect)
 
 
-def _least_stage(
+def _minimize_stage(
     costs: StageCosts,
     place: Sequence[int],
     best: CostedSplit,
-    decide: Decide,
+    find: Find,
     low: int,
     bisect: bool,
 ) -> CostedSplit:
     rank = max(best.ranks)
-    return _minimize(costs, place, best, 1, low, lambda most: decide(rank, most), bisect)
+    return _minimize(costs, place, best, 1, low, lambda limit: find(rank, limit), bisect)
 
 
 def _minimize(
@@ -149,22 +148,22 @@ def _minimize(
     best: CostedSplit,
     which: int,
     low: int,
-    decide: Callable[[int], Starts | None],
+    find: Callable[[int], Starts | None],
     bisect: bool,
 ) -> CostedSplit:
-    """Make `best.key[which]` as small as can be; low: it cannot be less.
+    """Minimize `best.key[which]`, which is at least `low`.
 
-    bisect: whether a question far below the answer is as quick as one beside it.
+    bisect: halve the interval, as `find` takes equally long for any limit.
     """
     halve = False
     while low < best.key[which]:
-        most = (low + best.key[which]) // 2 if halve else best.key[which] - 1
+        limit = (low + best.key[which]) // 2 if halve else best.key[which] - 1
         try:
-            starts = decide(most)
+            starts = find(limit)
         except SearchLimit:
             return replace(best, proven=False)
         if starts is None:
-            low = most + 1
+            low = limit + 1
         else:
             best = _improve(costs, place, cost_of_split(costs, place, starts))
         halve = bisect and not halve
@@ -172,18 +171,18 @@ def _minimize(
 
 
 def _improve(costs: StageCosts, place: Sequence[int], best: CostedSplit) -> CostedSplit:
-    """Better by moving one unit from a stage to another, all cuts between them shifted."""
+    """Local search: move one unit from a stage to another, shifting all cuts between them."""
     stages = costs.stages
-    for _ in range(_MOST_ROUNDS):
+    for _ in range(_MAX_MOVES):
         edges = [*best.starts, costs.units]
         key, found = best.key, None
         heavy = {s for s in range(stages) if best.ranks[place[s]] == key[0]}
         heavy |= {s for s in range(stages) if best.stages[s] == key[1]}
         for only_heavy in (True, False):
-            for giver in range(stages):
-                if only_heavy and giver not in heavy or edges[giver + 1] - edges[giver] < 2:
+            for source in range(stages):
+                if only_heavy and source not in heavy or edges[source + 1] - edges[source] < 2:
                     continue
-                found = _give(costs, place, best, edges, giver) or found
+                found = _best_move(costs, place, best, edges, source) or found
                 if found:
                     break
             if found:
@@ -194,24 +193,24 @@ def _improve(costs: StageCosts, place: Sequence[int], best: CostedSplit) -> Cost
     return best
 
 
-def _give(
-    costs: StageCosts, place: Sequence[int], best: CostedSplit, edges: list[int], giver: int
+def _best_move(
+    costs: StageCosts, place: Sequence[int], best: CostedSplit, edges: list[int], source: int
 ) -> CostedSplit | None:
-    """The best of the splits in which a stage gives one unit away, if it is better than `best`."""
+    """The best split that moves a unit out of stage `source`, or None if none beats `best`."""
     key, starts = best.key, None
     for step in (1, -1):  # to later stages, to earlier ones
         changed = {}
-        receiver = giver + step
-        while 0 <= receiver < costs.stages:
-            between = receiver - step
-            for stage in (between, receiver):
+        target = source + step
+        while 0 <= target < costs.stages:
+            between = target - step
+            for stage in (between, target):
                 begin, end = edges[stage], edges[stage + 1]
-                if step == 1:  # every cut in between moves down by one
-                    begin -= stage != giver
-                    end -= stage != receiver
+                if step == 1:  # every cut between them moves down by one
+                    begin -= stage != source
+                    end -= stage != target
                 else:
-                    end += stage != giver
-                    begin += stage != receiver
+                    end += stage != source
+                    begin += stage != target
                 changed[stage] = costs.of(stage, begin, end)
             stages = [changed.get(s, cost) for s, cost in enumerate(best.stages)]
             ranks = [0] * len(best.ranks)
@@ -219,9 +218,9 @@ def _give(
                 ranks[rank] += cost
             candidate = CostedSplit([], stages, ranks).key
             if candidate < key:
-                low, high = sorted((giver, receiver))
+                low, high = sorted((source, target))
                 moved = range(low + 1, high + 1)
                 key = candidate
                 starts = [cut - step * (s in moved) for s, cut in enumerate(best.starts)]
-            receiver += step
+            target += step
     return None if starts is None else cost_of_split(costs, place, starts)

@@ -1,7 +1,7 @@
-"""Is there a split whose ranks and stages cost at most so much? For several stages on a rank.
+"""Search for a split whose ranks and stages cost at most given limits; several stages per rank.
 
-`VPlacementSearch` answers for stages s and S - 1 - s on one rank, always; `BranchAndBound` for any placement, or it gives
-up. `load_lower_bound` is a bound that needs no search.
+`VPlacementSearch` is exact, for stages s and S - 1 - s on one rank; `BranchAndBound` is for any
+placement and has a limit. `load_lower_bound` is a bound without a search.
 """
 
 from __future__ import annotations
@@ -11,22 +11,20 @@ from itertools import accumulate
 
 import numpy as np
 
-from titanlike.split.stage_costs import NEVER, StageCosts, Starts
+from titanlike.split.stage_costs import INFINITE, StageCosts, Starts
 
-_MOST_SUMS = 20_000  # of units, that capacities are rounded down to
+_MAX_SUMS = 20_000  # of units, to which capacities are rounded down
 
 
 class SearchLimit(Exception):
-    """The search took too long."""
+    """The search reached its limit of nodes."""
 
 
 def load_lower_bound(weights: Sequence[int], bins: int) -> int:
-    """A bound from below on the heaviest of so many bins that hold all weights."""
+    """A lower bound on the load of the fullest of `bins` bins that contain all weights."""
     low = max(max(weights), -(-sum(weights) // bins))
     high = sum(weights)
-    while (
-        low < high
-    ):  # what is shown impossible is a bound, whether or not all above it is possible
+    while low < high:  # a load at which they cannot fit is a bound, whatever larger loads do
         middle = (low + high) // 2
         if cannot_fit(weights, bins, middle):
             low = middle + 1
@@ -35,34 +33,36 @@ def load_lower_bound(weights: Sequence[int], bins: int) -> int:
     return low
 
 
-def cannot_fit(weights: Sequence[int], bins: int, most: int) -> bool:
-    """Whether it can be seen that bins of size `most` do not hold all weights: by dual feasible
-    functions, which round weights so that what fits into a bin still does (k large pieces at most
-    where each is more than 1 / (k + 1) of it)."""
+def cannot_fit(weights: Sequence[int], bins: int, capacity: int) -> bool:
+    """Whether the weights provably do not fit into the bins; False proves nothing.
+
+    By dual feasible functions, which round weights such that what fits into a bin still does (at
+    most k weights that are each more than 1 / (k + 1) of the capacity).
+    """
     counts: dict[int, int] = {}
     for weight in weights:
         counts[weight] = counts.get(weight, 0) + 1
     for k in range(1, 65):
-        total = 0  # in units of 1 / (k * most)
+        total = 0  # in units of 1 / (k * capacity)
         for weight, count in counts.items():
-            whole, rest = divmod((k + 1) * weight, max(1, most))
-            total += count * (whole * most if rest else k * weight)
-        if total > bins * k * most:
+            whole, rest = divmod((k + 1) * weight, max(1, capacity))
+            total += count * (whole * capacity if rest else k * weight)
+        if total > bins * k * capacity:
             return True
     return False
 
 
 class VPlacementSearch:
-    """Stages s and S - 1 - s on one rank: decided from outside in."""
+    """Stages s and S - 1 - s on one rank: dynamic programming from both ends inwards."""
 
     def __init__(self, costs: StageCosts) -> None:
         self._costs = costs
 
-    def decide(self, rank: int, stage: int) -> Starts | None:
-        """A split whose ranks and stages cost at most so much. Exact.
+    def find(self, rank: int, stage: int) -> Starts | None:
+        """A split whose ranks and stages cost at most these limits, or None. Exact.
 
-        reached[i, j]: whether the pairs so far can take the units before i and those from j on.
-        Of all j that are reached with one i, a pair's later stage is lightest with the smallest.
+        reached[i, j]: whether the pairs so far can hold the units before i and those from j on.
+        Of all j reached with one i, the smallest makes a pair's later stage cheapest.
         """
         n, pairs = self._costs.units, self._costs.stages // 2
         reached = np.zeros((n + 1, n + 1), dtype=bool)
@@ -73,12 +73,14 @@ class VPlacementSearch:
             nearest = np.where(reached, np.arange(n + 1)[None, :], n + 1)
             nearest = np.minimum.accumulate(nearest[:, ::-1], axis=1)[:, ::-1]
             nearest = np.concatenate([nearest[:, 1:], np.full((n + 1, 1), n + 1)], axis=1)
-            padded = np.concatenate([late, np.full((n + 1, 1), NEVER)], axis=1)
-            cost = padded[np.arange(n + 1)[None, :], nearest]  # [i, j'] of taking j' ... j
+            padded = np.concatenate([late, np.full((n + 1, 1), INFINITE)], axis=1)
+            cost = padded[np.arange(n + 1)[None, :], nearest]  # [i, j'] of units j' ... j
             steps.append((early, cost, nearest))
-            least = np.full((n + 1, n + 1), NEVER)
+            least = np.full((n + 1, n + 1), INFINITE)
             for i in np.flatnonzero(reached.any(axis=1)):
-                ends = np.flatnonzero(early[i] <= rank)  # the costs grow: a range
+                ends = np.flatnonzero(
+                    early[i] <= rank
+                )  # costs grow with the end, so this is a range
                 if len(ends):
                     part = least[ends[0] : ends[-1] + 1]
                     sums = early[i, ends[0] : ends[-1] + 1, None] + cost[i][None, :]
@@ -96,7 +98,7 @@ class VPlacementSearch:
 
     def _tables(self, pair: int, stage: int) -> tuple[np.ndarray, np.ndarray]:
         tables = (self._costs.table(s) for s in (pair, self._costs.stages - 1 - pair))
-        early, late = (np.where(table <= stage, table, NEVER) for table in tables)
+        early, late = (np.where(table <= stage, table, INFINITE) for table in tables)
         return early, late
 
     @staticmethod
@@ -111,36 +113,36 @@ class VPlacementSearch:
 
 
 class BranchAndBound:
-    """Any placement: depth first over the stages, with bounds on what the ranks can still take."""
+    """Any placement: depth-first over the stages, bounded by the capacity left on the ranks."""
 
-    def __init__(self, costs: StageCosts, place: Sequence[int], most_nodes: int) -> None:
-        self._costs, self._place, self._left = costs, list(place), most_nodes
-        lists = {times: None for times in costs.times}
-        for stage, times in enumerate(costs.times):
-            lists[times] = lists[times] or costs.table(stage).tolist()
-        self._tables = [lists[times] for times in costs.times]
-        rest = accumulate(reversed(costs.least))
-        self._rest = [*reversed([0, *rest])]  # of the units from here on
-        self._later = [0] * costs.stages  # stages of the same rank that come after
+    def __init__(self, costs: StageCosts, place: Sequence[int], max_nodes: int) -> None:
+        self._costs, self._place, self._nodes_left = costs, list(place), max_nodes
+        lists = {factor: None for factor in costs.factors}
+        for stage, factor in enumerate(costs.factors):
+            lists[factor] = lists[factor] or costs.table(stage).tolist()
+        self._tables = [lists[factor] for factor in costs.factors]
+        rest = accumulate(reversed(costs.lower_bounds))
+        self._rest = [*reversed([0, *rest])]  # lower bounds summed over units[i:]
+        self._later = [0] * costs.stages  # how many later stages are on the same rank
         seen: dict[int, int] = {}
         for stage in reversed(range(costs.stages)):
             self._later[stage] = seen.get(place[stage], 0)
             seen[place[stage]] = self._later[stage] + 1
-        self._sums = _sums(costs.least) if len(set(costs.times)) == 1 else None
+        self._sums = _sums(costs.lower_bounds) if len(set(costs.factors)) == 1 else None
 
-    def decide(self, rank: int, stage: int) -> Starts | None:
-        """A split whose ranks and stages cost at most so much. Raises SearchLimit."""
+    def find(self, rank: int, stage: int) -> Starts | None:
+        """A split whose ranks and stages cost at most these limits, or None. Raises SearchLimit."""
         ranks = len(set(self._place))
-        least = self._costs.least
+        least = self._costs.lower_bounds
         if cannot_fit(least, ranks, rank) or cannot_fit(least, self._costs.stages, stage):
             return None
         loads = [0] * ranks
-        room = [self._room(rank, stage, self._place.count(r)) for r in range(ranks)]
+        capacity = [self._capacity(rank, stage, self._place.count(r)) for r in range(ranks)]
         failed: set[tuple[int, ...]] = set()
         starts: Starts = []
 
         def fill(s: int, start: int, total: int) -> bool:
-            """Place the units from `start` on; total: what all ranks together can take."""
+            """Place the units from `start`; total: the capacity left on all ranks together."""
             n, stages = self._costs.units, self._costs.stages
             if s == stages:
                 return start == n
@@ -149,8 +151,8 @@ class BranchAndBound:
             state = (s, start, *loads)
             if state in failed:
                 return False
-            self._left -= 1
-            if self._left < 0:
+            self._nodes_left -= 1
+            if self._nodes_left < 0:
                 raise SearchLimit
             where, row = self._place[s], self._tables[s][start]
             most = min(stage, rank - loads[where])
@@ -162,34 +164,34 @@ class BranchAndBound:
                     break
                 fits.append(stop)
             ideal = self._rest[start] / (stages - s)
-            before, starts_here = room[where], len(starts)
+            before, starts_here = capacity[where], len(starts)
             starts.append(start)
             for stop in sorted(fits, key=lambda stop: abs(row[stop] - ideal)):
                 loads[where] += row[stop]
-                room[where] = self._room(rank - loads[where], stage, self._later[s])
-                if fill(s + 1, stop, total - before + room[where]):
+                capacity[where] = self._capacity(rank - loads[where], stage, self._later[s])
+                if fill(s + 1, stop, total - before + capacity[where]):
                     return True
                 loads[where] -= row[stop]
-            room[where] = before
+            capacity[where] = before
             del starts[starts_here:]
             failed.add(state)
             return False
 
-        return starts if fill(0, 0, sum(room)) else None
+        return starts if fill(0, 0, sum(capacity)) else None
 
-    def _room(self, most: int, stage: int, stages: int) -> int:
-        """What so many stages of one rank can take: a sum of units."""
-        most = min(most, stages * stage)
+    def _capacity(self, limit: int, stage: int, stages: int) -> int:
+        """The capacity of so many stages of one rank, rounded down to a sum of units."""
+        limit = min(limit, stages * stage)
         if self._sums is None or stages == 0:
-            return most if stages else 0
-        return int(self._sums[np.searchsorted(self._sums, most, side="right") - 1])
+            return limit if stages else 0
+        return int(self._sums[np.searchsorted(self._sums, limit, side="right") - 1])
 
 
 def _sums(weights: Sequence[int]) -> np.ndarray | None:
-    """All sums of some of the weights, ascending; None where they are too many."""
+    """All subset sums, ascending; None where they are too many."""
     sums = np.zeros(1, dtype=np.int64)
     for weight in weights:
         sums = np.union1d(sums, sums + weight)
-        if len(sums) > _MOST_SUMS:
+        if len(sums) > _MAX_SUMS:
             return None
     return sums

@@ -1,9 +1,9 @@
-"""Which consecutive units of a model go to which stage. Pure: names in, names out.
+"""Assign consecutive units of a model to stages: split=even, split.points, split.balance.
 
-A unit is what a model can be cut between: the embedding, a block, the final norm, the head. The
-units before the first block stay on the first stage and those after the last block on the last,
-unless `split.points` say otherwise or there are more stages than blocks. A stage may be empty, and
-then sends on what arrives; no unit is ever left out.
+A unit is a module that is never cut: the embedding, a block, the final norm, the head. Units before
+the first block are on the first stage and units after the last block on the last, unless
+`split.points` says otherwise or there are more stages than blocks. An empty stage sends what it
+receives. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from titanlike.graph.unit import Unit
 
 
 class SplitError(ValueError):
-    """A split that does not suit the model or the schedule: key, value, why, and what does."""
+    """A split that does not fit the model or the schedule: key, value, reason, and a fix."""
 
     def __init__(self, key: str, value: Any, reason: str, fix: str) -> None:
         super().__init__(f"{key}={_text(value)}: {reason}; {fix}")
@@ -45,18 +45,18 @@ def partition(
 
 
 def even_sizes(weights: list[float], stages: int) -> list[int]:
-    """Sizes of `stages` contiguous, non-empty parts whose heaviest is as light as can be.
+    """Sizes of `stages` contiguous, non-empty parts with the smallest maximal weight.
 
-    Among those the sum of squares of the parts' weights is the smallest, and among these the first
-    stages are the smaller ones: under most schedules they hold the most microbatches. Weights are
-    not negative. Exact; 126 weights in 64 parts take milliseconds.
+    Of those, the smallest sum of squares; of these, the smallest first stages, which under most
+    schedules have the most microbatches in flight. Weights are >= 0. Exact; 126 weights in 64 parts
+    take milliseconds.
     """
     n = len(weights)
     assert 1 <= stages <= n and min(weights) >= 0
     ends = [0.0, *accumulate(weights)]
 
     def fits(limit: float) -> bool:
-        """Whether at most `stages` parts suffice. (Cutting further makes no part heavier.)"""
+        """Whether at most `stages` parts suffice; cutting further never increases a weight."""
         start = 0
         for _ in range(stages):
             stop = start
@@ -98,7 +98,7 @@ def _even_starts(units: list[Unit], split: EvenSplit, stages: int) -> list[int]:
     if stages > len(blocks):
         return _sparse_starts(blocks, len(units), stages)
     weights = [1.0] * len(blocks)
-    # all of the embedding's units lie on the first stage and all of the head's on the last
+    # all units before the blocks are on the first stage, all after them on the last
     if blocks[0] > 0:
         weights[0] += split.embedding_weight
     if blocks[-1] < len(units) - 1:
@@ -107,8 +107,8 @@ def _even_starts(units: list[Unit], split: EvenSplit, stages: int) -> list[int]:
 
 
 def _sparse_starts(blocks: list[int], units: int, stages: int) -> list[int]:
-    """More stages than blocks: the embedding and the head get stages of their own, where there are
-    such units, and then there are empty stages before the last."""
+    """More stages than blocks: embedding and head get their own stages, if there are such units;
+    empty stages come before the last."""
     own = [0, *blocks, blocks[-1] + 1] if blocks[-1] + 1 < units else [0, *blocks]
     own = sorted(set(own))
     if len(own) > stages:  # one too many: the embedding stays with the first block
@@ -136,13 +136,13 @@ def _balance_starts(units: list[Unit], balance: list[int], stages: int) -> list[
         raise wrong(f"it sums to {sum(balance)}, and the model has {len(blocks)} blocks")
     starts = _starts(blocks, len(units), balance)
     if len(starts) > 1 and starts[1] == 0:
-        raise wrong("the first stage would be empty: nothing comes before the first block")
+        raise wrong("the first stage would be empty: the model has no unit before the first block")
     return starts
 
 
 def _point_starts(units: list[Unit], points: list[str], stages: int) -> list[int]:
     at = {unit.name: index for index, unit in enumerate(units)}
-    for index, unit in enumerate(units):  # a module that has units begins with its first
+    for index, unit in enumerate(units):  # a module above units begins where its first unit does
         parts = unit.name.split(".")
         for depth in range(1, len(parts)):
             at.setdefault(".".join(parts[:depth]), index)
@@ -161,7 +161,7 @@ def _point_starts(units: list[Unit], points: list[str], stages: int) -> list[int
             raise wrong(f"{point} is the first unit, where the first stage begins anyway")
     for before, after in pairwise(points):
         if before == after:
-            raise wrong(f"{after} is there twice")
+            raise wrong(f"{after} is listed twice")
         if at[before] == at[after]:
             raise wrong(f"{after} begins where {before} does")
         if at[before] > at[after]:
@@ -181,8 +181,8 @@ def _blocks(units: list[Unit]) -> list[int]:
 
 
 def _starts(blocks: list[int], units: int, sizes: list[int]) -> list[int]:
-    """Positions where stages of so many blocks begin; the first one takes what is before."""
-    after = [*blocks, blocks[-1] + 1]  # what is after the last block: the head
+    """The first unit of each stage, from stage sizes in blocks."""
+    after = [*blocks, blocks[-1] + 1]  # the units after the last block, such as the head
     return [0, *(min(after[done], units) for done in accumulate(sizes[:-1]))]
 
 
@@ -198,5 +198,5 @@ def _example(key: str, units: list[Unit], stages: int) -> str:
 
 
 def _text(value: Any) -> str:
-    """As it is written on the command line: lists without spaces and quotes."""
+    """As written on the command line: lists without spaces and quotes."""
     return f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)

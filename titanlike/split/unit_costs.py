@@ -1,9 +1,9 @@
-"""What each unit of a model costs: parameters, FLOPs, memory, or time on a device.
+"""The costs of a model's units: parameters, FLOPs, memory, or time on a device.
 
-A unit's cost includes what the forward does between it and its neighbours (a residual, a product
-with a weight), as the stage would that begins or ends there; the last one's includes the loss.
-Calls that are alike (modules of one class with equal settings, on tensors of equal shapes) are
-costed once: see `graph/node_cost.py`.
+A unit's cost includes the operations between it and its neighbours (a residual, a product with a
+weight) that a stage would run which begins or ends there; the last unit's includes the loss. Equal
+calls (modules of one class with equal settings, on tensors of equal shapes) are evaluated once, see
+`graph/node_cost.py`.
 """
 
 from __future__ import annotations
@@ -29,31 +29,35 @@ from titanlike.parallel.sharding import compute_dtype
 from titanlike.pipeline.order import Order
 from titanlike.split.stage_costs import StageCosts
 
-# What modules are told of their own place, which changes no cost
-_PLACES = ("index", "idx", "layer_number", "layer_id")
+# Attributes with a module's own position, which do not change its cost
+_POSITIONS = ("index", "idx", "layer_number", "layer_id")
 
 
 class CostError(ValueError):
-    """A call that cannot be done again by itself."""
+    """A call that cannot be run alone."""
 
 
 class UnitCosts:
-    """The calls of each unit in the forward of one microbatch, in training."""
+    """The calls of each unit in the training forward of one microbatch, and their costs."""
 
     def __init__(self, model_graph: ModelGraph, targets: Tensor, loss: Loss) -> None:
-        """targets: of a microbatch, on meta."""
+        """targets: of one microbatch, on meta."""
         self.model = model_graph.model
         recording = model_graph.recording(model_graph.fields, True)
         end = model_graph.last_stage(cut(recording, [recording.units])[0]).nodes[-1]
         if end.chunked_head is not None:  # the head and the loss are one call
-            gone = {end.chunked_head.head, *end.chunked_head.epilogue}
+            replaced = {end.chunked_head.head, *end.chunked_head.epilogue}
             next(node for node in end.input_nodes if node.target == "targets").value = targets
         else:
-            gone = set()
+            replaced = set()
             end = Node("function", loss.total, (recording.output, Node("input", "", value=targets)))
         edges = [*unit_starts(recording), len(recording.nodes)]
         self._calls = [
-            [n for n in recording.nodes[a:b] if n.kind in ("unit", "function") and n not in gone]
+            [
+                n
+                for n in recording.nodes[a:b]
+                if n.kind in ("unit", "function") and n not in replaced
+            ]
             for a, b in pairwise(edges)
         ]
         self._calls[-1].append(end)
@@ -61,35 +65,34 @@ class UnitCosts:
         self._keys: dict[Node, str] = {}
         self.model.train()
 
-    def held(self, size: Callable[[nn.Parameter], int]) -> np.ndarray:
+    def parameter_table(self, size: Callable[[nn.Parameter], int]) -> np.ndarray:
         """[start, stop] -> size of the parameters of units start ... stop - 1.
 
-        What several of them use (a tied weight) counts once: a stage holds it once, but each stage
-        that uses it holds a copy.
+        A weight that several of these units use (a tied weight) counts once.
         """
         own = [{id(p): size(p) for p in self._parameters(calls)} for calls in self._calls]
-        held = np.zeros((len(own) + 1, len(own) + 1), dtype=np.int64)
+        table = np.zeros((len(own) + 1, len(own) + 1), dtype=np.int64)
         for start in range(len(own)):
             seen: set[int] = set()
             total = 0
             for stop, parameters in enumerate(own[start:], start + 1):
                 total += sum(size for key, size in parameters.items() if key not in seen)
                 seen.update(parameters)
-                held[start, stop] = total
-        return held
+                table[start, stop] = total
+        return table
 
     def flops(self) -> list[int]:
-        """Of a training step on a microbatch, see `node_cost.flops`. Raises CostError."""
+        """FLOPs of each unit, forward and backward of a microbatch. Raises CostError."""
         return self._sums(lambda node: node_cost.flops(node, self.model))
 
-    def saved(self) -> list[int]:
-        """Bytes that wait for the backward of a microbatch. Raises CostError."""
+    def saved_bytes(self) -> list[int]:
+        """Bytes of each unit that a microbatch saves for the backward. Raises CostError."""
         return self._sums(lambda node: node_cost.saved_bytes(node, self.model))
 
     def nanoseconds(self, device: torch.device) -> list[int]:
-        """Of a training step on a microbatch, measured. Raises CostError.
+        """Measured times of each unit, forward and backward of a microbatch. Raises CostError.
 
-        Functions between the units that multiply no matrices are taken to be free.
+        Functions between units without matrix products count as free.
         """
 
         def measured(node: Node) -> int:
@@ -102,7 +105,7 @@ class UnitCosts:
 
     @property
     def signature(self) -> str:
-        """Says what is computed: times that were measured hold for the same again."""
+        """A hash of what is computed: measured times are valid for an equal one."""
         keys = [[self._key(node) for node in calls] for calls in self._calls]
         return hashlib.blake2b(repr(keys).encode(), digest_size=16).hexdigest()
 
@@ -115,16 +118,16 @@ class UnitCosts:
             )
 
     def _sums(self, cost: Callable[[Node], int]) -> list[int]:
-        """Of each unit's calls."""
+        """Sum of each unit's calls."""
         known: dict[str, int] = {}
         for node in (node for calls in self._calls for node in calls):
             key = self._key(node)
             if key not in known:
-                # a part of a tuple or dict costs nothing
-                whole = all(use.value is not None for use in node.input_nodes)
+                # getting an item of a tuple or dict is free
+                on_tensors = all(use.value is not None for use in node.input_nodes)
                 try:
-                    known[key] = cost(node) if whole else 0
-                except Exception as error:  # whatever a model of the user's raises
+                    known[key] = cost(node) if on_tensors else 0
+                except Exception as error:  # of any kind, from the user's model
                     name = getattr(node.target, "__name__", node.target)
                     text = (str(error).strip().splitlines() or [""])[0]
                     reason = f"{name} alone raised {type(error).__name__}: {text}"
@@ -132,33 +135,35 @@ class UnitCosts:
         return [sum(known[self._key(node)] for node in calls) for calls in self._calls]
 
     def _key(self, node: Node) -> str:
-        """The same for calls that cost the same."""
+        """Equal for calls of equal cost."""
         if node not in self._keys:
-            what: Hashable = getattr(node.target, "__name__", str(node.target))
+            target: Hashable = getattr(node.target, "__name__", str(node.target))
             if node.kind == "unit":
-                what = _settings(self.model.get_submodule(node.target))
-            given = tree_map([list(node.args), node.kwargs], _described)
+                target = _settings(self.model.get_submodule(node.target))
+            arguments = tree_map([list(node.args), node.kwargs], _describe)
             chunk = None if node.chunked_head is None else node.chunked_head.chunk
-            self._keys[node] = repr((what, given, node.grad_enabled, chunk, node is self._end))
+            self._keys[node] = repr(
+                (target, arguments, node.grad_enabled, chunk, node is self._end)
+            )
         return self._keys[node]
 
 
-def _described(leaf: Any) -> Any:
+def _describe(leaf: Any) -> Any:
     if isinstance(leaf, Node):
         value = leaf.value
         return value if value is None else (tuple(value.shape), value.dtype, value.requires_grad)
     plain = leaf is None or isinstance(leaf, (bool, int, float, str, slice, torch.dtype))
-    return leaf if plain else type(leaf).__name__  # no addresses: they differ from run to run
+    return leaf if plain else type(leaf).__name__  # without addresses, which differ between runs
 
 
 def _settings(module: nn.Module) -> Hashable:
-    """Classes, numbers and shapes of a module and what is in it."""
+    """Classes, plain attributes and shapes of a module and its submodules."""
     parts = []
     for part in module.modules():
         plain = {
             key: value
             for key, value in vars(part).items()
-            if isinstance(value, (bool, int, float, str)) and not key.endswith(_PLACES)
+            if isinstance(value, (bool, int, float, str)) and not key.endswith(_POSITIONS)
         }
         kind = type(part)
         parts.append((kind.__module__, kind.__qualname__, sorted(plain.items())))
@@ -170,18 +175,18 @@ def _settings(module: nn.Module) -> Hashable:
 # --- from a config -----------------------------------------------------------------------------
 
 
-def memory_costs(profile: UnitCosts, config: Config, order: Order, zero: int) -> StageCosts:
-    """Bytes on a rank: parameters, gradients and optimizer state, and what waits for backwards.
+def memory_costs(unit_costs: UnitCosts, config: Config, order: Order, zero: int) -> StageCosts:
+    """Bytes on a rank: parameters, gradients, optimizer state, and activations.
 
-    A stage's activations are counted for the most microbatches that are in flight there at a time.
+    Activations count for the largest number of microbatches in flight on the stage.
     """
-    each = state_bytes(config, zero)
-    held = profile.held(lambda p: math.ceil(p.numel() * each))
-    return StageCosts(held, profile.saved(), in_flight(order))
+    per_parameter = state_bytes(config, zero)
+    state = unit_costs.parameter_table(lambda p: math.ceil(p.numel() * per_parameter))
+    return StageCosts(state, unit_costs.saved_bytes(), in_flight(order))
 
 
 def state_bytes(config: Config, zero: int) -> float:
-    """Of one parameter on one rank."""
+    """Bytes of parameter, gradient and optimizer state on one rank, for each parameter."""
     plain = isinstance(config.optimizer, Sgd)
     optimizer = 4 * (config.optimizer.momentum > 0) if plain else 8
     shards = config.dp // config.replicate
@@ -189,14 +194,14 @@ def state_bytes(config: Config, zero: int) -> float:
     computing = compute_dtype(config).itemsize
     gathered = 0 if shards == 1 and computing == 4 and not offload else computing
     if zero == 3 and shards > 1:
-        gathered = 0  # but for a block
+        gathered = 0  # except one block at a time
     whole_gradient = zero == 1 and shards > 1
     state = 0.0 if offload else (4 + optimizer + (0 if whole_gradient else 4)) / shards
     return state + gathered + (4 if whole_gradient else 0)
 
 
 def in_flight(order: Order) -> list[int]:
-    """Of each stage: the most microbatches that wait for their backward at a time."""
+    """For each stage: the largest number of microbatches waiting for their backward."""
     now, most = [0] * order.stages, [0] * order.stages
     for acts in order.ranks:
         for act in acts:

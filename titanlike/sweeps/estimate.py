@@ -56,11 +56,11 @@ def estimate(config: Config, draft: Draft) -> Estimate:
     block = 0  # parameters of the largest unit
     if not isinstance(config.split, TraceSplit):
         targets = example_batch(config)["targets"].repeat_interleave(rows, 0)
-        profile = UnitCosts(draft.model_graph, targets, build_loss(config.loss))
-        held = profile.held(lambda parameter: parameter.numel())
+        unit_costs = UnitCosts(draft.model_graph, targets, build_loss(config.loss))
+        held = unit_costs.parameter_table(lambda parameter: parameter.numel())
         block = max(int(held[at, at + 1]) for at in range(units))
         try:
-            saved, flops = profile.saved(), profile.flops()
+            saved, flops = unit_costs.saved_bytes(), unit_costs.flops()
         except CostError:
             flops = [int(held[at, at + 1]) for at in range(units)]
     each = state_bytes(config, draft.zero)

@@ -123,8 +123,8 @@ def draft(config: Config, data: Data | None = None, timing: MeasureTimes | None 
     chosen = None
     try:
         if isinstance(config.split, AutoSplit) and order.stages > 1:
-            profile = UnitCosts(model_graph, targets, build_loss(config.loss))
-            chosen = find_auto_split(config, profile, model_graph.units, order, zero, timing)
+            unit_costs = UnitCosts(model_graph, targets, build_loss(config.loss))
+            chosen = find_auto_split(config, unit_costs, model_graph.units, order, zero, timing)
             model_graph.stages = chosen.stages(model_graph.units)
         else:
             split = EvenSplit() if isinstance(config.split, AutoSplit) else config.split
