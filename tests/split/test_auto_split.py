@@ -171,7 +171,7 @@ def test_a_unit_that_cannot_run_alone_is_an_error_with_a_way_out() -> None:
     (problem,) = caught.value.problems
     assert (problem.key, problem.fix) == ("split.cost", "split.cost=params")
     assert "LookupError: where am I?" in problem.reason
-    assert draft(replace(config, split=AutoSplit(cost="params"))).automatic is not None
+    assert draft(replace(config, split=AutoSplit(cost="params"))).auto_split is not None
 
 
 # --- stages ------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def test_the_stages_follow_the_cost() -> None:
     found = draft(config)
     # 16 + 16 + 64 of 176: the wide block is with those before it, as the head is as heavy
     assert found.stages[1] == ["layers.3", "once"]
-    assert found.automatic.chosen.imbalance <= found.automatic.even.imbalance
+    assert found.auto_split.chosen.imbalance <= found.auto_split.even.imbalance
     # 1F1B holds twice the microbatches on the first stage, and bytes of the head are few here
     gpt2 = {"dim": 32, "heads": 4, "layers": 8, "vocab_size": None, "max_seq_len": None}
     by_memory = tiny(4, 1, model=Custom("gpt2", gpt2), split=AutoSplit("auto", "memory"))
@@ -191,7 +191,7 @@ def test_the_stages_follow_the_cost() -> None:
 
 
 def test_one_stage_and_more_stages_than_units_work() -> None:
-    assert draft(tiny(1, 2, split=AutoSplit())).automatic is None
+    assert draft(tiny(1, 2, split=AutoSplit())).auto_split is None
     few = draft(own(split=AutoSplit(), schedule=Schedule("zbvzerobubble"), batch_size=8))
     assert len(few.stages) == 4
     many = draft(replace(own(split=AutoSplit(), batch_size=8), pp=8))
@@ -199,7 +199,7 @@ def test_one_stage_and_more_stages_than_units_work() -> None:
 
 
 def test_a_driver_measures_nothing() -> None:
-    assert draft(tiny(2, 1, split=AutoSplit(cost="time"))).automatic.cost == "flops"
+    assert draft(tiny(2, 1, split=AutoSplit(cost="time"))).auto_split.cost == "flops"
 
 
 def stages_of(config: Config, worker: Worker) -> list[list[str]]:

@@ -62,7 +62,7 @@ class Draft:
     # of each stage: parameter (a tied one under its first name) -> number of elements
     stage_parameters: list[dict[str, int]]
     flops_per_token: float | None
-    automatic: AutoSplitResult | None = None  # how the stages were found, of split=auto
+    auto_split: AutoSplitResult | None = None  # how the stages were found, of split=auto
 
     @property
     def stages(self) -> list[list[str]]:
@@ -160,7 +160,7 @@ def draft(config: Config, data: Data | None = None, timing: MeasureTimes | None 
         fields=fields,
         stage_parameters=[{name: p.numel() for name, p in stage.items()} for stage in held],
         flops_per_token=None if flops is None else flops(config.seq_len),
-        automatic=chosen,
+        auto_split=chosen,
     )
 
 

@@ -44,7 +44,7 @@ def opening(session: Session) -> None:
         fields = [field for field in fields if field[0] != "schedule"]
     console.fields([field for field in fields if field[1]])
     console.line()
-    found, cost = draft.automatic, _Cost.of(draft.automatic)
+    found, cost = draft.auto_split, _Cost.of(draft.auto_split)
     console.table(
         "",
         ["rank", "stage", "modules", "parameters", *([cost.heading] if cost else [])],
