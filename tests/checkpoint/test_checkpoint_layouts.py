@@ -12,7 +12,7 @@ import torch
 
 from support.models import tiny
 from support.world import run_world
-from titanlike.checkpoint.saver import Progress, Saver
+from titanlike.checkpoint.checkpointer import Checkpointer, Progress
 from titanlike.config.schema import BalanceSplit, Checkpoint, Config
 from titanlike.data.loader import open_data
 from titanlike.launch.worker import Worker
@@ -49,11 +49,11 @@ def test_any_layout_loads_what_any_other_saved(tmp_path: Path) -> None:
 
 def save(config: Config, worker: Worker, name: str) -> None:
     """Fill this rank's share with what `truth` says, and save it as step 7."""
-    run, saver = opened(config, worker)
+    run, checkpointer = opened(config, worker)
     for key, tensor in tensors(run):
         whole = truth(key, tensor.shape)
         local(tensor).copy_(whole[local_slices(tensor)])
-    saver.save(Progress(step=7, left_out=3, value=0.1 + 0.2))
+    checkpointer.save(Progress(step=7, left_out=3, value=0.1 + 0.2))
     close_mesh()
 
 
@@ -65,8 +65,8 @@ def load_all(config: Config, worker: Worker, root: str) -> list[tuple[str, str]]
         for _, tensor in tensors(run):
             local(tensor).fill_(-1)
         here = replace(config, run_dir=str(Path(root) / source), checkpoint=Checkpoint())
-        saver = Saver(run.stage_states, here, open_data(here), Events(Path(), None))
-        assert saver.resume() == Progress(step=7, left_out=3, value=0.1 + 0.2)
+        checkpointer = Checkpointer(run.stage_states, here, open_data(here), Events(Path(), None))
+        assert checkpointer.resume() == Progress(step=7, left_out=3, value=0.1 + 0.2)
         for key, tensor in tensors(run):
             whole = truth(key, tensor.shape)
             assert torch.equal(local(tensor), whole[local_slices(tensor)]), (source, key)
@@ -75,7 +75,7 @@ def load_all(config: Config, worker: Worker, root: str) -> list[tuple[str, str]]
     return found
 
 
-def opened(config: Config, worker: Worker) -> tuple[Run, Saver]:
+def opened(config: Config, worker: Worker) -> tuple[Run, Checkpointer]:
     mesh = open_mesh(config, worker)
     run = build(config, mesh)
     for parameter in run.parameters:
@@ -84,7 +84,7 @@ def opened(config: Config, worker: Worker) -> tuple[Run, Saver]:
         part.optimizer.step()  # so that there is a state
         part.optimizer.zero_grad()
     events = Events(worker.run_dir, None)
-    return run, Saver(run.stage_states, config, open_data(config), events)
+    return run, Checkpointer(run.stage_states, config, open_data(config), events)
 
 
 def tensors(run: Run) -> list[tuple[str, torch.Tensor]]:
@@ -118,23 +118,23 @@ def test_a_background_save_holds_the_state_of_its_step(mode: str, tmp_path: Path
 
 
 def save_and_change(config: Config, worker: Worker) -> bool:
-    run, saver = opened(config, worker)
+    run, checkpointer = opened(config, worker)
     slow_down_writing()
     for step in (1, 2, 3):
         for _, tensor in tensors(run):
             local(tensor).fill_(step)
         begin = time.monotonic()
-        saver.save(Progress(step=step))
+        checkpointer.save(Progress(step=step))
         waited = time.monotonic() - begin
         if config.checkpoint.mode != "sync" and step == 1:
             assert waited < 0.25, "training waited for a write in the background"
         for _, tensor in tensors(run):
             local(tensor).fill_(-1)
-    saver.finish(Progress(step=3), done=True)
+    checkpointer.finish(Progress(step=3), done=True)
     for step in (1, 2, 3):
         path = Path(config.run_dir) / "checkpoints" / f"step-{step:08d}"
         here = replace(config, checkpoint=Checkpoint(resume=str(path)), run_dir="nowhere")
-        other = Saver(run.stage_states, here, open_data(here), Events(Path(), None))
+        other = Checkpointer(run.stage_states, here, open_data(here), Events(Path(), None))
         assert other.resume().step == step
         for key, tensor in tensors(run):
             assert (local(tensor) == step).all(), (step, key)
@@ -143,12 +143,12 @@ def save_and_change(config: Config, worker: Worker) -> bool:
 
 
 def slow_down_writing() -> None:
-    import titanlike.checkpoint.dcp_files as dcp_files
+    import titanlike.checkpoint.dcp_storage as dcp_storage
 
-    fsync = dcp_files.os.fsync
+    fsync = dcp_storage.os.fsync
 
     def slow(handle: int) -> None:
         time.sleep(0.05)  # some eight times a save
         fsync(handle)
 
-    dcp_files.os.fsync = slow
+    dcp_storage.os.fsync = slow

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from support.models import tiny
 from support.world import run_world
-from titanlike.checkpoint.dcp_files import _Unpickler
-from titanlike.checkpoint.saver import Progress, Saver
-from titanlike.checkpoint.whole import Refused
+from titanlike.checkpoint.checkpointer import Checkpointer, Progress
+from titanlike.checkpoint.dcp_metadata import RestrictedUnpickler
+from titanlike.checkpoint.integrity import UnsafeCheckpoint
 from titanlike.config.schema import Checkpoint, Config
 from titanlike.data.loader import open_data
 from titanlike.launch.external import start_id
@@ -37,15 +37,16 @@ def test_a_parameter_without_optimizer_state_has_none_after_loading(tmp_path: Pa
 def save_and_load(config: Config, worker: Worker, updated: bool) -> bool:
     mesh = open_mesh(config, worker)
     run = build(config, mesh)
-    saver = Saver(run.stage_states, config, open_data(config), Events(worker.run_dir, None))
+    checkpointer = Checkpointer(
+        run.stage_states, config, open_data(config), Events(worker.run_dir, None)
+    )
     if updated:
         update(run, leave_out="ffn_norm")
     before = states(run)
-    saver.save(Progress(step=1))
+    checkpointer.save(Progress(step=1))
     assert states(run).keys() == before.keys(), "saving changed the optimizer"
     update(run, leave_out="nothing")
-    saver.newest = 0
-    assert saver.resume().step == 1
+    assert checkpointer.resume().step == 1
     after = states(run)
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], before[name]) for name in before)
@@ -79,11 +80,11 @@ def test_what_a_planted_file_changes_in_a_class_is_refused_and_undone() -> None:
     before = dict(vars(Metadata))
     module = b"torch.distributed.checkpoint.metadata"
     planted = b"c" + module + b"\nMetadata\n" + pickle.dumps((None, {"evil": 1}), 2)[2:-1] + b"b."
-    with pytest.raises(Refused, match="changes .*Metadata"):
-        _Unpickler(planted).load()
+    with pytest.raises(UnsafeCheckpoint, match="changes .*Metadata"):
+        RestrictedUnpickler(planted).load()
     assert dict(vars(Metadata)) == before
-    with pytest.raises(Refused, match=r"asks for pathlib"):
-        _Unpickler(pickle.dumps(Path("/tmp"))).load()
+    with pytest.raises(UnsafeCheckpoint, match=r"asks for pathlib"):
+        RestrictedUnpickler(pickle.dumps(Path("/tmp"))).load()
 
 
 def test_ranks_that_start_again_on_an_old_store_agree_on_a_new_name() -> None:
@@ -111,13 +112,13 @@ def start(store: dist.Store, size: int) -> list[str]:
 
 def test_a_folder_of_its_own_takes_the_checkpoints_of_one_run(tmp_path: Path) -> None:
     """Else the jobs of a sweep would go on with each other's."""
-    from titanlike.checkpoint.find import find
+    from titanlike.checkpoint.resume import select_resume
 
     shared = Checkpoint(every=0, last=True, folder=str(tmp_path / "shared"))
     config = tiny(steps=1, layers=2, checkpoint=shared)
     from titanlike.training.train import train
 
     run_world(train, config, tmp_path / "one")
-    assert find(replace(config, run_dir=str(tmp_path / "one"))).path is not None
+    assert select_resume(replace(config, run_dir=str(tmp_path / "one"))).path is not None
     with pytest.raises(ValueError, match=f"checkpoints of the run in {tmp_path / 'one'}"):
-        find(replace(config, run_dir=str(tmp_path / "two")))
+        select_resume(replace(config, run_dir=str(tmp_path / "two")))

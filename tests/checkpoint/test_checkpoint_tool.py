@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from support.paths import ROOT
 from support.saved_runs import a_run, checkpoint, numbers, reseal, train_all
-from titanlike.checkpoint.tool import main
+from titanlike.checkpoint.commands import main
 from titanlike.config.schema import Config, Validation
 
 Tool = Callable[..., tuple[int, str]]
@@ -76,9 +76,9 @@ def test_list_shows_every_checkpoint_and_what_is_wrong_with_it(run: Path, tool: 
     assert code == 0
     rows = [line.split() for line in text.splitlines()[2:]]
     assert [row[:2] for row in rows] == [
-        ["step-00000002", "whole"],
-        ["model-00000004", "whole"],
-        ["step-00000004", "whole"],
+        ["step-00000002", "complete"],
+        ["model-00000004", "complete"],
+        ["step-00000004", "complete"],
     ]
     assert [row[2] == "-" for row in rows] == [False, True, False]  # val_loss
     assert all("pp2 x dp2 1f1b" in line for line in text.splitlines()[2:])
@@ -91,8 +91,8 @@ def test_list_shows_every_checkpoint_and_what_is_wrong_with_it(run: Path, tool: 
     code, text = tool("list", run)
     states = {line.split()[0]: line.split()[1] for line in text.splitlines()[2:5]}
     assert states == {
-        "step-00000002": "unfinished",
-        "model-00000004": "whole",
+        "step-00000002": "incomplete",
+        "model-00000004": "complete",
         "step-00000004": "damaged",
     }
     assert "step-00000004  __1_0.distcp has 100 bytes" in text
@@ -130,7 +130,7 @@ def test_show_tells_what_a_checkpoint_holds(whole_run: Path, tool: Tool) -> None
 def test_looking_takes_no_torch(whole_run: Path) -> None:
     """Under a second, on a login node."""
     code = (
-        "import sys; from titanlike.checkpoint.tool import main; run = sys.argv[1]; "
+        "import sys; from titanlike.checkpoint.commands import main; run = sys.argv[1]; "
         "assert main(['list', run]) == main(['show', run]) == 0; assert 'torch' not in sys.modules"
     )
     command = [sys.executable, "-c", code, str(whole_run)]
@@ -145,28 +145,28 @@ def test_looking_takes_no_torch(whole_run: Path) -> None:
 
 def test_verify_reads_all_and_names_each_bad_file(run: Path, tool: Tool) -> None:
     code, text = tool("verify", run)
-    assert code == 0 and text.count("whole (6 files") == 3
+    assert code == 0 and text.count("complete (6 files") == 3
     flip(checkpoint(run, 4) / "__0_0.distcp")
     os.truncate(checkpoint(run, 4) / "__2_0.distcp", 7)
     (checkpoint(run, 4) / "__3_0.distcp").unlink()
     code, text = tool("verify", run)
     assert code == 1
-    assert text.count(": whole (") == 2
+    assert text.count(": complete (") == 2
     bad = text[text.index("step-00000004: damaged") :].splitlines()[1:]
     assert [line.split()[0] for line in bad] == ["__0_0.distcp", "__2_0.distcp", "__3_0.distcp"]
     assert tool("verify", checkpoint(run, 2))[0] == 0
     flip(checkpoint(run, 2) / ".metadata")
     code, text = tool("verify", checkpoint(run, 2))
-    assert code == 1 and text.splitlines()[1].startswith("  .metadata does not have the checksum")
+    assert code == 1 and text.splitlines()[1].startswith("  .metadata does not match the checksum")
 
 
 def test_verify_tells_a_save_that_was_killed_from_damage(run: Path, tool: Tool) -> None:
-    """A leftover harms no run; asked for alone, it is not whole."""
+    """A leftover harms no run; asked for alone, it is incomplete."""
     (checkpoint(run, 4) / "COMMITTED").unlink()
     code, text = tool("verify", run)
     assert code == 0 and "step-00000004: no COMMITTED" in text
     code, text = tool("verify", checkpoint(run, 4))
-    assert code == 1 and "step-00000004: not whole" in text
+    assert code == 1 and "step-00000004: incomplete" in text
 
 
 def test_verify_misses_no_bytes_that_a_checkpoint_should_have(run: Path, tool: Tool) -> None:
@@ -183,7 +183,7 @@ def test_verify_misses_no_bytes_that_a_checkpoint_should_have(run: Path, tool: T
     code, text = tool("verify", checkpoint(run, 4))
     assert code == 1
     assert ".metadata names no file for model.norm.weight at [" in text
-    assert "1,024 of the 2,048 numbers of model.head.weight" in text
+    assert "1,024 of the 2,048 elements of model.head.weight" in text
     assert f"{last.relative_path} ends before the bytes of" in text
 
 
@@ -228,7 +228,7 @@ def test_compare_says_what_differs_and_by_how_much(
     same = edited(tool, step, tmp_path, lambda tensors: None)
     for command in ("list", "show", "verify"):  # a file of another program has weights alone
         code, text = tool(command, same.parent)
-        assert code == 0 and "whole" in text, command
+        assert code == 0 and "complete" in text, command
     assert tool("compare", same, other)[0] == 1
     assert tool("compare", same, other, "--tolerance", 0.25)[0] == 0
     assert tool("compare", same, other, "--tolerance", 0.24)[0] == 1
@@ -307,7 +307,7 @@ def test_a_number_too_large_for_a_dtype_is_not_made_infinite(
 ) -> None:
     large = edited(tool, whole_run, tmp_path, lambda tensors: tensors["norm.weight"].fill_(1e6))
     code, text = tool("consolidate", large, tmp_path / "x.safetensors", "--dtype", "fp16")
-    assert code == 2 and "model.norm.weight has numbers too large" in text
+    assert code == 2 and "model.norm.weight has values too large" in text
     assert not (tmp_path / "x.safetensors").exists()
 
 
@@ -327,7 +327,7 @@ def test_a_file_is_whole_or_not_there(whole_run: Path, tool: Tool, tmp_path: Pat
     assert tool("consolidate", whole_run, file)[0] == 0
     before = file.read_bytes()
     code, text = tool("consolidate", whole_run, file)
-    assert code == 2 and "is there already" in text and file.read_bytes() == before
+    assert code == 2 and "exists already" in text and file.read_bytes() == before
 
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
@@ -347,13 +347,13 @@ def test_a_file_is_whole_or_not_there(whole_run: Path, tool: Tool, tmp_path: Pat
     file.write_bytes(before)
     assert tool("restore", file, tmp_path / "restored")[0] == 0
     code, text = tool("restore", file, tmp_path / "restored")
-    assert code == 2 and "is there already" in text
+    assert code == 2 and "exists already" in text
 
 
 def test_a_damaged_checkpoint_is_not_converted(run: Path, tool: Tool, tmp_path: Path) -> None:
     flip(checkpoint(run, 4) / "__1_0.distcp")
     code, text = tool("consolidate", run, tmp_path / "x.safetensors")
-    assert code == 1 and "__1_0.distcp does not have the checksum" in text
+    assert code == 1 and "__1_0.distcp does not match the checksum" in text
     assert not (tmp_path / "x.safetensors").exists()
     assert tool("compare", run, checkpoint(run, 2))[0] == 1
 
@@ -366,7 +366,7 @@ def test_checkpoints_elsewhere_are_named_by_url(
     assert tool("restore", file, there)[0] == 0
     for command in ("list", "show", "verify"):
         code, text = tool(command, there)
-        assert code == 0 and "step-00000004" in text and "whole" in text
+        assert code == 0 and "step-00000004" in text and "complete" in text
     assert tool("compare", whole_run, f"{there}/step-00000004")[0] == 0
 
 

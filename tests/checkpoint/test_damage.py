@@ -26,9 +26,9 @@ from support.saved_runs import (
     train_all,
 )
 from support.world import RankError
-from titanlike.checkpoint.find import committed
+from titanlike.checkpoint.discovery import committed
+from titanlike.checkpoint.integrity import DAMAGED_MARKER, MARKER, DamagedCheckpoint, check_all
 from titanlike.checkpoint.storage import Storage
-from titanlike.checkpoint.whole import MARKER, REJECTED, Damaged, check_all
 from titanlike.config.schema import Config
 
 LAYOUTS = {"one": (1, 1), "pp2": (2, 1), "dp2": (1, 2)}
@@ -132,9 +132,9 @@ def test_a_damaged_checkpoint_is_kept_for_a_look_and_may_be_given_back(
     short = replace(one, steps=5)  # so that step 6 is not saved again
     assert train_all(going_on(short, run_dir)) == [""]
     assert not (folder / MARKER).exists()
-    assert f"{tensors.name} does not have the checksum" in (folder / REJECTED).read_text()
+    assert f"{tensors.name} does not match the checksum" in (folder / DAMAGED_MARKER).read_text()
     flip(tensors, 1000)
-    (folder / REJECTED).rename(folder / MARKER)
+    (folder / DAMAGED_MARKER).rename(folder / MARKER)
     assert train_all(going_on(one, run_dir)) == [""]
     assert [event["step"] for event in events(run_dir, "resume")] == [3, 6]
 
@@ -151,7 +151,7 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(one: Config, tmp_pa
     ]
     for (case, source), run, error in zip(asked.items(), runs, train_all(*runs), strict=True):
         name = case.split()[0]
-        assert error.startswith(("ValueError", "Damaged")), (case, error)
+        assert error.startswith(("ValueError", "DamagedCheckpoint")), (case, error)
         assert str(checkpoint(source, 6)) in error and name in error, case
         assert "\n" not in error
         assert not (Path(run.run_dir) / "metrics.jsonl").exists()
@@ -174,7 +174,7 @@ def test_a_run_without_a_whole_checkpoint_does_not_begin_afresh(
             [error] = train_all(config)
         except RankError as other:
             error = str(other)
-        assert "no whole checkpoint is left" in error and "step-00000003" in error
+        assert "no complete checkpoint is left" in error and "step-00000003" in error
         assert "step-00000006" in error and "another run_dir" in error
         assert (run_dir / "metrics.jsonl").read_bytes() == kept
 
@@ -190,7 +190,7 @@ def test_any_flipped_bit_is_found(one: Config, data: st.DataObject) -> None:
     try:
         if path.name == MARKER and path.read_text(errors="replace").split() == marker(folder):
             return  # a newline became another blank
-        with pytest.raises(Damaged) as damage:
+        with pytest.raises(DamagedCheckpoint) as damage:
             check_all(Storage(folder))
         assert str(folder) in str(damage.value) and path.name in str(damage.value)
     finally:
@@ -198,7 +198,7 @@ def test_any_flipped_bit_is_found(one: Config, data: st.DataObject) -> None:
 
 
 def marker(folder: Path) -> list[str]:
-    from titanlike.checkpoint.whole import checksum
+    from titanlike.checkpoint.integrity import checksum
 
     return [checksum((folder / "files.json").read_bytes())]
 
@@ -277,9 +277,9 @@ SAYS = {
     "a command": "asks for posix.system",
     "eval": "asks for builtins.eval",
     "deep inside": "asks for builtins.exec",
-    "no tensor": "model.head.weight is no tensor there",
+    "no tensor": "model.head.weight is not a tensor there",
     "a tensor's pickle": "could not be read",
-    "a file elsewhere": "names a file outside of it, '../../outside'",
+    "a file elsewhere": "names a file outside the folder, '../../outside'",
 }
 
 

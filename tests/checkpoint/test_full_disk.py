@@ -14,10 +14,10 @@ import pytest
 
 from support.saved_runs import a_run, checkpoint, events, numbers, train_all, train_each
 from support.world import run_world
-from titanlike.checkpoint.find import committed
-from titanlike.checkpoint.saver import Progress, Saver
+from titanlike.checkpoint.checkpointer import Checkpointer, Progress
+from titanlike.checkpoint.discovery import committed
+from titanlike.checkpoint.integrity import check_all
 from titanlike.checkpoint.storage import Storage
-from titanlike.checkpoint.whole import check_all
 from titanlike.config.schema import Config
 from titanlike.launch.worker import Worker
 from titanlike.training import session
@@ -45,7 +45,7 @@ def train_on_a_disk_that_fills(
     """Train, with the disk full while the checkpoints of these steps are written."""
     filler = Path(disk) / "filler"
 
-    class Fills(Saver):
+    class Fills(Checkpointer):
         begun = 0
 
         def save(self, progress: Progress, val_loss: float | None = None) -> float:
@@ -68,7 +68,7 @@ def train_on_a_disk_that_fills(
                 time.sleep(0.01)
                 self.poll()
 
-    session.Saver = Fills
+    session.Checkpointer = Fills
     return train_each(config, worker, [config])
 
 

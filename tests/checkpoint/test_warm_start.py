@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from support.saved_runs import a_run, checkpoint, events, train_all
 from support.world import run_world
-from titanlike.checkpoint.tool import main
+from titanlike.checkpoint.commands import main
 from titanlike.checkpoint.warm_start import renamed
 from titanlike.config.schema import Config, Validation
 from titanlike.launch.worker import Worker
@@ -85,7 +85,7 @@ def test_a_run_starts_from_the_weights_of_another_in_any_layout(
     assert found["run"] == pytest.approx(expected, abs=ROUNDING)
     assert found["run"] == found["step"] == found["file"]  # to the last bit
     assert found["bf16"] == pytest.approx(expected, abs=2e-2) and found["bf16"] != expected
-    assert told(tmp_path / "run").endswith("/step-00000002: 21 parameters taken")
+    assert told(tmp_path / "run").endswith("/step-00000002: 21 parameters loaded")
     assert not events(tmp_path / "fresh", "warm_start")
     # the optimizer's state, too: of both it is that of a first step
     one, other = (str(checkpoint(tmp_path / name, 1)) for name in ("run", "file"))
@@ -126,17 +126,18 @@ def test_names_that_differ_are_an_error_unless_they_may(source: Path, tmp_path: 
         warm(tmp_path / "loose", other, strict=False, **rename),
         warm(tmp_path / "nothing", other, rename=[":other."], strict=False),
     )
-    assert "19 not there: layers.0.attention.wk.weight, " in refused
-    assert "19 there and not in this model: blocks.0.attention.wk.weight, " in refused
+    assert "19 not in the checkpoint: layers.0.attention.wk.weight, " in refused
+    assert "19 only in the checkpoint: blocks.0.attention.wk.weight, " in refused
     assert "write checkpoint.rename=[old.:new.]" in refused and "strict=false" in refused
-    assert "parameters 1 not there: norm.weight; 1 there and not in this model: extra.weight" in (
-        listed
+    assert (
+        "parameters 1 not in the checkpoint: norm.weight; 1 only in the checkpoint: extra.weight"
+        in (listed)
     )
     assert "norm.weight is (64, 32) there and (32,) here" in kept  # a shape is never loose
     assert loose == ""
     text = told(tmp_path / "loose")
-    assert "20 parameters taken; 18 renamed: blocks.0.attention.wk.weight as layers.0." in text
-    assert "1 not there: norm.weight; 1 there and not in this model: extra.weight" in text
+    assert "20 parameters loaded; 18 renamed: blocks.0.attention.wk.weight as layers.0." in text
+    assert "1 not in the checkpoint: norm.weight; 1 only in the checkpoint: extra.weight" in text
     assert "no name is the same" in nothing  # it would train from nothing
 
 
@@ -192,8 +193,8 @@ def test_a_source_that_is_damaged_or_none_is_refused(source: Path, tmp_path: Pat
         warm(tmp_path / "damaged", copy),
         warm(tmp_path / "none", empty),
     )
-    assert "step-00000002 is damaged: __0_0.distcp does not have the checksum" in damaged
-    assert f"checkpoint.start_from={empty}: no whole checkpoint there" in none
+    assert "step-00000002 is damaged: __0_0.distcp does not match the checksum" in damaged
+    assert f"checkpoint.start_from={empty}: no complete checkpoint there" in none
 
 
 def test_the_first_rule_that_fits_renames_a_beginning() -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from titanlike.config import schema
 from titanlike.metrics import units
-from titanlike.metrics.open import open_sinks, where
+from titanlike.metrics.open_sinks import open_sinks
 from titanlike.metrics.result import read_result, write_result
 from titanlike.metrics.sinks import JsonlSink, read_jsonl
 from titanlike.metrics.tensorboard_sink import TensorBoardSink, tensorboard_problem
@@ -93,7 +93,7 @@ def test_the_config_chooses_the_sinks_and_metrics_jsonl_is_always_there(tmp_path
     """logger=none leaves metrics.jsonl alone; W&B offline comes beside it."""
     config = schema.Config(logger=schema.NoLogger())
     sinks = open_sinks(config, {"pp": 1}, tmp_path, 0, print)
-    assert where(sinks) == [str(tmp_path / "metrics.jsonl")]
+    assert [sink.location for sink in sinks] == [str(tmp_path / "metrics.jsonl")]
     for sink in sinks:
         sink.log({"step": 1, "loss": 1.0})
         sink.close("completed")
@@ -120,7 +120,7 @@ def test_tensorboard_is_written_or_named_as_missing(tmp_path):
 
 def test_the_room_is_light_to_enter():
     """--help and a config check load neither torch nor wandb through it."""
-    code = "import sys, titanlike.metrics.open; print({'torch', 'wandb'} & set(sys.modules))"
+    code = "import sys, titanlike.metrics.open_sinks; print({'torch', 'wandb'} & set(sys.modules))"
     output = subprocess.run(
         [sys.executable, "-c", code],
         env={"PYTHONPATH": str(Path(schema.__file__).parents[2])},

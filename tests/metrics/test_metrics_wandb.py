@@ -29,7 +29,7 @@ settings = Wandb(project="proj", group="grp", timeout=float(timeout))
 sink = WandbSink(settings, {CONFIG!r}, Path(folder), lambda line: print(line, flush=True))
 for step in range(int(first), int(last) + 1):
     sink.log({{"step": step, "loss": {LOSSES!r}[step % 3]}})
-print("where", sink.where, flush=True)
+print("where", sink.location, flush=True)
 if event:
     from wandb.sdk import wandb_setup
     service = wandb_setup.singleton()._connection._proc._process

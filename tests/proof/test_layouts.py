@@ -231,16 +231,16 @@ def test_a_save_that_was_killed_does_not_count(tmp_path: Path) -> None:
 
 def killed_while_saving_step_4(config: Config, worker: Worker) -> None:
     """Train, and die after the tensors of step 4 are written and before they are committed."""
-    import titanlike.checkpoint.dcp_files as dcp_files
+    import titanlike.checkpoint.dcp_storage as dcp_storage
 
-    commit_right = dcp_files.commit
+    commit_right = dcp_storage.commit
 
     def commit(folder, files, state):
         if state["step"] == 4:
             os.kill(os.getpid(), signal.SIGKILL)
         commit_right(folder, files, state)
 
-    dcp_files.commit = commit
+    dcp_storage.commit = commit
     train(config, worker)
 
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import psutil
 
 from support.paths import ROOT
-from titanlike.checkpoint.find import committed, step_name, step_of
+from titanlike.checkpoint.discovery import committed, step_name, step_of
+from titanlike.checkpoint.integrity import check_all
 from titanlike.checkpoint.storage import Storage
-from titanlike.checkpoint.whole import check_all
 from titanlike.metrics.sinks import read_jsonl
 
 EVERY, KEEP, STEPS = 3, 2, 36

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from support.models import tiny
 from support.world import run_world
+from titanlike.checkpoint.integrity import MANIFEST, MARKER, checksum
 from titanlike.checkpoint.storage import Storage
-from titanlike.checkpoint.whole import MANIFEST, MARKER, checksum
 from titanlike.config.schema import Checkpoint, Config
 from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl

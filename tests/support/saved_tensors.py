@@ -7,14 +7,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from titanlike.checkpoint.dcp_metadata import read_metadata
+from titanlike.checkpoint.state_dict import read
 from titanlike.checkpoint.storage import Storage
-from titanlike.checkpoint.store import metadata_of, read
 
 
 def saved(run_dir: Path, step: int = 6) -> dict[str, Tensor]:
     """All tensors of a checkpoint."""
     folder = Storage(run_dir / "checkpoints" / f"step-{step:08d}")
-    metadata = metadata_of(folder)
+    metadata = read_metadata(folder)
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in metadata.state_dict_metadata.items()

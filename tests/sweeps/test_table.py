@@ -30,7 +30,7 @@ from support.sweep_folders import (
 )
 from titanlike.launch.heartbeat import Beat, Heartbeat
 from titanlike.metrics.events import Events
-from titanlike.metrics.summary import VALUES, Summary, summary, value_of
+from titanlike.metrics.summary import OBJECTIVES, Summary, objective_value, summarize
 from titanlike.sweeps.picture import draw
 from titanlike.sweeps.plan import Job, Plan, add_jobs, read_plan, write_plan
 from titanlike.sweeps.table import (
@@ -211,16 +211,16 @@ def test_speed_is_that_of_a_run_in_full_swing(tmp_path):
     path = log(tmp_path, records)
     with path.open("a") as file:
         file.write('{"step": 21, "loss": 9.0, "tokens_per_s')  # it writes this very moment
-    first = summary(tmp_path)
+    first = summarize(tmp_path)
     assert (first.steps, first.tokens_per_second, first.memory_bytes) == (20, 1000.0, 400 << 20)
     assert first.step_seconds == 2.048 and first.mfu is None
     assert first.loss == records[-1]["loss"] and first.val_loss == records[-1]["val_loss"]
     Events(tmp_path, lambda line: None).log("resume", 10)
     faster = [record | {"tokens_per_second": 5000.0} for record in steps(12)[10:]]
     log(tmp_path, faster, start=10)
-    assert summary(tmp_path).tokens_per_second == 5000.0  # step 12, on the new machine
+    assert summarize(tmp_path).tokens_per_second == 5000.0  # step 12, on the new machine
     log(tmp_path, steps(6, speed=7000.0))  # and once more from the beginning
-    assert (summary(tmp_path).steps, summary(tmp_path).tokens_per_second) == (6, 7000.0)
+    assert (summarize(tmp_path).steps, summarize(tmp_path).tokens_per_second) == (6, 7000.0)
 
 
 def test_the_last_numbers_of_a_long_run_are_found_at_its_end(tmp_path):
@@ -229,11 +229,11 @@ def test_the_last_numbers_of_a_long_run_are_found_at_its_end(tmp_path):
     records[4_000]["val_loss"] = 1.25
     records[150]["val_loss"] = 7.0
     path = log(tmp_path, records)
-    found = summary(tmp_path)
+    found = summarize(tmp_path)
     assert (found.steps, found.val_loss) == (20_000, 1.25)
-    assert value_of("val_loss", found) == 1.25
+    assert objective_value("val_loss", found) == 1.25
     path.write_bytes(path.read_bytes().replace(b'"val_loss"', b'"other"'))
-    assert value_of("val_loss", summary(tmp_path)) == records[-1]["loss"]
+    assert objective_value("val_loss", summarize(tmp_path)) == records[-1]["loss"]
 
 
 @pytest.mark.parametrize("text", [b"", b"\n", b'{"step": 1, "lo', b"\xff\xfe\n[1]\n{}\n"])
@@ -241,23 +241,23 @@ def test_a_run_without_a_whole_line_has_no_numbers(tmp_path, text):
     """It is a row like others."""
     (tmp_path / "0").mkdir()
     (tmp_path / "0" / "metrics.jsonl").write_bytes(text)
-    assert summary(tmp_path / "0") == summary(tmp_path / "none") == Summary()
+    assert summarize(tmp_path / "0") == summarize(tmp_path / "none") == Summary()
     assert len(read_table(tmp_path).rows) == 1
     assert draw(read_table(tmp_path)) is None
 
 
-@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("value", OBJECTIVES)
 def test_the_best_job_is_the_one_that_the_objective_says(tmp_path, value):
     """The most tokens a second, or the least of a loss. A loss that is nan, or of a job that did
     not complete, is never the best."""
     jobs = [Job(i, str(i), [f"seed={i}"], []) for i in range(4)]
     write_plan(tmp_path, Plan(COMMAND, value, "", jobs))
-    for number, size in enumerate((2.0, 3.0, math.nan, 1.0 if not VALUES[value] else 9.0)):
-        names = [name for name in VALUES if name != "memory_bytes" or math.isfinite(size)]
+    for number, size in enumerate((2.0, 3.0, math.nan, 1.0 if not OBJECTIVES[value] else 9.0)):
+        names = [name for name in OBJECTIVES if name != "memory_bytes" or math.isfinite(size)]
         log(tmp_path / str(number), [{"step": 1, **{name: size for name in names}}])
         done(tmp_path / str(number), "completed" if number < 3 else "failed", "no" * (number == 3))
     table = read_table(tmp_path)
-    assert table.best.job.number == (1 if VALUES[value] else 0)
+    assert table.best.job.number == (1 if OBJECTIVES[value] else 0)
 
 
 # --- how it is written -------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 
 from support.models import tiny
 from support.world import numbers, run_world
-from titanlike.checkpoint.saver import Saver
+from titanlike.checkpoint.checkpointer import Checkpointer
 from titanlike.config.schema import Checkpoint, Config, Validation
 from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
@@ -74,11 +74,11 @@ def interrupted(config: Config, worker: Worker, where: str) -> dict:
 
         step.validation_batches = validation_batches
     elif worker.rank == 1:
-        save = Saver.save
+        save = Checkpointer.save
 
         def saved(self, *args, **kwargs):
             os.kill(os.getpid(), signal.SIGUSR1)
             return save(self, *args, **kwargs)
 
-        Saver.save = saved
+        Checkpointer.save = saved
     return train(config, worker)

@@ -15,7 +15,7 @@ import pytest
 from support.commands import TINY, command
 from support.launched import until
 from support.paths import ROOT
-from titanlike.checkpoint.find import find
+from titanlike.checkpoint.resume import select_resume
 from titanlike.config.schema import Checkpoint, Config
 
 
@@ -136,7 +136,7 @@ def test_a_run_does_not_start_before_checkpoints_that_are_there(
     monkeypatch.chdir(tmp_path)
     config = Config(run_dir="run", checkpoint=Checkpoint(resume=resume))
     with pytest.raises(ValueError, match="write another run_dir"):
-        find(config)
+        select_resume(config)
 
 
 def test_a_named_checkpoint_is_gone_on_from_in_another_folder(

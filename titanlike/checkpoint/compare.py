@@ -1,4 +1,4 @@
-"""Whether two checkpoints hold the same: names, shapes, dtypes, values. One tensor at a time."""
+"""The compare command: whether two checkpoints have the same tensors. One tensor at a time."""
 
 from __future__ import annotations
 
@@ -9,109 +9,103 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from titanlike.checkpoint import store
-from titanlike.checkpoint.contents import MODEL, RNG
-from titanlike.checkpoint.find import named
+from titanlike.checkpoint import state_dict
+from titanlike.checkpoint.dcp_metadata import read_metadata
+from titanlike.checkpoint.discovery import resolve
+from titanlike.checkpoint.integrity import check_all
 from titanlike.checkpoint.storage import Storage
-from titanlike.checkpoint.whole import check_all
+from titanlike.checkpoint.tensor_index import MODEL, RNG
 from titanlike.metrics.console import Console
 
-_PIECE = 2**22  # numbers that are compared at a time
-_MOST = 20  # names in a list, unless all are asked for
+_CHUNK = 2**22  # elements that are compared at a time
+_MAX_NAMES = 20  # in a list, without --tensors
 
 
 @dataclass(frozen=True)
-class Opened:
-    """A checkpoint that is whole, to read from."""
+class OpenCheckpoint:
+    """An intact checkpoint, to read tensors from."""
 
     folder: Storage
     metadata: Metadata
 
     @property
     def tensors(self) -> dict[str, TensorStorageMetadata]:
-        found = self.metadata.state_dict_metadata.items()
-        return {name: one for name, one in found if isinstance(one, TensorStorageMetadata)}
+        entries = self.metadata.state_dict_metadata.items()
+        return {name: one for name, one in entries if isinstance(one, TensorStorageMetadata)}
 
     def read(self, name: str) -> Tensor:
         entry = self.tensors[name]
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-        store.read(self.folder, self.metadata, {name: tensor}, None)
+        state_dict.read(self.folder, self.metadata, {name: tensor}, None)
         return tensor
 
 
-def opened(key: str, location: str) -> Opened:
-    """Reads all files against their checksums first. Raises ValueError, Damaged, Refused."""
-    folder = named(key, location)
+def open_checkpoint(key: str, location: str) -> OpenCheckpoint:
+    """Checks all checksums first. Raises ValueError, DamagedCheckpoint, UnsafeCheckpoint."""
+    folder = resolve(key, location)
     check_all(folder)
-    return Opened(folder, store.metadata_of(folder))
+    return OpenCheckpoint(folder, read_metadata(folder))
 
 
 def compare(
     console: Console, location_a: str, location_b: str, tolerance: float, *, all_names: bool
 ) -> bool:
-    """Say what differs; whether nothing does.
+    """Print the differences; whether there are none.
 
-    The states of random generators are per rank: they are compared if as many ranks saved both.
+    The states of random generators are per rank: compared only if as many ranks saved both.
     """
     if not tolerance >= 0:
         raise ValueError(f"--tolerance {tolerance}: write a number of at least 0")
-    a, b = opened("A", location_a), opened("B", location_b)
+    a, b = open_checkpoint("A", location_a), open_checkpoint("B", location_b)
     names_a, names_b = set(a.tensors), set(b.tensors)
-    generators = {name for name in names_a | names_b if name.startswith(RNG)}
-    ranks = [
-        sum(one.endswith(".cpu") for one in generators & names) for names in (names_a, names_b)
-    ]
-    if apart := generators & (names_a ^ names_b):
-        names_a, names_b = names_a - generators, names_b - generators
-    most = len(names_a | names_b) if all_names else _MOST
-    _only(console, "only in A", names_a - names_b, most)
-    _only(console, "only in B", names_b - names_a, most)
-    rows: list[tuple[float, list[Any]]] = []
-    largest = (0.0, "")
+    rng = {name for name in names_a | names_b if name.startswith(RNG)}
+    ranks = [sum(one.endswith(".cpu") for one in rng & names) for names in (names_a, names_b)]
+    if other_ranks := rng & (names_a ^ names_b):
+        names_a, names_b = names_a - rng, names_b - rng
+    limit = len(names_a | names_b) if all_names else _MAX_NAMES
+    _print_names(console, "only in A", names_a - names_b, limit)
+    _print_names(console, "only in B", names_b - names_a, limit)
     both = sorted(names_a & names_b)
-    for name in both:
-        difference, row = _difference(a, b, name)
-        if difference is not None:
-            largest = max(largest, (difference, name))
-        if row is not None and not (row[1] == "values" and row[2] <= tolerance):
-            rows.append((float("inf") if row[2] is None else row[2], row))
-    if rows:
-        # parameters first: the optimizer's step counts differ by more
-        rows.sort(key=lambda one: (not one[1][0].startswith(MODEL), -one[0]))
-        headers = ["tensor", "what differs", "by at most", "numbers"]
-        console.table("", headers, [row for _, row in rows[:most]])
-        if len(rows) > most:
-            console.line(f"  and {len(rows) - most} more (--tensors names all)")
-    if apart:
+    differences = [_difference(a, b, name) for name in both]
+    found = [d for d in differences if d.reason != "values" or d.largest > tolerance]
+    _print_table(console, found, limit)
+    if other_ranks:
         console.line(f"random generators: not compared, of {ranks[0]} and of {ranks[1]} ranks")
-    same = not rows and names_a == names_b
+    same = not found and names_a == names_b
     within = f" (differences of at most {tolerance:g} count as none)" if tolerance else ""
     text = "the same" if same else "different"
     console.line(
-        f"{text}: {len(both) - len(rows)} of {len(names_a | names_b)} tensors are equal{within}"
+        f"{text}: {len(both) - len(found)} of {len(names_a | names_b)} tensors are equal{within}"
     )
+    largest = max(((d.largest, d.name) for d in differences if d.count), default=(0.0, ""))
     if largest[0] > 0:
         console.line(f"largest absolute difference: {largest[0]:.3e} in {largest[1]}")
     return same
 
 
-def _difference(a: Opened, b: Opened, name: str) -> tuple[float | None, list[Any] | None]:
-    """Largest absolute difference, and a row of the table where something differs."""
-    of_a, of_b = a.tensors[name], b.tensors[name]
-    if of_a.size != of_b.size:
-        return None, [name, f"shape: {_shape(of_a)} and {_shape(of_b)}", None, None]
-    largest, count = _values(a.read(name), b.read(name))
-    types = [str(one.properties.dtype).removeprefix("torch.") for one in (of_a, of_b)]
-    if types[0] != types[1]:
-        return largest, [name, f"dtype: {types[0]} and {types[1]}", largest, count]
-    return largest, [name, "values", largest, count] if count else None
+@dataclass(frozen=True)
+class _Difference:
+    name: str
+    reason: str  # "values", also where there is no difference; or shapes, or dtypes
+    largest: float = 0.0  # absolute difference
+    count: int = 0  # elements that differ
 
 
-def _values(a: Tensor, b: Tensor) -> tuple[float, int]:
-    """Largest absolute difference, and how many numbers differ. NaN is equal to NaN alone, and
+def _difference(a: OpenCheckpoint, b: OpenCheckpoint, name: str) -> _Difference:
+    entries = a.tensors[name], b.tensors[name]
+    shapes = ["x".join(map(str, one.size)) or "scalar" for one in entries]
+    if shapes[0] != shapes[1]:
+        return _Difference(name, f"shape: {shapes[0]} and {shapes[1]}", float("inf"))
+    dtypes = [str(one.properties.dtype).removeprefix("torch.") for one in entries]
+    reason = "values" if dtypes[0] == dtypes[1] else f"dtype: {dtypes[0]} and {dtypes[1]}"
+    return _Difference(name, reason, *_compare_values(a.read(name), b.read(name)))
+
+
+def _compare_values(a: Tensor, b: Tensor) -> tuple[float, int]:
+    """Largest absolute difference, and how many elements differ. NaN is equal to NaN only, and
     infinitely far from any number."""
     largest, count = 0.0, 0
-    for x, y in zip(a.flatten().split(_PIECE), b.flatten().split(_PIECE), strict=True):
+    for x, y in zip(a.flatten().split(_CHUNK), b.flatten().split(_CHUNK), strict=True):
         if x.dtype == y.dtype and torch.equal(x, y):
             continue
         wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
@@ -119,17 +113,29 @@ def _values(a: Tensor, b: Tensor) -> tuple[float, int]:
         differ = (x != y) & ~(x.isnan() & y.isnan())
         if differ.any():
             count += int(differ.sum())
-            apart = (x - y)[differ].abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
-            largest = max(largest, apart.max().item())
+            distance = (x - y)[differ].abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
+            largest = max(largest, distance.max().item())
     return largest, count
 
 
-def _shape(entry: TensorStorageMetadata) -> str:
-    return "x".join(map(str, entry.size)) or "scalar"
+def _print_table(console: Console, found: list[_Difference], limit: int) -> None:
+    if not found:
+        return
+    # parameters first: the optimizer's step counts differ by more
+    found = sorted(found, key=lambda d: (not d.name.startswith(MODEL), -d.largest))
+    rows: list[list[Any]] = [
+        [d.name, d.reason, None, None]
+        if d.reason.startswith("shape")
+        else [d.name, d.reason, d.largest, d.count]
+        for d in found[:limit]
+    ]
+    console.table("", ["tensor", "what differs", "by at most", "elements"], rows)
+    if len(found) > limit:
+        console.line(f"  and {len(found) - limit} more (--tensors names all)")
 
 
-def _only(console: Console, what: str, names: set[str], most: int) -> None:
-    for name in sorted(names)[:most]:
-        console.line(f"{what}: {name}")
-    if len(names) > most:
-        console.line(f"{what}: {len(names) - most} more (--tensors names all)")
+def _print_names(console: Console, title: str, names: set[str], limit: int) -> None:
+    for name in sorted(names)[:limit]:
+        console.line(f"{title}: {name}")
+    if len(names) > limit:
+        console.line(f"{title}: {len(names) - limit} more (--tensors names all)")

@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from titanlike.checkpoint.find import named, newest_whole, step_of, storage_of
+from titanlike.checkpoint.discovery import checkpoint_folder, newest_complete, resolve, step_of
 from titanlike.config.schema import Config
 from titanlike.launch.failures import JobFailed
 from titanlike.metrics.events import Events
@@ -18,12 +18,12 @@ def resumed_config(config: Config) -> tuple[Config, int]:
     `checkpoint.resume` says where a run begins: once it has a checkpoint of its own, it is auto.
     """
     try:
-        own = newest_whole(storage_of(config)).path
+        own = newest_complete(checkpoint_folder(config)).path
         step = step_of(own) if own is not None else 0
         resume = config.checkpoint.resume
         if resume == "auto":
             return config, step
-        begin = 0 if resume == "never" else step_of(named("checkpoint.resume", resume))
+        begin = 0 if resume == "never" else step_of(resolve("checkpoint.resume", resume))
     except (OSError, ValueError):  # the new start says it better
         return config, 0
     if step <= begin:

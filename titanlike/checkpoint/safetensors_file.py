@@ -1,7 +1,7 @@
-"""A checkpoint as one safetensors file, and back.
+"""The consolidate and restore commands: a checkpoint to one safetensors file, and back.
 
-The file holds the model's tensors, names without `model.`; with the optimizer also everything else
-that a run needs, names as in the checkpoint. Its metadata (texts):
+The file has the model's tensors, names without `model.`; with the optimizer also everything else
+that a run needs to resume, names as in the checkpoint. Its metadata (strings):
 
 format     pt
 step       of the run
@@ -9,7 +9,7 @@ contents   model, or run: with the optimizer
 xxh3       checksum of names and bytes, sorted by name
 titanlike  state.json
 
-Any other safetensors file of a model may be restored, too: as one of step 0.
+Other safetensors files of a model can be restored, too: as step 0.
 """
 
 from __future__ import annotations
@@ -28,42 +28,46 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from titanlike.checkpoint import store
-from titanlike.checkpoint.compare import opened
-from titanlike.checkpoint.contents import MODEL, OPTIMIZER, RNG
-from titanlike.checkpoint.dcp_files import Writer
+from titanlike.checkpoint import state_dict
+from titanlike.checkpoint.compare import open_checkpoint
+from titanlike.checkpoint.dcp_storage import Writer
+from titanlike.checkpoint.integrity import (
+    MARKER,
+    DamagedCheckpoint,
+    delete_checkpoint,
+    read_state,
+)
 from titanlike.checkpoint.storage import Storage
-from titanlike.checkpoint.whole import MARKER, Damaged, Manifest, read_state, revoke
+from titanlike.checkpoint.tensor_index import MODEL, OPTIMIZER, RNG
 from titanlike.metrics import units
 
-_REST = (OPTIMIZER, RNG)
+_RUN_PREFIXES = (OPTIMIZER, RNG)
 
 
-class DamagedFile(Damaged):
-    """A safetensors file is not what was written."""
+class DamagedFile(DamagedCheckpoint):
+    """A safetensors file differs from what was written."""
 
     def __init__(self, path: Path, reason: str) -> None:
         ValueError.__init__(self, f"{path} is damaged: {reason}")
 
 
 def consolidate(location: str, file: str, *, dtype: str | None, with_optimizer: bool) -> str:
-    """Write FILE, whole or not at all; says what was written. All of it is in memory at once.
+    """Write `file` atomically; returns a summary. All tensors are in memory at once.
 
-    Raises ValueError where it would lose something silently, Damaged, OSError.
+    Raises ValueError where data would be lost silently, DamagedCheckpoint, OSError.
     """
     path = _local(file)
     if path.exists():
-        raise ValueError(f"{path} is there already; write another name, or remove it first")
+        raise ValueError(f"{path} exists already; write another name, or remove it first")
     if not path.parent.is_dir():
         raise ValueError(f"{path}: there is no folder {path.parent}")
     if dtype and with_optimizer:
         raise ValueError(
-            "--dtype with --optimizer: a run that goes on needs its own weights, to the last bit; "
-            "write one of the two"
+            "--dtype with --optimizer: a resumed run needs its exact weights; write one of the two"
         )
-    source = opened("CHECKPOINT", location)
+    source = open_checkpoint("CHECKPOINT", location)
     if with_optimizer and not any(name.startswith(OPTIMIZER) for name in source.tensors):
-        raise ValueError(f"--optimizer: {source.folder} holds the model alone; write it without")
+        raise ValueError(f"--optimizer: {source.folder} has the model alone; write it without")
     tensors = {}
     for name in source.tensors:
         if not name.startswith(MODEL):
@@ -71,8 +75,8 @@ def consolidate(location: str, file: str, *, dtype: str | None, with_optimizer: 
                 tensors[name] = source.read(name)
             continue
         short = name.removeprefix(MODEL)
-        if short.startswith(_REST):
-            raise ValueError(f"a parameter is named {short}, which would be taken for the run's")
+        if short.startswith(_RUN_PREFIXES):
+            raise ValueError(f"a parameter is named {short}, a prefix reserved for the run's state")
         tensors[short] = _cast(name, source.read(name), dtype)
     state = read_state(source.folder)
     about = {
@@ -83,15 +87,15 @@ def consolidate(location: str, file: str, *, dtype: str | None, with_optimizer: 
         "titanlike": json.dumps(state),
     }
     _write(path, tensors, about)
-    return f"{path}: {_what(tensors)} of {source.folder}"
+    return f"{path}: {_summary(tensors)} of {source.folder}"
 
 
 def restore(file: str, folder: str) -> str:
-    """Make a checkpoint in `folder` of a safetensors file; says which.
+    """Make a checkpoint in `folder` from a safetensors file; returns a summary.
 
-    Raises ValueError where there is no file, or the checkpoint is there already; DamagedFile.
+    Raises ValueError where the file is missing or the checkpoint exists already; DamagedFile.
     """
-    path, above = _local(file), Storage(folder)
+    path, parent = _local(file), Storage(folder)
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
     try:
@@ -99,46 +103,46 @@ def restore(file: str, folder: str) -> str:
             about = source.metadata() or {}
             tensors = {name: source.get_tensor(name) for name in source.keys()}  # noqa: SIM118
     except SafetensorError as error:
-        raise DamagedFile(path, f"it is no whole safetensors file: {error}") from None
+        raise DamagedFile(path, f"not a complete safetensors file: {error}") from None
     if not tensors:
-        raise ValueError(f"{path} holds no tensors")
+        raise ValueError(f"{path} has no tensors")
     if "xxh3" in about and about["xxh3"] != _checksum(tensors):
-        raise DamagedFile(path, "its tensors do not have the checksum that is in it")
-    rest = _REST if about.get("contents") == "run" else ()
+        raise DamagedFile(path, "its tensors do not match its checksum")
+    prefixes = _RUN_PREFIXES if about.get("contents") == "run" else ()
     named = {
-        name if rest and name.startswith(rest) else MODEL + name: tensor
+        name if prefixes and name.startswith(prefixes) else MODEL + name: tensor
         for name, tensor in tensors.items()
     }
     state = _state(about)
-    target = above.at(f"{'step' if rest else 'model'}-{state['step']:08d}")
+    target = parent.at(f"{'step' if prefixes else 'model'}-{state['step']:08d}")
     if target.names():
-        raise ValueError(f"{target} is there already; write another FOLDER, or remove it first")
-    above.make()
+        raise ValueError(f"{target} exists already; write another FOLDER, or remove it first")
+    parent.make()
     try:
-        dcp.save(named, storage_writer=Writer(target, state, _nothing), no_dist=True)
+        dcp.save(named, storage_writer=Writer(target, state, lambda files: None), no_dist=True)
     except CheckpointException as error:  # a BaseException
-        raise OSError(f"{target} could not be written: {store.first_line(error)}") from error
+        raise OSError(f"{target} could not be written: {state_dict.error_line(error)}") from error
     finally:
         if not target.exists(MARKER):
-            revoke(target)
-    key = "checkpoint.resume" if rest else "checkpoint.start_from"
-    return f"{target}: {_what(tensors)}; train with {key}={target}"
+            delete_checkpoint(target)
+    key = "checkpoint.resume" if prefixes else "checkpoint.start_from"
+    return f"{target}: {_summary(tensors)}; train with {key}={target}"
 
 
 def _state(about: dict[str, str]) -> dict[str, Any]:
-    """For state.json; of a file that another program wrote, as of a run that has not begun."""
-    unknown = {"step": 0, "progress": {}, "val_loss": None, "same": {}, "sequences": None}
+    """For state.json; a file of another program counts as step 0."""
+    default = {"step": 0, "progress": {}, "val_loss": None, "same": {}, "sequences": None}
     state = json.loads(about.get("titanlike", "{}"))
-    return {**unknown, **state, "torch": torch.__version__}
+    return {**default, **state, "torch": torch.__version__}
 
 
 def _cast(name: str, tensor: Tensor, dtype: str | None) -> Tensor:
-    """Floating point in another dtype; what else there is stays."""
+    """Cast floating-point tensors only."""
     if dtype is None or not tensor.is_floating_point():
         return tensor
-    cast = tensor.to(store.DTYPES[dtype])
+    cast = tensor.to(state_dict.DTYPES[dtype])
     if not torch.equal(cast.isfinite(), tensor.isfinite()):
-        raise ValueError(f"--dtype {dtype}: {name} has numbers too large for it; write bf16")
+        raise ValueError(f"--dtype {dtype}: {name} has values too large for it; write bf16")
     return cast
 
 
@@ -151,19 +155,19 @@ def _checksum(tensors: dict[str, Tensor]) -> str:
 
 
 def _write(path: Path, tensors: dict[str, Tensor], about: dict[str, str]) -> None:
-    handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
     try:
-        save_file(tensors, unfinished, about)
-        with open(unfinished, "rb+") as file:
+        save_file(tensors, temporary, about)
+        with open(temporary, "rb+") as file:
             os.fchmod(file.fileno(), 0o644)
             os.fsync(file.fileno())
-        os.replace(unfinished, path)
+        os.replace(temporary, path)
         Storage(path.parent).sync()
-    except SafetensorError as error:  # of a full disk, too
+    except SafetensorError as error:  # also raised for a full disk
         raise OSError(f"{path} could not be written: {error}") from error
     finally:
-        Path(unfinished).unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
 
 
 def _local(file: str) -> Path:
@@ -172,11 +176,7 @@ def _local(file: str) -> Path:
     return Path(file).expanduser().absolute()
 
 
-def _what(tensors: dict[str, Tensor]) -> str:
+def _summary(tensors: dict[str, Tensor]) -> str:
     dtypes = ", ".join(sorted({str(one.dtype).removeprefix("torch.") for one in tensors.values()}))
     size = units.size(sum(one.nbytes for one in tensors.values()))
     return f"{len(tensors)} tensors ({dtypes}, {size})"
-
-
-def _nothing(files: Manifest) -> None:
-    """Nobody waits for it."""

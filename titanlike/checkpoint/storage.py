@@ -1,4 +1,4 @@
-"""A folder on any file system that fsspec knows: a local path, or a URL such as s3://bucket/runs/a.
+"""A folder on a file system that fsspec supports: a local path, or a URL such as s3://bucket/runs/a.
 
 No torch, so that a config can be checked with it.
 """
@@ -18,22 +18,21 @@ from titanlike.config.files import atomic_write_bytes
 
 
 class Storage:
-    """A folder and what is done in it. `str()` gives the location that was written.
+    """A folder. `str()` is its location as the user wrote it.
 
-    What is written is durable when a method returns: on a local file system through fsync of the
+    Written data is durable when a method returns: on a local file system through fsync of the
     file and of its folder, elsewhere through closing the object.
     """
 
     def __init__(self, location: str | Path) -> None:
-        """Raises ValueError where fsspec does not know the URL's protocol, ImportError naming the
-        package where it does but the package is missing."""
+        """Raises ValueError for an unknown protocol, ImportError naming a missing package."""
         text = str(location)
         if "://" not in text:
             text = str(Path(text).expanduser().absolute())
         self._location = text.rstrip("/")
         self._fs, self._root = url_to_fs(self._location)
         self.local = isinstance(self._fs, LocalFileSystem)
-        self.of_one_process = isinstance(self._fs, MemoryFileSystem)  # no other rank sees it
+        self.process_local = isinstance(self._fs, MemoryFileSystem)  # other ranks do not see it
 
     def __str__(self) -> str:
         return self._location
@@ -47,11 +46,11 @@ class Storage:
         return Storage(self._location.rpartition("/")[0])
 
     def at(self, name: str) -> Storage:
-        """A folder in this one."""
+        """A subfolder."""
         return Storage(f"{self._location}/{name}")
 
     def names(self) -> list[str]:
-        """Of the files and folders in it, sorted; [] where it is not there."""
+        """Names of the files and folders in it, sorted; [] where it does not exist."""
         self._fs.invalidate_cache()  # other processes write here
         try:
             found = self._fs.ls(self._root, detail=False)
@@ -69,7 +68,7 @@ class Storage:
         return self._fs.size(self._path(name))
 
     def modified(self, name: str) -> datetime | None:
-        """When it was written last, in UTC; None where the file system does not tell."""
+        """Time of the last write, in UTC; None where the file system has none."""
         try:
             return self._fs.modified(self._path(name))
         except (NotImplementedError, FileNotFoundError):
@@ -82,7 +81,7 @@ class Storage:
         return self._fs.cat_file(self._path(name))
 
     def write(self, name: str, data: bytes) -> None:
-        """A whole file: a reader or a crash sees all of it, or none."""
+        """Write a file atomically."""
         if not self.local:
             self._fs.pipe_file(self._path(name), data)
             return
@@ -90,13 +89,13 @@ class Storage:
         self.sync()
 
     def make(self) -> None:
-        """Create the folder, and those above it."""
+        """Create the folder and its parents."""
         self._fs.makedirs(self._root, exist_ok=True)
         if self.local:
             self.parent.sync()
 
     def sync(self) -> None:
-        """Make the names of the folder's files durable."""
+        """Make the folder's entries durable."""
         if self.local:
             handle = os.open(self._root, os.O_RDONLY)
             try:
@@ -105,19 +104,19 @@ class Storage:
                 os.close(handle)
 
     def remove(self, name: str) -> None:
-        """A file; nothing where it is not there."""
+        """Remove a file, if it exists."""
         if self.exists(name):
             self._fs.rm_file(self._path(name))
             self.sync()
 
     def remove_all(self) -> None:
-        """The folder and everything in it."""
+        """Remove the folder and everything in it."""
         self._fs.invalidate_cache()
         if self._fs.exists(self._root):
             self._fs.rm(self._root, recursive=True)
 
     def free(self) -> int | None:
-        """Bytes that are free, where that can be told."""
+        """Free bytes; None where unknown."""
         if not self.local:
             return None
         try:
@@ -126,7 +125,7 @@ class Storage:
             return None
         return stats.f_bavail * stats.f_frsize
 
-    def prove_writable(self) -> None:
+    def check_writable(self) -> None:
         """Create the folder, write a file and remove it. Raises what the file system raises."""
         self._fs.makedirs(self._root, exist_ok=True)
         probe = f".writable-{os.getpid()}"

@@ -1,89 +1,114 @@
-"""Starting from another run's weights alone: a new run, at step 0, with a fresh optimizer."""
+"""Starting from another run's weights only: a new run, at step 0, with a fresh optimizer."""
 
 from __future__ import annotations
 
-import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from collections.abc import Collection
 
-from titanlike.checkpoint import store
-from titanlike.checkpoint.find import named
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from titanlike.checkpoint import state_dict
+from titanlike.checkpoint.dcp_metadata import read_metadata
+from titanlike.checkpoint.discovery import resolve
+from titanlike.checkpoint.integrity import check_all
 from titanlike.checkpoint.storage import Storage
-from titanlike.checkpoint.whole import check_all
 from titanlike.config.schema import Checkpoint
 from titanlike.optim.stage_state import StageState
 
 _PREFIX = "model."
+_MAX_NAMES = 8  # in a message
+
+Shapes = dict[str, tuple[int, ...]]
 
 
-def warm_start(settings: Checkpoint, parts: list[StageState], group: dist.ProcessGroup) -> str:
-    """Load parameters by name from `checkpoint.start_from`; says what was taken. Collective.
+def warm_start(
+    settings: Checkpoint, stage_states: list[StageState], group: dist.ProcessGroup
+) -> str:
+    """Load parameters by name from `checkpoint.start_from`; returns a summary. Collective.
 
-    With `strict` the names must be the same on both sides, after `rename`; otherwise parameters
-    that are not there keep their initial values. A parameter of another shape is always an error,
-    and so is a checkpoint of which nothing fits.
-    Raises ValueError naming the parameters.
+    With `strict` the names must be the same in the checkpoint and the model, after `rename`;
+    otherwise missing parameters keep their initial values. A parameter of another shape is always
+    an error, and so is a checkpoint without any of the parameters. Raises ValueError.
     """
     assert settings.start_from is not None
-    chosen = [str(named("checkpoint.start_from", settings.start_from))]
-    dist.broadcast_object_list(chosen, src=0, group=group)
-    folder = Storage(chosen[0])
+    location = [str(resolve("checkpoint.start_from", settings.start_from))]
+    dist.broadcast_object_list(location, src=0, group=group)
+    folder = Storage(location[0])
     if dist.get_rank(group) == 0:
         check_all(folder)
-    metadata = store.metadata_of(folder)
-    there: dict[str, str] = {}  # name here -> name there
-    for name, entry in sorted(metadata.state_dict_metadata.items()):
-        if name.startswith(_PREFIX) and isinstance(entry, TensorStorageMetadata):
-            new = _PREFIX + renamed(_short(name), settings.rename)
-            if new in there:
-                raise ValueError(
-                    f"checkpoint.rename: {_short(there[new])} and {_short(name)} would both be "
-                    f"{_short(new)}; write longer beginnings of names"
-                )
-            there[new] = name
-    here = store.model_tensors(parts, copies=True)
-    everywhere: list[dict[str, tuple[int, ...]]] = [{}] * dist.get_world_size(group)
-    shapes = {name: tuple(tensor.shape) for name, tensor in here.items()}
-    dist.all_gather_object(everywhere, shapes, group=group)
-    of_model = {name: shape for of_rank in everywhere for name, shape in of_rank.items()}
-    all_names = of_model.keys()
+    metadata = read_metadata(folder)
+    sources = _sources(metadata, settings.rename)
+    tensors = state_dict.model_tensors(stage_states, copies=True)
+    model = _all_shapes(tensors, group)
     wrong = [
-        f"{_short(name)} is {shape} there and {of_model[name]} here"
-        for name in sorted(all_names & there.keys())
-        if (shape := tuple(metadata.state_dict_metadata[there[name]].size)) != of_model[name]
+        f"{_short(name)} is {shape} there and {model[name]} here"
+        for name in sorted(model.keys() & sources.keys())
+        if (shape := tuple(metadata.state_dict_metadata[sources[name]].size)) != model[name]
     ]
     if wrong:
         raise ValueError(
             f"checkpoint.start_from={folder}: {_list(wrong)}; write that model's sizes"
         )
-    missing = sorted(map(_short, all_names - there.keys()))
-    unused = sorted(map(_short, there.keys() - all_names))
-    lists = [
-        f"{count} {what}: {_list(names)}"
-        for names, what in ((missing, "not there"), (unused, "there and not in this model"))
-        if (count := len(names))
-    ]
-    if lists and (settings.strict or not all_names & there.keys()):
-        raise ValueError(
-            f"checkpoint.start_from={folder}: parameters {'; '.join(lists)}; write "
-            "checkpoint.rename=[old.:new.] for names that differ"
-            + (", or checkpoint.strict=false" if settings.strict else "; no name is the same")
-        )
-    wanted = {there[name]: value for name, value in here.items() if name in there}
-    store.read(folder, metadata, wanted, group)
-    store.fill_copies(parts)
+    notes = _unmatched(str(folder), settings.strict, sources.keys(), model.keys())
+    matched = {sources[name]: tensor for name, tensor in tensors.items() if name in sources}
+    state_dict.read(folder, metadata, matched, group)
+    state_dict.sync_tied_copies(stage_states)
     moved = [
         f"{_short(old)} as {_short(new)}"
-        for new, old in sorted(there.items())
-        if new != old and new in all_names
+        for new, old in sorted(sources.items())
+        if new != old and new in model
     ]
     if moved:
-        lists.insert(0, f"{len(moved)} renamed: {_list(moved)}")
-    taken = len(all_names & there.keys())
-    return "; ".join([f"starting from {folder}: {taken} parameters taken", *lists])
+        notes.insert(0, f"{len(moved)} renamed: {_list(moved)}")
+    count = len(model.keys() & sources.keys())
+    return "; ".join([f"starting from {folder}: {count} parameters loaded", *notes])
+
+
+def _sources(metadata: Metadata, rules: list[str]) -> dict[str, str]:
+    """The checkpoint's name of each parameter, by its name after `rename`."""
+    sources: dict[str, str] = {}
+    for name, entry in sorted(metadata.state_dict_metadata.items()):
+        if name.startswith(_PREFIX) and isinstance(entry, TensorStorageMetadata):
+            new = _PREFIX + renamed(_short(name), rules)
+            if new in sources:
+                raise ValueError(
+                    f"checkpoint.rename: {_short(sources[new])} and {_short(name)} would both be "
+                    f"{_short(new)}; write longer prefixes"
+                )
+            sources[new] = name
+    return sources
+
+
+def _all_shapes(tensors: state_dict.Tensors, group: dist.ProcessGroup) -> Shapes:
+    """The shapes of the whole model, of which each rank has some."""
+    of_ranks: list[Shapes] = [{}] * dist.get_world_size(group)
+    own = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    dist.all_gather_object(of_ranks, own, group=group)
+    return {name: shape for shapes in of_ranks for name, shape in shapes.items()}
+
+
+def _unmatched(
+    folder: str, strict: bool, saved: Collection[str], model: Collection[str]
+) -> list[str]:
+    """A text about names that only one side has. Raises ValueError where they are not allowed."""
+    missing = sorted(map(_short, set(model) - set(saved)))
+    unused = sorted(map(_short, set(saved) - set(model)))
+    notes = [
+        f"{len(names)} {what}: {_list(names)}"
+        for names, what in ((missing, "not in the checkpoint"), (unused, "only in the checkpoint"))
+        if names
+    ]
+    if notes and (strict or len(missing) == len(model)):
+        raise ValueError(
+            f"checkpoint.start_from={folder}: parameters {'; '.join(notes)}; write "
+            "checkpoint.rename=[old.:new.] for names that differ"
+            + (", or checkpoint.strict=false" if strict else "; no name is the same")
+        )
+    return notes
 
 
 def renamed(name: str, rules: list[str]) -> str:
-    """`name` with the first rule (old:new, beginnings of names) that fits it applied."""
+    """`name` with the first matching rule (old:new, prefixes) applied."""
     for rule in rules:
         old, _, new = rule.partition(":")
         if name.startswith(old):
@@ -95,6 +120,6 @@ def _short(name: str) -> str:
     return name.removeprefix(_PREFIX)
 
 
-def _list(items: list[str], most: int = 8) -> str:
-    more = f", and {len(items) - most} more" if len(items) > most else ""
-    return ", ".join(items[:most]) + more
+def _list(items: list[str]) -> str:
+    more = f", and {len(items) - _MAX_NAMES} more" if len(items) > _MAX_NAMES else ""
+    return ", ".join(items[:_MAX_NAMES]) + more

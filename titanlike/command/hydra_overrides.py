@@ -60,10 +60,10 @@ class SweepSettings:
         It looks for the best `value`, outlives failed jobs, finds the same by the same command, and
         is kept on the disk: run again, it has as many trials left as are not `done`.
         """
-        from titanlike.metrics.summary import VALUES
+        from titanlike.metrics.summary import OBJECTIVES
 
         wanted = {
-            "direction": "maximize" if VALUES[value] else "minimize",
+            "direction": "maximize" if OBJECTIVES[value] else "minimize",
             "max_failure_rate": "1.0",
             "n_jobs": str(config.sweep.parallel or 1),
             "storage": f"'sqlite:///{self.folder}/optuna.db'",
@@ -82,12 +82,12 @@ class SweepSettings:
 
     def problems(self, value: str, goes_on: bool) -> Iterator[Problem]:
         """What a search is told to do that it cannot."""
-        from titanlike.metrics.summary import VALUES
+        from titanlike.metrics.summary import OBJECTIVES
 
-        best = "maximize" if VALUES[value] else "minimize"
+        best = "maximize" if OBJECTIVES[value] else "minimize"
         said = self.sweeper.get("direction")
         if "hydra.sweeper.direction" in self.given and getattr(said, "name", said) != best:
-            reason = f"the best {value} is the {'highest' if VALUES[value] else 'lowest'} one"
+            reason = f"the best {value} is the {'highest' if OBJECTIVES[value] else 'lowest'} one"
             yield Problem(
                 "hydra.sweeper.direction", said, reason, f"hydra.sweeper.direction={best}"
             )

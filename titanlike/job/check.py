@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from titanlike.checkpoint.find import difference, find, named, quick_look, storage_of
+from titanlike.checkpoint.discovery import check_quick, checkpoint_folder, resolve
+from titanlike.checkpoint.integrity import DamagedCheckpoint
+from titanlike.checkpoint.resume import incompatibility, select_resume
 from titanlike.checkpoint.storage import Storage
-from titanlike.checkpoint.whole import Damaged
 from titanlike.config import credentials, validate
 from titanlike.config.errors import Problem
 from titanlike.config.parse import to_plain
@@ -76,7 +77,7 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
     settings = config.checkpoint
     for key, location in (("folder", settings.folder), ("start_from", settings.start_from)):
         try:
-            if location is not None and Storage(location).of_one_process and config.world_size > 1:
+            if location is not None and Storage(location).process_local and config.world_size > 1:
                 reason = "is the memory of one process: the other ranks would not see it"
                 yield Problem(f"checkpoint.{key}", location, reason, f"checkpoint.{key}=/a/path")
                 return
@@ -85,12 +86,12 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
             yield Problem(f"checkpoint.{key}", location, str(error), fix)
             return
     try:
-        found = find(config)
-        if found.path is not None and (text := difference(found.path, config)):
+        found = select_resume(config)
+        if found.path is not None and (text := incompatibility(found.path, config)):
             raise ValueError(text)
         if found.path is None and settings.start_from is not None:
-            quick_look(named("checkpoint.start_from", settings.start_from))
-    except Damaged as error:
+            check_quick(resolve("checkpoint.start_from", settings.start_from))
+    except DamagedCheckpoint as error:
         yield Problem(
             "checkpoint", str(error.folder), str(error), "checkpoint.resume=/another/checkpoint"
         )
@@ -99,7 +100,7 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
     except Exception as error:  # each file system has errors of its own: no rights, no network
         reason = f"cannot be read: {type(error).__name__}: {error}"
         fix = "checkpoint.folder=/another/path"
-        yield Problem("checkpoint", str(storage_of(config)), reason, fix)
+        yield Problem("checkpoint", str(checkpoint_folder(config)), reason, fix)
 
 
 @contextlib.contextmanager
@@ -125,7 +126,7 @@ def _writable(config: Config) -> Iterator[Problem]:
         return
     if config.checkpoint.folder is not None:
         try:
-            Storage(config.checkpoint.folder).prove_writable()
+            Storage(config.checkpoint.folder).check_writable()
         except Exception as error:  # each file system has errors of its own
             reason = f"cannot be written: {type(error).__name__}: {error}"
             fix = "checkpoint.folder=/another/path, or null for run_dir/checkpoints"

@@ -37,7 +37,7 @@ def write_result(
     files.atomic_write_text(Path(run_dir) / "result.json", files.dumps(result) + "\n")
 
 
-def had_its_time(status: str | None, error: str | None) -> bool:
+def ended_by_max_time(status: str | None, error: str | None) -> bool:
     """Whether a run was ended by max_time: for a sweep, such a job is done."""
     return status == "stopped" and "by max_time" in (error or "")
 

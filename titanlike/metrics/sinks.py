@@ -15,9 +15,9 @@ from titanlike.config import files
 
 
 class Sink(Protocol):
-    """Takes every record of a run. `where` says in a few words where they can be seen."""
+    """Takes every record of a run. `location` says in a few words where they can be seen."""
 
-    where: str
+    location: str
 
     def log(self, record: dict[str, Any]) -> None:
         """Take the record of one step; steps rise."""
@@ -41,7 +41,7 @@ class JsonlSink:
     """
 
     def __init__(self, path: Path, start_step: int = 0) -> None:
-        self.where = str(path)
+        self.location = str(path)
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._open_after(start_step)

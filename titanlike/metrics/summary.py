@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 from titanlike.config import files
 
 # What a sweep's jobs can be compared by -> whether higher is better.
-VALUES: dict[str, bool] = {
+OBJECTIVES: dict[str, bool] = {
     "val_loss": False,
     "loss": False,
     "tokens_per_second": True,
@@ -34,13 +34,13 @@ class Summary:
     loss: float | None = None  # the last; may be nan
     val_loss: float | None = None  # the last
     grad_norm: float | None = None  # the last
-    tokens_per_second: float | None = None  # this and the next two: a median, see `summary`
+    tokens_per_second: float | None = None  # this and the next two: a median, see `summarize`
     step_seconds: float | None = None
     mfu: float | None = None
     memory_bytes: int | None = None  # peak of the worst rank, since the run's last start
 
 
-def summary(run_dir: Path) -> Summary:
+def summarize(run_dir: Path) -> Summary:
     """Summarize run_dir/metrics.jsonl, whole lines only; without the file, an empty Summary.
 
     Speed is the median of the second half of the steps since the run's last start, at most the
@@ -75,12 +75,12 @@ def summary(run_dir: Path) -> Summary:
     )
 
 
-def value_of(name: str, numbers: Summary) -> float | None:
-    """The number that `name` of VALUES stands for. val_loss of a run without validation: its loss.
+def objective_value(name: str, numbers: Summary) -> float | None:
+    """The number that `name` of OBJECTIVES stands for. val_loss of a run without validation: its loss.
 
     Raises KeyError for another name.
     """
-    if name not in VALUES:
+    if name not in OBJECTIVES:
         raise KeyError(name)
     if name == "val_loss" and numbers.val_loss is None:
         return numbers.loss
@@ -98,7 +98,7 @@ def _last_records(file: BinaryIO) -> list[dict[str, Any]]:
         data = file.read(size) + data
     lines = data.split(b"\n")
     whole = lines[:-1] if start == 0 else lines[1:-1]  # what follows the last newline is torn
-    return list(whole_records(whole[-STEPS:]))
+    return list(parse_records(whole[-STEPS:]))
 
 
 def _last_val_loss(file: BinaryIO) -> float | None:
@@ -113,14 +113,14 @@ def _last_val_loss(file: BinaryIO) -> float | None:
         if position == 0:
             head, lines = b"", head + newline + lines
         with_it = [line for line in lines.split(b"\n")[:-1] if b'"val_loss"' in line]
-        for record in whole_records(reversed(with_it)):
+        for record in parse_records(reversed(with_it)):
             if _is_number(record, "val_loss"):
                 return record["val_loss"]
         rest = head + newline
     return None
 
 
-def whole_records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+def parse_records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """Those lines of a metrics.jsonl that are records."""
     for line in lines:
         try:

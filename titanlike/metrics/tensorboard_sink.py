@@ -30,7 +30,7 @@ class TensorBoardSink:
         from torch.utils.tensorboard import SummaryWriter  # late: torch, for this sink alone
 
         folder = Path(run_dir) / "tensorboard"
-        self.where = f"tensorboard --logdir {folder}"
+        self.location = f"tensorboard --logdir {folder}"
         self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
 
     def log(self, record: dict[str, Any]) -> None:

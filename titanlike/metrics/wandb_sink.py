@@ -44,7 +44,7 @@ class WandbSink:
         run_dir: Path,
         say: Callable[[str], None],
     ) -> None:
-        self.where = "W&B: not available"
+        self.location = "W&B: not available"
         self._settings, self._config, self._say = settings, config, say
         self._run_dir = Path(run_dir).resolve()
         self._queue: queue.Queue[dict[str, Any] | int] = queue.Queue(BACKLOG)
@@ -94,7 +94,7 @@ class WandbSink:
         self._stopped.set()
         note = f"W&B stopped: {reason}; metrics.jsonl has every step"
         if self._folder is not None:
-            self.where = f"W&B, a part: wandb sync {self._folder}"
+            self.location = f"W&B, a part: wandb sync {self._folder}"
             note += f", `wandb sync {self._folder}` uploads what W&B has"
         self._notes.put(note)
         _end_service()
@@ -130,7 +130,7 @@ class WandbSink:
 
             mode = _mode(self._settings.mode)
             if mode == "disabled":
-                self.where = "W&B: disabled by WANDB_MODE"
+                self.location = "W&B: disabled by WANDB_MODE"
                 return None
             if mode != "offline":
                 try:
@@ -175,7 +175,7 @@ class WandbSink:
         )
         self._folder = Path(run.dir).parent
         offline = f"W&B offline: wandb sync {self._folder}"
-        self.where = f"W&B: {run.url}" if mode == "online" else offline
+        self.location = f"W&B: {run.url}" if mode == "online" else offline
         return run
 
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlike.checkpoint.saver import Progress, Saver
-from titanlike.checkpoint.whole import read_manifest
+from titanlike.checkpoint.checkpointer import Checkpointer, Progress
+from titanlike.checkpoint.integrity import read_manifest
 from titanlike.config.schema import Checkpoint, Config
 from titanlike.data.loader import batches
 from titanlike.launch.worker import Worker
@@ -47,8 +47,8 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
     guard, stream = Guard(config, {}), batches(data.train, config, dp_rank=mesh.dp_rank)
     quiet = Events(worker.run_dir, None)
     folders = {mode: worker.run_dir / mode for mode in MODES}
-    savers = {
-        mode: Saver(
+    checkpointers = {
+        mode: Checkpointer(
             run.stage_states,
             replace(config, checkpoint=_settings(folders[mode], mode)),
             data,
@@ -62,18 +62,20 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
     during: dict[str, list[float]] = {mode: [] for mode in MODES}
     loads, writes, reads = [], [], []
     for _ in range(ROUNDS + 1):
-        for mode, saver in savers.items():
+        for mode, checkpointer in checkpointers.items():
             dist.barrier()
-            stalls[mode].append(_slowest(run, saver.save(Progress(step=step))))
+            stalls[mode].append(_slowest(run, checkpointer.save(Progress(step=step))))
             for _ in range(STEPS):
                 step += 1
                 record = measured_step(run, config, step, stream, guard, worker).record
                 during[mode].append(record["step_seconds"])
-            saver.finish(Progress(step=step), done=False)  # the next mode has the disk to itself
-        size, own = _sizes(folders["sync"], savers["sync"].newest, worker.rank)
+            checkpointer.finish(
+                Progress(step=step), done=False
+            )  # the next mode has the disk to itself
+        size, own = _sizes(folders["sync"], checkpointers["sync"].newest, worker.rank)
         writes.append(_timed(run, lambda own=own: _plain_write(worker, own)))
         reads.append(_timed(run, lambda: _plain_read(worker)))
-        loads.append(_timed(run, savers["sync"].resume))
+        loads.append(_timed(run, checkpointers["sync"].resume))
     for mode in MODES:
         dist.barrier()
         if worker.rank == 0:

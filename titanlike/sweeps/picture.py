@@ -24,7 +24,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from titanlike.config import files
 from titanlike.metrics import units
 from titanlike.metrics.console import shorten
-from titanlike.metrics.summary import VALUES, whole_records
+from titanlike.metrics.summary import OBJECTIVES, parse_records
 from titanlike.sweeps.rows import Row
 from titanlike.sweeps.table import PICTURE, Table
 
@@ -91,7 +91,7 @@ def _read(run_dir: Path, most: int) -> _Curve:
     stride = -(-len(lines) // most) or 1
     chosen = [line for i, line in enumerate(lines) if (len(lines) - 1 - i) % stride == 0 or i == 0]
     curve = _Curve()
-    for record in whole_records(chosen):
+    for record in parse_records(chosen):
         loss = record.get("loss")
         if isinstance(loss, (int, float)) and math.isfinite(loss):
             curve.steps.append(record["step"])
@@ -99,7 +99,7 @@ def _read(run_dir: Path, most: int) -> _Curve:
         else:
             curve.broke = True
     validated = [line for line in lines if b'"val_loss"' in line]
-    for record in whole_records(validated[-1 :: -(-len(validated) // most) * -1 or -1]):
+    for record in parse_records(validated[-1 :: -(-len(validated) // most) * -1 or -1]):
         loss = record.get("val_loss")
         if isinstance(loss, (int, float)) and math.isfinite(loss):
             curve.val_steps.insert(0, record["step"])
@@ -121,7 +121,7 @@ def _smooth(curve: _Curve) -> _Curve:
 
 def _ranked(rows: list[Row], value: str) -> list[Row]:
     """The rows whose objective can be compared, the best first."""
-    sign = -1 if VALUES.get(value) else 1
+    sign = -1 if OBJECTIVES.get(value) else 1
     comparable = [row for row in rows if row.value is not None and math.isfinite(row.value)]
     finished = [row for row in comparable if row.status == "completed"] or comparable
     return sorted(finished, key=lambda row: sign * (row.value or 0.0))

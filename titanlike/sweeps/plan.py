@@ -38,7 +38,7 @@ class Plan:
     """A sweep: how it is run again, and what its jobs are compared by."""
 
     command: str  # shell line that runs it again, into the same directory
-    value: str  # the objective, one of `summary.VALUES`
+    value: str  # the objective, one of `summary.OBJECTIVES`
     inner: str = ""  # a tool's own place in each job's folder, "verify"
     jobs: list[Job] = field(default_factory=list)  # by number
 

@@ -25,7 +25,7 @@ from titanlike.launch.environment import import_path, without_rank_variables
 from titanlike.launch.failures import describe_exit
 from titanlike.launch.signals import Interrupted, interruptible
 from titanlike.launch.stop_request import StopRequest
-from titanlike.metrics.result import had_its_time, read_result, write_result
+from titanlike.metrics.result import ended_by_max_time, read_result, write_result
 
 OUTPUT = "output.log"  # of a job that has no terminal
 _LOOK = 0.05  # seconds between looks
@@ -62,7 +62,7 @@ class Ended:
     @property
     def good(self) -> bool:
         """Whether it counts as done: completed, or stopped by max_time, which is its own."""
-        return self.status == "completed" or had_its_time(self.status, self.error)
+        return self.status == "completed" or ended_by_max_time(self.status, self.error)
 
 
 class Processes:

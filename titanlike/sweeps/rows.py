@@ -21,8 +21,8 @@ from typing import Any
 
 from titanlike.config.credentials import redact_value
 from titanlike.launch.run_dir_owner import is_locked
-from titanlike.metrics.result import had_its_time, read_result
-from titanlike.metrics.summary import VALUES, Summary, summary, value_of
+from titanlike.metrics.result import ended_by_max_time, read_result
+from titanlike.metrics.summary import OBJECTIVES, Summary, objective_value, summarize
 from titanlike.sweeps.plan import Job, Plan, read_plan
 
 DONE = ("completed", "skipped")
@@ -55,7 +55,7 @@ class Row:
     @property
     def done(self) -> bool:
         """A job that max_time has stopped has had its time."""
-        return self.status in DONE or had_its_time(self.status, self.error)
+        return self.status in DONE or ended_by_max_time(self.status, self.error)
 
 
 def read_rows(folder: Path, plan: Plan | None, ended: Collection[int] = ()) -> list[Row]:
@@ -80,7 +80,7 @@ def read_rows(folder: Path, plan: Plan | None, ended: Collection[int] = ()) -> l
 
 def _row(job: Job, run_dir: Path, value: str, place: _Place, ended: bool) -> Row:
     result = _result(run_dir)
-    numbers = summary(run_dir)
+    numbers = summarize(run_dir)
     error: str | None = result.get("error")
     if result:
         status = str(result.get("status"))
@@ -96,7 +96,7 @@ def _row(job: Job, run_dir: Path, value: str, place: _Place, ended: bool) -> Row
         status, error = "killed", "it ended without a word: no result.json"
     own = result.get("value") if status in ("completed", "stopped") else None
     if not isinstance(own, (int, float)):
-        own = value_of(value, numbers) if value in VALUES else None
+        own = objective_value(value, numbers) if value in OBJECTIVES else None
     overrides = job.overrides or list(result.get("overrides") or ())
     return Row(
         replace(job, overrides=overrides),
@@ -112,9 +112,9 @@ def _row(job: Job, run_dir: Path, value: str, place: _Place, ended: bool) -> Row
 
 def best(rows: Iterable[Row], value: str) -> Row | None:
     """The job that is done with the best objective; None where there is none to be compared."""
-    if value not in VALUES:
+    if value not in OBJECTIVES:
         return None
-    sign = -1 if VALUES[value] else 1
+    sign = -1 if OBJECTIVES[value] else 1
     finite = [
         (sign * row.value, row.job.number, row)
         for row in rows

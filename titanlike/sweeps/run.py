@@ -18,7 +18,7 @@ from titanlike.config.schema import Config, Wandb
 from titanlike.job.check import removing_new_folders
 from titanlike.job.run import JobRunner, ResultReporter, config_problems, with_run_name
 from titanlike.launch.failures import JobFailed
-from titanlike.metrics.result import had_its_time, read_result
+from titanlike.metrics.result import ended_by_max_time, read_result
 from titanlike.sweeps.context import Context
 from titanlike.sweeps.plan import Job
 from titanlike.sweeps.processes import Command, Ended, Processes
@@ -233,7 +233,7 @@ def _final_result(folder: Path) -> dict[str, Any] | None:
         return None
     if result is None or result["status"] == "interrupted":
         return None
-    if result["status"] == "stopped" and not had_its_time("stopped", result["error"]):
+    if result["status"] == "stopped" and not ended_by_max_time("stopped", result["error"]):
         return None
     return result
 

@@ -38,7 +38,7 @@ def train_steps(s: Session) -> None:
         if verdict is not None:
             s.events.log(verdict.kind, step, verdict.text, action=verdict.action)
             if verdict.action == "stop":
-                raise BadNumbers(f"{verdict.text}; {s.saver.way_back()}")
+                raise BadNumbers(f"{verdict.text}; {s.checkpointer.resume_hint()}")
             if verdict.action == "rollback":
                 roll_back(s, verdict, rollbacks)
                 stream = batches_from(s)
@@ -54,7 +54,7 @@ def train_steps(s: Session) -> None:
         value = record.get("val_loss", record["loss"])
         s.progress = replace(s.progress, step=step, value=value, guard=s.guard.state())
         s.log(record)
-        s.saver.poll()
+        s.checkpointer.poll()
 
         # 5. checkpoint
         if s.stop_code or _is_due(step, config.checkpoint.every, final and config.checkpoint.last):
@@ -78,7 +78,7 @@ def roll_back(s: Session, verdict: Verdict, rollbacks: list[int]) -> None:
     """
     bad = s.progress.step + 1
     s.watchdog.enter_phase(bad, "load", s.config.checkpoint.timeout)
-    restored = s.saver.go_back()
+    restored = s.checkpointer.rollback()
     if restored is None:
         raise BadNumbers(f"{verdict.text}; there is no checkpoint to go back to")
     step = restored.step
@@ -119,7 +119,7 @@ def _save(s: Session, record: dict[str, Any]) -> float:
         sink.flush()  # a checkpoint must not outlive the records of its steps
     if s.owner is not None:
         s.owner.check()
-    return s.saver.save(s.progress, record.get("val_loss"))
+    return s.checkpointer.save(s.progress, record.get("val_loss"))
 
 
 def _agreed_stop_code(s: Session) -> int:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from titanlike.metrics import units
-from titanlike.metrics.open import where
 from titanlike.split.auto_split import AutoSplitResult
 from titanlike.split.best_split import CostedSplit
 from titanlike.training.session import Session
@@ -16,7 +15,11 @@ from titanlike.training.session import Session
 def opening(session: Session) -> None:
     """What will run: mesh, stages, parameters, tokens a step, where things are written."""
     console, config, run, data = session.console, session.config, session.run, session.data
-    worker, start, sinks = session.worker, session.progress.step, where(session.sinks[1:])
+    worker, start, sinks = (
+        session.worker,
+        session.progress.step,
+        [sink.location for sink in session.sinks[1:]],
+    )
     draft, mesh = run.draft, run.mesh
     shape = f"pp {config.pp} x dp {config.dp}"
     if config.replicate > 1:
@@ -85,7 +88,7 @@ def closing(session: Session, start: int, stopped: str) -> None:
     loss = ""
     if progress.value is not None:
         loss = f"{session.value_name} {units.decimal(progress.value)}, "
-    saved = session.saver.newest
+    saved = session.checkpointer.newest
     checkpoint = f"checkpoint at step {saved}, " if saved else ""
     end = f"stopped at step {progress.step} ({stopped})" if stopped else "training complete"
     console.line(f"{end}: {loss}{checkpoint}output in {run_dir}")

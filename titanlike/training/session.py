@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from titanlike.checkpoint.saver import Progress, Saver
+from titanlike.checkpoint.checkpointer import Checkpointer, Progress
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config
 from titanlike.data.sources import Data
@@ -17,7 +17,7 @@ from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
 from titanlike.metrics.console import Console
 from titanlike.metrics.events import Events
-from titanlike.metrics.open import open_sinks
+from titanlike.metrics.open_sinks import open_sinks
 from titanlike.metrics.sinks import Sink
 from titanlike.parallel.device import deterministic
 from titanlike.parallel.mesh import open_mesh
@@ -35,7 +35,7 @@ class Session:
     data: Data
     run: Run
     guard: Guard
-    saver: Saver
+    checkpointer: Checkpointer
     watchdog: Watchdog
     console: Console
     events: Events
@@ -73,11 +73,11 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
         watchdog.enter_phase(0, "build", config.launch.timeout)
         run = build(config, mesh, data)
         run.pipeline.watch(watchdog.start_action)
-        saver = Saver(run.stage_states, config, data, events)
+        checkpointer = Checkpointer(run.stage_states, config, data, events)
         try:
             watchdog.enter_phase(0, "load", config.checkpoint.timeout)
             owner = Owner(worker.run_dir) if worker.rank == 0 else None
-            progress = saver.resume()
+            progress = checkpointer.resume()
             if worker.rank == 0:
                 sinks += open_sinks(
                     config, to_plain(config), worker.run_dir, progress.step, console.line
@@ -88,7 +88,7 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
                 data=data,
                 run=run,
                 guard=Guard(config, progress.guard),
-                saver=saver,
+                checkpointer=checkpointer,
                 watchdog=watchdog,
                 console=console,
                 events=events,

@@ -12,7 +12,7 @@ from typing import Any
 from titanlike.config.schema import Config
 from titanlike.launch.stop_request import stop_reason
 from titanlike.launch.worker import Worker
-from titanlike.metrics.summary import summary, value_of
+from titanlike.metrics.summary import objective_value, summarize
 from titanlike.parallel.mesh import close_mesh
 from titanlike.training import report
 from titanlike.training.loop import train_steps
@@ -36,14 +36,14 @@ def train(config: Config, worker: Worker) -> dict[str, Any]:
             train_steps(session)
             step, stop_code = session.progress.step, session.stop_code
             session.watchdog.enter_phase(step, "save", config.checkpoint.timeout)
-            session.saver.finish(session.progress, done=not stop_code)
+            session.checkpointer.finish(session.progress, done=not stop_code)
         if stop_code:
             session.events.log("stop", step, by=stop_reason(stop_code))
     value = session.progress.value
     if worker.rank == 0:
         report.closing(session, start, stop_reason(stop_code))
         if config.value is not None:
-            value = value_of(config.value, summary(worker.run_dir))
+            value = objective_value(config.value, summarize(worker.run_dir))
     close_mesh()
     if not stop_code:
         return {"value": value}

@@ -1,9 +1,7 @@
-"""How torch's distributed checkpoint (DCP) writes and reads files: on a `Storage`, with checksums,
-and without running anything that a file asks for.
+"""DCP's writer and reader on a `Storage`: with checksums, a commit, and without executing code.
 
-DCP's own reader calls `pickle.load` on `.metadata`, and `torch.load(weights_only=False)` on entries
-that are no tensors (torch 2.11 to 2.15): a checkpoint from somebody else can run any code with
-that. Here `.metadata` may name the few classes that DCP needs, and there are no entries but tensors.
+DCP's own reader calls `torch.load(weights_only=False)` on entries that are not tensors (torch 2.11
+to 2.15), which can execute any code; here a checkpoint has tensors only.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any
@@ -26,108 +23,26 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from titanlike.checkpoint.storage import Storage
-from titanlike.checkpoint.whole import (
-    METADATA,
-    Damaged,
+from titanlike.checkpoint.integrity import (
+    DamagedCheckpoint,
     Manifest,
-    Refused,
+    UnsafeCheckpoint,
     check_sizes,
     commit,
-    revoke,
+    delete_checkpoint,
 )
-
-# What a `.metadata` file may name. torch.float32 and the like are read as attributes of torch.
-_DCP = "torch.distributed.checkpoint."
-_ALLOWED = {
-    "collections": {"OrderedDict", "defaultdict"},
-    "builtins": {"dict", "list", "set", "tuple"},
-    "torch": {"Size"}
-    | {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)},
-    "torch.serialization": {"_get_layout"},
-    f"{_DCP}metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    f"{_DCP}filesystem": {"_StorageInfo", "_StoragePrefix"},
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    """Knows the names on the list alone, and lets nothing be changed in them.
-
-    The BUILD instruction sets attributes of whatever it is given, a class, too.
-    """
-
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data))
-        self._given: list[tuple[Any, dict[str, Any]]] = []
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in _ALLOWED.get(module, ()):
-            raise Refused(f"asks for {module}.{name}, which no checkpoint needs")
-        found = super().find_class(module, name)
-        if hasattr(found, "__dict__"):
-            self._given.append((found, dict(vars(found))))
-        return found
-
-    def load(self) -> Any:
-        try:
-            return super().load()
-        finally:
-            for given, before in reversed(self._given):
-                now = dict(vars(given))
-                changed = {key for key in now | before if now.get(key) is not before.get(key)}
-                for key in changed - {"__dict__", "__weakref__"}:
-                    if key in before:
-                        setattr(given, key, before[key])
-                    else:
-                        delattr(given, key)
-                if changed:
-                    raise Refused(f"changes {given.__module__}.{given.__qualname__}")
-
-
-def read_metadata(folder: Storage) -> Metadata:
-    """DCP's `.metadata`. Raises Damaged, and Refused, which name it; runs nothing from it."""
-    try:
-        metadata = _Unpickler(folder.read(METADATA)).load()
-    except FileNotFoundError:
-        raise Damaged(folder, METADATA, "is missing") from None
-    except Refused as error:
-        raise Refused(
-            f"checkpoint {folder} is refused: {METADATA} {error}; it may be there to run "
-            "code on your machine: take a checkpoint from a source that you trust"
-        ) from None
-    except Exception as error:  # pickle raises anything on damaged bytes
-        raise Damaged(folder, METADATA, f"cannot be read ({type(error).__name__})") from None
-    if not isinstance(metadata, Metadata):
-        raise Damaged(folder, METADATA, "holds no description of tensors")
-    for info in (metadata.storage_data or {}).values():
-        if not isinstance(getattr(info, "relative_path", None), str):
-            raise Damaged(folder, METADATA, "does not say where its tensors are")
-        if os.path.basename(info.relative_path) != info.relative_path:
-            raise Refused(
-                f"checkpoint {folder} is refused: {METADATA} names a file outside of it, "
-                f"{info.relative_path!r}"
-            )
-    return metadata
+from titanlike.checkpoint.storage import Storage
 
 
 @dataclass(frozen=True)
 class _Written:
-    """Travels to the coordinator with DCP's own results: the files that a rank has written."""
+    """The files that a rank has written; sent to the coordinator with DCP's own results."""
 
     files: Manifest
 
 
 class Writer(FileSystemWriter):
-    """Writes a checkpoint's files, and on the coordinator makes it count when all are there.
+    """Writes a checkpoint's files, and commits it on the coordinator when all are written.
 
     A save that fails on any rank fails on all: DCP gathers the errors.
     """
@@ -135,8 +50,8 @@ class Writer(FileSystemWriter):
     def __init__(
         self, folder: Storage, state: dict[str, Any], committed: Callable[[Manifest], None]
     ) -> None:
-        """state: for state.json. committed: called on the coordinator with what was written."""
-        super().__init__(str(folder), sync_files=False)  # `_Files` does it, for what can
+        """state: for state.json. committed: called on the coordinator after the commit."""
+        super().__init__(str(folder), sync_files=False)  # `_Files` syncs local files
         self._folder, self._state, self._committed = folder, state, committed
         self._files = _Files(folder)
         self.fs, self.path = self._files, ""
@@ -144,11 +59,11 @@ class Writer(FileSystemWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if self._device is not None:
-            torch.cuda.set_device(self._device)  # a saving thread begins with device 0
+            torch.cuda.set_device(self._device)  # a new thread has device 0
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if is_coordinator:
-            # of a killed save, or of a run that started again from an earlier step
-            revoke(self._folder)
+            # of a killed save, or of a run that restarted from an earlier step
+            delete_checkpoint(self._folder)
             self._folder.make()
 
     def prepare_local_plan(self, plan: Any) -> Any:
@@ -163,16 +78,16 @@ class Writer(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         files: Manifest = {}
         plain: list[list[WriteResult]] = []
-        for of_rank in results:
-            plain.append([result for result in of_rank if isinstance(result, WriteResult)])
-            for result in of_rank:
+        for rank_results in results:
+            plain.append([result for result in rank_results if isinstance(result, WriteResult)])
+            for result in rank_results:
                 if isinstance(result, _Written):
                     files |= result.files
         super().finish(metadata, plain)
         files |= self._files.written
         try:
             check_sizes(self._folder, files)
-        except Damaged as damage:  # what a rank has written is not to be seen from here
+        except DamagedCheckpoint as damage:  # written by another rank, not visible here
             raise OSError(
                 f"{damage.file} {damage.reason}; is {self._folder.parent} on a file system that "
                 "all machines share?"
@@ -205,14 +120,14 @@ class Reader(FileSystemReader):
 
 
 class TensorsOnly(DefaultLoadPlanner):
-    """DCP's planner, without the entries that it would unpickle."""
+    """DCP's planner, which refuses entries that it would unpickle."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise Refused(f"{read_item.storage_index.fqn} in the checkpoint is no tensor")
+        raise UnsafeCheckpoint(f"{read_item.storage_index.fqn} in the checkpoint is not a tensor")
 
 
 class _Files(FileSystemBase):
-    """DCP's view of a folder; paths are names in it. Sums up what is written."""
+    """A `Storage` as DCP's file system; paths are names in it. Sums up sizes and checksums."""
 
     def __init__(self, folder: Storage) -> None:
         self._folder = folder
@@ -225,11 +140,11 @@ class _Files(FileSystemBase):
             if mode == "rb":
                 yield raw
                 return
-            stream = _Summing(raw)
+            stream = _ChecksumStream(raw)
             try:
                 yield stream
             except RuntimeError:
-                if stream.error is not None:  # torch.save hides it behind one of its own
+                if stream.error is not None:  # torch.save raises an error of its own instead
                     raise stream.error from None
                 raise
             raw.flush()
@@ -244,7 +159,7 @@ class _Files(FileSystemBase):
         return path
 
     def rename(self, path: Any, new_path: Any) -> None:
-        """Of `.metadata`, which DCP writes aside first."""
+        """Of `.metadata`, which DCP writes to a temporary file first."""
         data = self._folder.read(os.fspath(path))
         self._folder.write(os.fspath(new_path), data)
         self._folder.remove(os.fspath(path))
@@ -267,8 +182,8 @@ class _Files(FileSystemBase):
         return self._folder.names()
 
 
-class _Summing:
-    """A stream for torch.save, which writes from front to back."""
+class _ChecksumStream:
+    """A stream for torch.save, which writes sequentially."""
 
     def __init__(self, raw: IO[bytes]) -> None:
         self._raw = raw
@@ -292,4 +207,4 @@ class _Summing:
         self._raw.flush()
 
     def close(self) -> None:
-        """Left to `create_stream`."""
+        """`create_stream` closes the file."""

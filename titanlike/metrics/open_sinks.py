@@ -31,8 +31,3 @@ def open_sinks(
         case schema.TensorBoard():
             sinks.append(TensorBoardSink(run_dir, start_step))
     return sinks
-
-
-def where(sinks: list[Sink]) -> list[str]:
-    """Where each sink's metrics can be seen, for the start-up summary and the last line."""
-    return [sink.where for sink in sinks]

@@ -8,14 +8,14 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from titanlike.checkpoint.listing import list_all, show
-from titanlike.checkpoint.whole import Damaged, Refused
+from titanlike.checkpoint.describe import list_checkpoints, show
+from titanlike.checkpoint.integrity import DamagedCheckpoint, UnsafeCheckpoint
 from titanlike.metrics.console import Console
 
-FINE, DIFFERENT, WRONG = 0, 1, 2  # exit codes
+OK, DIFFERENT, INVALID = 0, 1, 2  # exit codes
 _DESCRIPTION = """\
-Look after checkpoints. A CHECKPOINT is a step-XXXXXXXX or model-XXXXXXXX folder, or a run, whose
-newest one is then meant; each may be a local path or a URL that fsspec knows (s3://...)."""
+Inspect and convert checkpoints. A CHECKPOINT is a step-XXXXXXXX or model-XXXXXXXX folder, or a run
+directory, which stands for its newest one; each is a local path or an fsspec URL (s3://...)."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -23,14 +23,14 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         with warnings.catch_warnings():
-            # that one process reads alone, which is the intent
+            # about reading in a single process, which is intended
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            fine = arguments.command(Console(steps=1), arguments)
-        return FINE if fine else DIFFERENT
-    except (Damaged, Refused) as error:
+            ok = arguments.command(Console(steps=1), arguments)
+        return OK if ok else DIFFERENT
+    except (DamagedCheckpoint, UnsafeCheckpoint) as error:
         return _fail(error, DIFFERENT)
     except (ValueError, OSError, ImportError) as error:
-        return _fail(error, WRONG)
+        return _fail(error, INVALID)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
 
@@ -45,19 +45,27 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(
-        name: str, command: Callable[[Console, argparse.Namespace], bool], text: str, *places: str
+        name: str,
+        command: Callable[[Console, argparse.Namespace], bool],
+        text: str,
+        *positional: str,
     ) -> Any:
         one = commands.add_parser(name, help=text, description=text)
-        for place in places:
-            one.add_argument(place.lower(), metavar=place)
+        for argument in positional:
+            one.add_argument(argument.lower(), metavar=argument)
         one.set_defaults(command=command)
         return one
 
     add("list", _list, "the checkpoints of a run, or in a folder", "FOLDER")
-    one = add("show", _show, "what is in a checkpoint", "CHECKPOINT")
+    one = add("show", _show, "what a checkpoint contains", "CHECKPOINT")
     one.add_argument("--tensors", action="store_true", help="name every tensor and every file")
-    add("verify", _verify, "read every file against its checksum; of a run, all", "CHECKPOINT")
-    one = add("compare", _compare, "whether two checkpoints hold the same tensors", "A", "B")
+    add(
+        "verify",
+        _verify,
+        "check every file against its checksum; of a run, all checkpoints",
+        "CHECKPOINT",
+    )
+    one = add("compare", _compare, "whether two checkpoints have the same tensors", "A", "B")
     one.add_argument(
         "--tolerance", type=float, default=0.0, help="absolute difference that counts as none"
     )
@@ -65,14 +73,14 @@ def _parser() -> argparse.ArgumentParser:
     text = "the model (names without `model.`) in one safetensors file"
     one = add("consolidate", _consolidate, text, "CHECKPOINT", "FILE")
     one.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="of the weights")
-    one.add_argument("--optimizer", action="store_true", help="all that a run needs to go on, too")
+    one.add_argument("--optimizer", action="store_true", help="also all that a run needs to resume")
     text = "a checkpoint (step- or model-XXXXXXXX) in FOLDER from a safetensors file"
     add("restore", _restore, text, "FILE", "FOLDER")
     return parser
 
 
 def _list(console: Console, arguments: argparse.Namespace) -> bool:
-    list_all(console, arguments.folder)
+    list_checkpoints(console, arguments.folder)
     return True
 
 

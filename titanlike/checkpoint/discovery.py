@@ -1,0 +1,141 @@
+"""The checkpoints in a folder, and the one that a path given by the user refers to. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from titanlike.checkpoint.integrity import (
+    DAMAGED_MARKER,
+    MARKER,
+    METADATA,
+    STATE,
+    DamagedCheckpoint,
+    check_quick,
+)
+from titanlike.checkpoint.storage import Storage
+from titanlike.config.schema import Config
+
+STEP_NAME = re.compile(r"step-(\d{8,})")
+_ANY_NAME = re.compile(r"(step|model)-(\d{8,})")
+
+
+@dataclass
+class Selection:
+    """The selected checkpoint, None where there is none, and the damaged newer ones."""
+
+    path: Storage | None
+    damaged: list[DamagedCheckpoint] = field(default_factory=list)
+
+
+def checkpoint_folder(config: Config) -> Storage:
+    """The folder of a run's checkpoints."""
+    return Storage(config.checkpoint.folder or Path(config.run_dir) / "checkpoints")
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def step_of(path: Storage) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def all_steps(folder: Storage) -> list[Storage]:
+    """The step-XXXXXXXX folders in a folder, complete or not, newest first."""
+    paths = [folder.at(name) for name in folder.names() if STEP_NAME.fullmatch(name)]
+    return sorted(paths, key=step_of, reverse=True)
+
+
+def committed(folder: Storage) -> list[Storage]:
+    """The checkpoints in a folder that have been committed, newest first."""
+    return [path for path in all_steps(folder) if path.exists(MARKER)]
+
+
+def uncommitted(folder: Storage) -> list[Storage]:
+    """What killed saves and deletions have left in a folder."""
+    found = [path for path in all_steps(folder) if not path.exists(MARKER)]
+    return [path for path in found if not path.exists(DAMAGED_MARKER)]
+
+
+def newest_complete(folder: Storage, rejected: Collection[str] = ()) -> Selection:
+    """The newest checkpoint whose files exist with their sizes, and the damaged newer ones.
+
+    rejected: locations to pass over.
+    """
+    selection = Selection(None)
+    for path in committed(folder):
+        if str(path) in rejected:
+            continue
+        try:
+            check_quick(path)
+        except DamagedCheckpoint as damage:
+            selection.damaged.append(damage)
+            continue
+        selection.path = path
+        break
+    return selection
+
+
+def resolve(key: str, location: str) -> Storage:
+    """The committed checkpoint at `location`, or the newest one of the run at `location`.
+
+    Raises ValueError, naming `key`, where there is none.
+    """
+    path = Storage(location)
+    if path.exists(MARKER):
+        return path
+    for folder in (path.at("checkpoints"), path):
+        if inside := committed(folder):
+            return inside[0]
+    reason = "no complete checkpoint there"
+    if path.exists(DAMAGED_MARKER):
+        reason = f"is damaged (see {path}/{DAMAGED_MARKER})"
+    elif path.exists(STATE) or path.exists(METADATA):
+        reason = f"incomplete: it has no file {MARKER}, so its save was not completed"
+    raise ValueError(
+        f"{key}={location}: {reason}; "
+        "write the path of a step-XXXXXXXX folder or of a run directory"
+    )
+
+
+def is_checkpoint(path: Storage) -> bool:
+    """Whether a folder is a checkpoint, complete or not."""
+    names = set(path.names())
+    return bool(
+        names & {MARKER, DAMAGED_MARKER, METADATA} or (names and _ANY_NAME.fullmatch(path.name))
+    )
+
+
+def all_checkpoints(location: str) -> list[Storage]:
+    """The checkpoint at `location`, or all of the run or folder there, oldest first.
+
+    Raises ValueError where there is none.
+    """
+    path = Storage(location)
+    if is_checkpoint(path):
+        return [path]
+    folders = [path.at("checkpoints"), path]
+    if elsewhere := _folder_in_config(path):
+        folders.insert(0, Storage(elsewhere))
+    for folder in folders:
+        if names := [name for name in folder.names() if _ANY_NAME.fullmatch(name)]:
+            names.sort(key=lambda name: (int(name.partition("-")[2]), name))
+            return [folder.at(name) for name in names]
+    searched = " and ".join(map(str, folders))
+    raise ValueError(
+        f"{location}: no checkpoint there (searched {searched}); write the path of a run directory "
+        "or of a folder with step-XXXXXXXX folders"
+    )
+
+
+def _folder_in_config(path: Storage) -> str | None:
+    """checkpoint.folder of a run directory."""
+    with contextlib.suppress(OSError, yaml.YAMLError, AttributeError):
+        return yaml.safe_load(path.read("config.yaml"))["checkpoint"].get("folder")
+    return None

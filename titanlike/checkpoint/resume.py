@@ -1,0 +1,93 @@
+"""Which checkpoint a run resumes from, and whether it belongs to that run. No torch, so that a
+config can be checked with it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from titanlike.checkpoint.discovery import (
+    STEP_NAME,
+    Selection,
+    all_steps,
+    checkpoint_folder,
+    committed,
+    newest_complete,
+    resolve,
+    step_of,
+)
+from titanlike.checkpoint.integrity import DAMAGED_MARKER, read_state
+from titanlike.checkpoint.storage import Storage
+from titanlike.config.parse import to_plain
+from titanlike.config.schema import Config
+
+
+def select_resume(config: Config, rejected: Collection[str] = ()) -> Selection:
+    """The checkpoint that `checkpoint.resume` means; only the sizes of its files are checked.
+
+    rejected: locations whose checksums were wrong. Raises ValueError where every checkpoint is
+    damaged, and where run_dir has newer ones than the given one: the next start would resume from
+    those, and metrics.jsonl would mix two runs.
+    """
+    resume, folder = config.checkpoint.resume, checkpoint_folder(config)
+    if resume == "auto":
+        selection = newest_complete(folder, rejected)
+        if selection.path is not None and config.checkpoint.folder is not None:
+            _check_owner(selection.path, config)
+        marked = [path for path in all_steps(folder) if path.exists(DAMAGED_MARKER)]
+        if selection.path is None and (selection.damaged or marked or rejected):
+            reasons = [*map(str, selection.damaged), *(f"{path} is damaged" for path in marked)]
+            raise ValueError(
+                f"checkpoint.resume=auto: no complete checkpoint is left in {folder}: "
+                f"{'; '.join(reasons)}; write another run_dir to train from step 0, or the path of "
+                "another run's checkpoint"
+            )
+        return selection
+    chosen = None if resume == "never" else resolve("checkpoint.resume", resume)
+    if chosen is not None and not STEP_NAME.fullmatch(chosen.name):
+        raise ValueError(
+            f"checkpoint.resume={resume}: a run resumes only from a step-XXXXXXXX folder; write "
+            f"checkpoint.start_from={resume} to start a new run from its weights"
+        )
+    start = 0 if chosen is None else step_of(chosen)
+    own = committed(folder)
+    if own and step_of(own[0]) > start:
+        raise ValueError(
+            f"checkpoint.resume={resume}: run_dir already has the checkpoint of step "
+            f"{step_of(own[0])} ({own[0]}), and this run would start after step {start}; "
+            "write another run_dir"
+        )
+    return Selection(chosen)
+
+
+def _check_owner(path: Storage, config: Config) -> None:
+    """A folder outside run_dir has one run's checkpoints: a sweep's jobs would resume each other's."""
+    owner = read_state(path)["run_dir"]
+    if owner != str(Path(config.run_dir).absolute()):
+        raise ValueError(
+            f"checkpoint.folder={config.checkpoint.folder}: it has the checkpoints of the run in "
+            f"{owner}; write run_dir={owner} to resume it, or another checkpoint.folder"
+        )
+
+
+def run_identity(config: Config) -> dict[str, Any]:
+    """What a resumed run must not change, by key: the order of the samples and the model depend
+    on it. "same" in state.json."""
+    sizes = {f"model.{key}": value for key, value in to_plain(config.model).items()}
+    for derived in ("model.vocab_size", "model.max_seq_len"):  # null or not: shapes are compared
+        sizes.pop(derived, None)
+    plain = {key: getattr(config, key) for key in ("seed", "batch_size", "seq_len")}
+    return {**plain, "optimizer": config.optimizer.name, **sizes}
+
+
+def incompatibility(path: Storage, config: Config) -> str | None:
+    """Why a run with this config cannot resume from a checkpoint; None where it can."""
+    identity = run_identity(config)
+    for key, value in read_state(path)["same"].items():
+        if value != identity.get(key):
+            return (
+                f"{key}={identity.get(key)}: {path} was saved with {value}, so this would be "
+                f"another run; write {key}={value}, or another run_dir"
+            )
+    return None

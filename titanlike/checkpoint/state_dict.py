@@ -1,0 +1,199 @@
+"""A checkpoint's tensors, keyed by parameter name, so that any layout loads what another one saved:
+
+model.NAME                 parameters and persistent buffers
+optimizer.state.NAME.KEY   optimizer state of each parameter
+rng.RANK.cpu rng.RANK.cuda random generators, restored only in the same number of ranks
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from titanlike.checkpoint.dcp_metadata import read_metadata
+from titanlike.checkpoint.dcp_storage import Reader, TensorsOnly
+from titanlike.checkpoint.storage import Storage
+from titanlike.optim.stage_state import StageState
+
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+Tensors = dict[str, Tensor]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def model_tensors(
+    stage_states: list[StageState], dtype: torch.dtype | None = None, *, copies: bool = False
+) -> Tensors:
+    """This rank's model.NAME entries, cast to `dtype` if one is given.
+
+    copies: also tied weights that another stage owns (to be read, not to be saved).
+    """
+    tensors: Tensors = {}
+    for stage in stage_states:
+        for name, value in get_model_state_dict(stage.stage).items():
+            name = stage.names.get(name, name)
+            if copies or stage.owns(name):
+                cast = dtype is not None and value.is_floating_point()
+                tensors.setdefault(f"model.{name}", value.to(dtype) if cast else value)
+    return tensors
+
+
+def run_tensors(stage_states: list[StageState], *, copies: bool = False) -> Tensors:
+    """This rank's entries of a run's checkpoint; copies: see `model_tensors`."""
+    tensors = model_tensors(stage_states, copies=copies)
+    for (
+        stage
+    ) in stage_states:  # one optimizer a stage: DCP mixes up those that span several modules
+        if not stage.optimizer.state:
+            continue  # torch would initialize it by a step with lr=0, and count that step
+        for name, value in _optimizer_state(stage).items():
+            # hyperparameters (lr, betas) come from the config, and objects would be unpickled
+            if isinstance(value, Tensor) and name.startswith("state."):
+                name = _in_model(name, stage)
+                if copies or stage.owns(_parameter(name)):
+                    tensors.setdefault(name, value)
+    return tensors | _rng_states()
+
+
+def sync_tied_copies(stage_states: list[StageState]) -> None:
+    """Copy tied weights and buffers between stages of this rank: the first stage's value wins."""
+    seen: dict[str, Tensor] = {}
+    for stage in stage_states:
+        for name, parameter in (*stage.parameters(), *stage.stage.named_buffers()):
+            if name in seen:
+                parameter.data.copy_(seen[name].data)
+            seen.setdefault(name, parameter)
+
+
+def load_run(folder: Storage, stage_states: list[StageState], group: dist.ProcessGroup) -> None:
+    """Load an intact checkpoint, saved in any layout. Collective.
+
+    Raises ValueError where a tensor is missing or has another shape.
+    """
+    metadata = read_metadata(folder)
+    saved = metadata.state_dict_metadata
+    for stage in stage_states:
+        _optimizer_state(stage)  # allocates the state that is read into
+    tensors = run_tensors(stage_states, copies=True)
+    # a parameter that never had a gradient has no state in the checkpoint, and gets none here
+    stateful = {_parameter(name) for name in saved if name.startswith("optimizer.state.")}
+    tensors = {
+        name: value
+        for name, value in tensors.items()
+        if not name.startswith("optimizer.") or _parameter(name) in stateful
+    }
+    random = {name: value for name, value in tensors.items() if name.startswith("rng.")}
+    ranks = sum(name.startswith("rng.") and name.endswith(".cpu") for name in saved)
+    if ranks != dist.get_world_size() or not random.keys() <= saved.keys():
+        # another layout has other ranks: each keeps its own seed
+        tensors = {name: value for name, value in tensors.items() if name not in random}
+        random = {}
+    if problems := _mismatches(tensors, metadata):
+        more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise ValueError(
+            f"checkpoint {folder} is from another model or optimizer: {'; '.join(problems[:3])}{more}"
+            "; write the config that saved it (its config.yaml is in the run directory), "
+            "another run_dir, or checkpoint.start_from to load only its weights"
+        )
+    read(folder, metadata, tensors, group)
+    _set_rng_states({name: tensors[name] for name in random})
+    for stage in stage_states:
+        state = get_model_state_dict(stage.stage)
+        set_model_state_dict(
+            stage.stage, {name: tensors[f"model.{stage.names.get(name, name)}"] for name in state}
+        )
+        # hyperparameters are not in the checkpoint and stay
+        state = _optimizer_state(stage)
+        for name, entry in ((name, _in_model(name, stage)) for name in state):
+            if entry in tensors:  # each copy of a tied weight has its own state
+                own = stage.owns(_parameter(entry))
+                state[name] = tensors[entry] if own else tensors[entry].clone()
+        if stage.names:
+            set_optimizer_state_dict(stage.stage, stage.optimizer, state, options=_FLAT)
+        for name, parameter in stage.parameters():
+            if name not in stateful:
+                stage.optimizer.state.pop(parameter, None)
+
+
+def read(
+    folder: Storage, metadata: Metadata, tensors: Tensors, group: dist.ProcessGroup | None
+) -> None:
+    """Read the entries of the same names into `tensors`. Collective where `group` is given.
+
+    Raises OSError where reading fails.
+    """
+    try:
+        dcp.load(
+            dict(tensors),
+            storage_reader=Reader(folder, metadata),
+            planner=TensorsOnly(),
+            process_group=group,
+            no_dist=group is None,
+        )
+    except CheckpointException as error:  # a BaseException; one entry a rank that failed
+        raise OSError(f"checkpoint {folder} could not be read: {error_line(error)}") from error
+
+
+def error_line(error: BaseException) -> str:
+    """The first line of an error; of DCP's, that of the first rank that failed."""
+    if isinstance(error, CheckpointException):
+        error = next((wrapped[0] for wrapped in error.failures.values()), error)
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _mismatches(tensors: Tensors, metadata: Metadata) -> list[str]:
+    saved = metadata.state_dict_metadata
+    missing = [f"{name} is missing" for name in sorted(tensors.keys() - saved.keys())]
+    shapes = []
+    for name in sorted(tensors.keys() & saved.keys()):
+        entry, here = saved[name], tensors[name]
+        if not isinstance(entry, TensorStorageMetadata):
+            shapes.append(f"{name} is not a tensor there")
+        elif entry.size != here.shape:
+            shapes.append(f"{name} is {tuple(entry.size)} there and {tuple(here.shape)} here")
+    return missing + shapes
+
+
+def _parameter(name: str) -> str:
+    """optimizer.state.layers.0.wq.weight.exp_avg -> layers.0.wq.weight"""
+    return name.split(".", 2)[2].rpartition(".")[0]
+
+
+def _in_model(name: str, stage: StageState) -> str:
+    """state.NAME.KEY of a stage's optimizer -> optimizer.state.NAME.KEY with the model's NAME."""
+    kind, _, rest = name.partition(".")
+    parameter, _, key = rest.rpartition(".")
+    return f"optimizer.{kind}.{stage.names.get(parameter, parameter)}.{key}"
+
+
+def _optimizer_state(stage: StageState) -> dict[str, Any]:
+    if not stage.names:
+        return {}  # torch raises for a stage without parameters
+    return get_optimizer_state_dict(stage.stage, stage.optimizer, options=_FLAT)
+
+
+def _rng_states() -> Tensors:
+    rank = dist.get_rank()
+    states = {f"rng.{rank}.cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        states[f"rng.{rank}.cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_rng_states(states: Tensors) -> None:
+    for name, state in states.items():
+        setter = torch.cuda.set_rng_state if name.endswith("cuda") else torch.set_rng_state
+        setter(state)
