@@ -30,7 +30,7 @@ from titanlike.models.registry import build_model, initial_weights_of, resolve_m
 from titanlike.optim.optimizer import gradient_norm
 from titanlike.parallel.initialize import initialize
 from titanlike.parallel.mesh import close_mesh, open_mesh
-from titanlike.pipeline import run as pipeline_run
+from titanlike.pipeline import pipeline
 from titanlike.proof.verification import verify
 from titanlike.torch_private.dtensor import local_slices
 from titanlike.training.build import build
@@ -157,7 +157,7 @@ def several_steps(
 
     Also how often a runtime was made, after each step; and how often the model was recorded.
     """
-    pipeline_run.MOST_SHAPES = most_shapes
+    pipeline.MOST_SHAPES = most_shapes
     mesh = open_mesh(config, worker)
     run = build(config, mesh)
     made: list[object] = []

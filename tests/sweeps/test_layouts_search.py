@@ -30,7 +30,8 @@ from titanlike.job.run import JobRunner, config_problems
 from titanlike.launch.worker import Worker
 from titanlike.parallel.device import peak_memory, resident_memory, return_freed_memory
 from titanlike.parallel.mesh import open_mesh
-from titanlike.pipeline.schedules import SCHEDULES, build_order, gpipe
+from titanlike.pipeline.from_config import build_order
+from titanlike.pipeline.schedules import SCHEDULES, gpipe
 from titanlike.sweeps.estimate import estimate, step_time
 from titanlike.sweeps.layouts import Settings, judged, read_settings
 from titanlike.sweeps.machine import Machine

@@ -1,30 +1,39 @@
-"""The fences around torch: each test fails on the torch that no longer needs one of them."""
+"""The workarounds for torch: each test fails on the torch that no longer needs one of them."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from support.models import tiny
 from support.world import run_world
 from titanlike.config.schema import Config, Fsdp
 from titanlike.launch.worker import Worker
 from titanlike.proof.verification import verify
-from titanlike.torch_private import checkpoints
-from titanlike.torch_private import pipelining as torch_private
+from titanlike.torch_private import distributed_checkpoint, pipeline_stage
+from titanlike.torch_private.pipeline_runtime import FIELD
 from titanlike.training import draft
 
 
-def verify_unfenced(config: Config, worker: Worker) -> dict:
+def verify_without_checks(config: Config, worker: Worker) -> dict:
     """`verify` without the refusal of ZeRO 3 under a split backward."""
-    draft._sharding_problems = lambda config, order: []
-    torch_private._ShardingStage.backward_maybe_with_nosync = (
-        torch_private.PipelineStage.backward_maybe_with_nosync
+    draft.sharding_problems = lambda config, order: []
+    pipeline_stage._ShardingStage.backward_maybe_with_nosync = (
+        PipelineStage.backward_maybe_with_nosync
     )
     return verify(config, worker)
 
@@ -32,7 +41,7 @@ def verify_unfenced(config: Config, worker: Worker) -> dict:
 def test_a_split_backward_still_loses_gradients_when_blocks_are_resharded(tmp_path: Path) -> None:
     """If this passes in torch, `fsdp.zero=3` may be allowed under zero-bubble schedules."""
     config = tiny(2, 2, "zbvzerobubble", fsdp=Fsdp(3))
-    results = run_world(verify_unfenced, config, tmp_path, timeout=40)
+    results = run_world(verify_without_checks, config, tmp_path, timeout=40)
     assert {result["exit_code"] for result in results} == {1}
 
 
@@ -51,11 +60,11 @@ def built_in_eval(config: Config, worker: Worker) -> bool:
     before = [p.grad.to_local().clone() for p in run.parameters]
     runtime = run.pipeline._runtime(batch)
     first = (batch["inputs"],) if mesh.pp_rank == 0 else ()
-    told = {name: batch[name] for name in runtime._fields}
+    kwargs = {FIELD + name: batch[name] for name in runtime._fields}
     if mesh.pp_rank == config.pp - 1:
-        told |= {"target": batch["targets"], "losses": []}
+        kwargs |= {"target": batch["targets"], "losses": []}
     with torch.no_grad():
-        runtime.eval(*first, **told)
+        runtime.eval(*first, **kwargs)
     after = [p.grad for p in run.parameters]
     return all(
         b is not None and torch.equal(a, b.to_local()) for a, b in zip(before, after, strict=True)
@@ -81,14 +90,14 @@ def test_a_newer_checkpoint_still_needs_help_to_be_read() -> None:
     if not hasattr(TensorProperties.__setstate__, "cut"):
         with pytest.raises(ValueError, match="too many values"):
             blank.__setstate__(newer)
-    checkpoints.read_newer_checkpoints()
-    checkpoints.read_newer_checkpoints()  # may be called again
+    distributed_checkpoint.read_newer_checkpoints()
+    distributed_checkpoint.read_newer_checkpoints()  # may be called again
     blank.__setstate__(newer)
     assert blank.dtype == torch.float32
 
 
-def watched(config: Config, worker: Worker) -> list[tuple[list, list]]:
-    """Of a step, an evaluation and a step: what `watch` told, and what was to be done."""
+def observed(config: Config, worker: Worker) -> list[tuple[list, list]]:
+    """Of a step, an evaluation and a step: the actions called back with, and those of the order."""
     from titanlike.data.loader import batches, open_data
     from titanlike.parallel.mesh import open_mesh
     from titanlike.training.build import build
@@ -96,26 +105,26 @@ def watched(config: Config, worker: Worker) -> list[tuple[list, list]]:
 
     mesh = open_mesh(config, worker)
     run = build(config, mesh)
-    told: list = []
-    run.pipeline.watch(lambda action: pytest.fail("the first watcher was replaced"))
-    run.pipeline.watch(told.append)
+    actions: list = []
+    run.pipeline.on_action(lambda action: pytest.fail("this callback was replaced"))
+    run.pipeline.on_action(actions.append)
     batch = to_device(next(batches(open_data(config).train, config, dp_rank=0)), mesh, config)
     runtime = run.pipeline._runtime(batch)
     seen = []
     for call in ("train", "evaluate", "train"):
-        told.clear()
+        actions.clear()
         getattr(run.pipeline, call)(batch)
         order = runtime._train if call == "train" else runtime._forward
-        copy.deepcopy(order)  # as torch does to print it beside an error: no action is taken
-        seen.append(([str(action) for action in told], [*map(str, order[mesh.pp_rank][:]), "None"]))
+        copy.deepcopy(order)  # as torch does to print it beside an error: no action begins
+        seen.append(([*map(str, actions)], [*map(str, order[mesh.pp_rank][:]), "None"]))
     return seen
 
 
 def test_the_runtime_takes_its_actions_one_by_one_from_a_list(tmp_path: Path) -> None:
-    """The watchdog sees by it where a rank is: each action in its turn, then the end."""
-    for calls in run_world(watched, tiny(2, 1, "zbvzerobubble"), tmp_path, timeout=40):
-        for told, order in calls:
-            assert told == order and len(order) > 16
+    """The watchdog learns from it which action a rank is in: each in its turn, then the end."""
+    for calls in run_world(observed, tiny(2, 1, "zbvzerobubble"), tmp_path, timeout=40):
+        for actions, order in calls:
+            assert actions == order and len(order) > 16
 
 
 def groups_that_outlive_their_job(config: Config, worker: Worker) -> bool:
@@ -134,3 +143,136 @@ def test_meshes_still_keep_the_groups_of_a_job_that_has_ended(tmp_path: Path) ->
     """If not, `forget_groups_of_meshes` may go."""
     kept = run_world(groups_that_outlive_their_job, tiny(1, 2, "1f1b"), tmp_path, timeout=60)
     assert all(kept)
+
+
+def on_one_rank(_: Config, worker: Worker, test: Callable[[], Any]) -> Any:
+    """The result of a test that needs a process group."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return test()
+
+
+def torch_stage() -> PipelineStage:
+    """The first of two stages that are both on this rank."""
+    x = torch.empty(2, 4, device="meta")
+    stage = PipelineStage(
+        nn.Linear(4, 4), 0, 2, torch.device("cpu"), input_args=(x,), output_args=(x,)
+    )
+    stage.stage_index_to_group_rank = {0: 0, 1: 0}
+    return stage
+
+
+def validates_messages() -> bool:
+    return torch_stage()._runtime_validate
+
+
+def test_torch_does_not_validate_messages_by_default(tmp_path: Path) -> None:
+    """If it does, `make_stage` need not switch it on."""
+    assert run_world(on_one_rank, tiny(), tmp_path, validates_messages) == [False]
+
+
+def peers_of_first_messages() -> list[int]:
+    return [op.peer for op in torch_stage()._get_init_p2p_neighbors_ops()]
+
+
+@pytest.mark.skipif(
+    not hasattr(PipelineStage, "_get_init_p2p_neighbors_ops"), reason="this torch sends none"
+)
+def test_torch_sends_first_messages_to_the_rank_itself(tmp_path: Path) -> None:
+    """If it does not, `make_stage` need not filter them."""
+    assert 0 in run_world(on_one_rank, tiny(), tmp_path, peers_of_first_messages)[0]
+
+
+def timeout_of_mesh(_: Config, worker: Worker) -> timedelta:
+    limit = timedelta(seconds=77)
+    dist.init_process_group(
+        "gloo", store=worker.store, rank=worker.rank, world_size=2, timeout=limit
+    )
+    group = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b")).get_group("a")
+    return group._get_backend(torch.device("cpu")).options._timeout
+
+
+def test_a_device_mesh_ignores_the_timeout_of_the_process_group(tmp_path: Path) -> None:
+    """If it does not, `set_timeout` may go."""
+    timeouts = run_world(timeout_of_mesh, tiny(2), tmp_path)
+    assert min(timeouts) >= timedelta(minutes=10)
+
+
+def gradient_syncs(config: Config, worker: Worker) -> set[bool]:
+    """With which values torch's stage calls `set_requires_gradient_sync` in backwards."""
+    from titanlike.data.loader import batches, open_data
+    from titanlike.parallel.mesh import open_mesh
+    from titanlike.training.build import build
+    from titanlike.training.step import to_device
+
+    pipeline_stage._ShardingStage.backward_maybe_with_nosync = (
+        PipelineStage.backward_maybe_with_nosync
+    )
+    mesh = open_mesh(config, worker)
+    run = build(config, mesh)
+    batch = next(batches(open_data(config).train, config, dp_rank=mesh.dp_rank))
+    seen = set()
+    for stage in run.stages:
+        stage.set_requires_gradient_sync = lambda on, recurse=True: seen.add(on)
+    run.pipeline.train(to_device(batch, mesh, config))
+    return seen
+
+
+def test_torchs_stage_accumulates_unsharded_gradients(tmp_path: Path) -> None:
+    """If it reduces in each backward, `_ShardingStage` may go."""
+    config = tiny(2, 2, "1f1b", fsdp=Fsdp(2))
+    assert all(False in seen for seen in run_world(gradient_syncs, config, tmp_path))
+
+
+@pytest.mark.skipif(
+    hasattr(PipelineStage, "_post_metadata_inference_cleanup"), reason="wrong in 2.11 alone"
+)
+def test_the_split_backward_computes_an_lstms_weight_gradients() -> None:
+    """If it does so in the oldest torch supported, `split_backward_is_exact` may go."""
+    lstm, x = nn.LSTM(3, 5, batch_first=True), torch.randn(2, 4, 3, requires_grad=True)
+    loss = lstm(x)[0].square().sum()
+    right = torch.autograd.grad(loss, list(lstm.parameters()), retain_graph=True)
+    _, groups = stage_backward_input([loss], None, [x], lstm.parameters())
+    stage_backward_weight(lstm.parameters(), groups)
+    grads = [p.grad for p in lstm.parameters()]
+    exact = [g is not None and torch.allclose(g, r) for g, r in zip(grads, right, strict=True)]
+    assert not all(exact)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+class Calls(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        self.seen.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_function_mode_does_not_see_a_custom_function() -> None:
+    """If it does, `intercept_custom_functions` may go."""
+    with Calls() as calls:
+        Doubled.apply(torch.ones(2, requires_grad=True))
+    names = [getattr(function, "__name__", "") for function in calls.seen]
+    assert names and "apply" not in names
+
+
+def test_a_reentrant_checkpoint_runs_without_autograd() -> None:
+    """If it does not, `intercept_checkpoints` is needed for the other form alone."""
+    enabled = []
+
+    def function(x: Tensor) -> Tensor:
+        enabled.append(torch.is_grad_enabled())
+        return x * 2
+
+    checkpoint(function, torch.ones(2, requires_grad=True), use_reentrant=True)
+    assert enabled == [False]

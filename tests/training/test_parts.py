@@ -32,9 +32,10 @@ from titanlike.parallel.device import peak_memory, resident_memory
 from titanlike.parallel.initialize import draw, initialize
 from titanlike.parallel.mesh import open_mesh
 from titanlike.training.build import build
-from titanlike.training.draft import draft, preflight
+from titanlike.training.draft import draft
 from titanlike.training.guard import Guard
 from titanlike.training.measure import measured_step
+from titanlike.training.preflight import preflight
 
 # --- initial weights ---------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from titanlike.checkpoint.integrity import METADATA, DamagedCheckpoint, UnsafeCheckpoint
 from titanlike.checkpoint.storage import Storage
-from titanlike.torch_private.checkpoints import read_newer_checkpoints
+from titanlike.torch_private.distributed_checkpoint import read_newer_checkpoints
 
 # What a `.metadata` file may name. torch.float32 and the like are read as attributes of torch.
 _DCP = "torch.distributed.checkpoint."

@@ -1,7 +1,7 @@
 """Rules between keys: what is well-formed and still cannot run. No torch, so it takes no time.
 
 What needs the model to be built (layers against stages, heads against dims) is
-`titanlike.training.draft.preflight`, and what concerns a room alone that room's: see `titanlike.job.check`.
+`titanlike.training.preflight`, and what concerns a room alone that room's: see `titanlike.job.check`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.utils import _pytree as pytree
+from titanlike.torch_private import pytree
 
 
 def tree_flatten(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:

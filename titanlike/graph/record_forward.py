@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from titanlike.graph.recording import Node, RecordError, Recording, RecordingBuilder
 from titanlike.graph.run_on_cpu import run_on_cpu
@@ -30,7 +29,9 @@ from titanlike.graph.side_effects import (
     check_running_statistics,
     restored,
 )
-from titanlike.torch_private.recording import intercept_checkpoints, intercept_custom_functions
+from titanlike.torch_private import pytree
+from titanlike.torch_private.activation_checkpoint import intercept_checkpoints
+from titanlike.torch_private.autograd import intercept_custom_functions
 
 # Prefixes of functions that draw random numbers: called twice they return different tensors.
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "exponential_")

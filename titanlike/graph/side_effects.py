@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from titanlike.torch_private import pytree
 
 _PLAIN = (bool, int, float, str)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from titanlike.graph.cut import StageGraph
 from titanlike.graph.stage_forward import write_forward
 from titanlike.graph.unit import Unit
-from titanlike.torch_private.pipelining import FIELD
+from titanlike.torch_private.pipeline_runtime import FIELD
 
 
 class Stage(nn.Module):

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from titanlike.graph.recording import DEVICE, Node, RecordError, Recording
+from titanlike.torch_private import pytree
+from titanlike.torch_private.base_classes import OpOverload
 
 _ALTERNATIVE = "split=points or split=even, which leave modules whole"
 
@@ -107,7 +108,7 @@ class _Converter:
             enabled, subgraph, *given = args
             with torch.set_grad_enabled(enabled):
                 return self.convert(subgraph, given, grad=enabled)
-        operation = isinstance(fx_node.target, torch._ops.OpOverload)
+        operation = isinstance(fx_node.target, OpOverload)
         builtin = getattr(fx_node.target, "__module__", "") in ("_operator", "builtins", "math")
         if not operation and not builtin:
             reason = f"torch's tracer gives {name}, which contains a subgraph"

@@ -34,7 +34,7 @@ def problems(config: Config, world_size: int | None = None) -> list[Problem]:
     if isinstance(config.logger, TensorBoard) and (text := tensorboard_problem()):
         found.append(Problem.parse("logger", text))
     if not any(problem.key in LAYOUT for problem in found):
-        from titanlike.training.draft import preflight  # torch: after what is quick
+        from titanlike.training.preflight import preflight  # torch: after what is quick
 
         found += preflight(config)
     return found or [*_checkpoint(config)] or [*_writable(config)]

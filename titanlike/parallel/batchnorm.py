@@ -14,18 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from titanlike.config.errors import Problem
 from titanlike.config.schema import Config, TraceSplit
 from titanlike.parallel.mesh import Mesh
-from titanlike.torch_private.recording import in_backward
+from titanlike.torch_private.autograd import in_backward
+from titanlike.torch_private.base_classes import BatchNorm, InstanceNorm
 
 
 def has_statistics(module: nn.Module) -> bool:
     """Whether it is a batch norm that keeps running statistics."""
-    return isinstance(module, _BatchNorm) and module.running_mean is not None
+    return isinstance(module, BatchNorm) and module.running_mean is not None
 
 
 def leave_statistics(model: nn.Module) -> list[nn.Module]:
@@ -49,7 +48,7 @@ def norm_problems(config: Config, model: nn.Module) -> list[Problem]:
                 "those of other stages"
             )
             fix = "nn.BatchNorm2d there: its running statistics are those of the whole batch"
-        elif isinstance(module, _InstanceNorm) and module.running_mean is not None:
+        elif isinstance(module, InstanceNorm) and module.running_mean is not None:
             reason = f"its {name} is an instance norm that keeps running statistics"
             fix = "track_running_stats=False there, or a batch norm"
         elif has_statistics(module) and isinstance(config.split, TraceSplit):

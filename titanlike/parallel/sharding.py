@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.utils import _pytree as pytree
 
 from titanlike.config.schema import Config
 from titanlike.parallel.mesh import Mesh
+from titanlike.torch_private import pytree
 
 
 def compute_dtype(config: Config) -> torch.dtype:

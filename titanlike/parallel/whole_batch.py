@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from titanlike.torch_private.base_classes import BatchNorm
 
 
 def batch_norms(model: nn.Module) -> dict[str, nn.Module]:
-    return {name: part for name, part in model.named_modules() if isinstance(part, _BatchNorm)}
+    return {name: part for name, part in model.named_modules() if isinstance(part, BatchNorm)}
 
 
 class WholeBatch:

@@ -23,7 +23,9 @@ from titanlike.job.run import JobRunner, config_problems
 from titanlike.launch.failures import JobFailed
 from titanlike.metrics import units
 from titanlike.models.registry import build_model, resolve_model
-from titanlike.pipeline.schedules import SCHEDULES, derive_microbatches, microbatch_problem
+from titanlike.pipeline.from_config import microbatch_problem
+from titanlike.pipeline.microbatches import derive_microbatches
+from titanlike.pipeline.schedules import SCHEDULES
 from titanlike.sweeps.context import Context, key_of
 from titanlike.sweeps.estimate import estimate, least_memory
 from titanlike.sweeps.machine import Machine, machine

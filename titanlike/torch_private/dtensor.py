@@ -8,7 +8,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Which part of the whole tensor this rank holds, a slice a dimension."""
+    """This rank's part of the whole tensor, a slice a dimension."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(

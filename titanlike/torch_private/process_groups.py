@@ -1,4 +1,4 @@
-"""Process groups: their time limits, and letting go of them."""
+"""Process groups: their timeouts, and the references that keep them alive."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import torch.distributed as dist
 
 
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """Bound waits in a group. A DeviceMesh gives its groups torch's default of 10 or 30 minutes."""
+    """Set the timeout of a group's collectives.
+
+    Symptom without it: a DeviceMesh's groups have torch's default of 10 or 30 minutes.
+    Test: `test_fences.py::test_a_device_mesh_ignores_the_timeout_of_the_process_group`.
+    """
     setter = getattr(dist, "set_timeout", None)  # 2.15
     if setter is None:
         setter = dist.distributed_c10d._set_pg_timeout
@@ -17,11 +21,12 @@ def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
 
 
 def forget_groups_of_meshes() -> None:
-    """Let go of the process groups of meshes whose job has ended.
+    """Drop the process groups of meshes whose job has ended.
 
     Symptom without it (2.11 to 2.15): after destroy_process_group a gloo peer that waits in a
     collective of a mesh axis waits on, since DTensor's caches keep each DeviceMesh for as long as
     the process lives, a mesh its groups, and a group its connections.
+    Test: `test_fences.py::test_meshes_still_keep_the_groups_of_a_job_that_has_ended`.
     """
     from torch.distributed.device_mesh import DeviceMesh
 

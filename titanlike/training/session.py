@@ -72,8 +72,8 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
     ):
         watchdog.enter_phase(0, "build", config.launch.timeout)
         run = build(config, mesh, data)
-        run.pipeline.watch(watchdog.start_action)
         checkpointer = Checkpointer(run.stage_states, config, data, events)
+        run.pipeline.on_action(watchdog.start_action)
         try:
             watchdog.enter_phase(0, "load", config.checkpoint.timeout)
             owner = Owner(worker.run_dir) if worker.rank == 0 else None

@@ -1,6 +1,6 @@
 """One rank's part of the pipeline: batches in, the global loss out.
 
-`pp=1` takes the same road with one stage: its microbatches are gradient accumulation.
+`pp=1` is a pipeline of one stage: its microbatches are gradient accumulation.
 """
 
 from __future__ import annotations
@@ -12,49 +12,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlike.graph.model_graph import Fields, fields_of, shapes
-from titanlike.graph.stage import Stage
-from titanlike.optim.loss import Loss
+from titanlike.graph.model_graph import fields_of, shapes
 from titanlike.parallel.batchnorm import BatchNorms
-from titanlike.parallel.mesh import Mesh
 from titanlike.parallel.tied import Tied
-from titanlike.torch_private.pipelining import OrderRuntime
+from titanlike.pipeline.runtime import RuntimeFactory
+from titanlike.torch_private.pipeline_runtime import OrderRuntime
 
 Batch = dict[str, Tensor]
-MOST_SHAPES = 32  # of batches, whose message buffers are kept
+MOST_SHAPES = 32  # of batches whose runtimes, with their message buffers, are cached
 
 
 class Pipeline:
     """Runs training and evaluation steps of an Order over this rank's stages.
 
     Batches may differ in shape from step to step (all ranks of a pipeline have the same batch):
-    each shape has a runtime of its own, which is made when it is first met and kept.
+    each shape has a runtime of its own, made at its first batch and cached.
     """
 
-    def __init__(
-        self,
-        stages: list[Stage],
-        runtime_for: Callable[[Fields], OrderRuntime],
-        loss: Loss,
-        mesh: Mesh,
-        tied: Tied,
-        norms: BatchNorms,
-        count: Callable[[Batch], Tensor],
-    ) -> None:
-        """runtime_for: teaches the stages batches of such fields, and makes the runtime for them;
-        count: how many terms the loss of this rank's batch has.
-        """
-        self._stages, self._make = stages, runtime_for
-        self._loss, self._mesh, self._tied, self._norms = loss, mesh, tied, norms
-        self._count = count
+    def __init__(self, factory: RuntimeFactory, tied: Tied, norms: BatchNorms) -> None:
+        self._factory, self._tied, self._norms = factory, tied, norms
+        self._loss, self._mesh = factory.loss, factory.mesh
         self._runtimes: OrderedDict[Any, OrderRuntime] = OrderedDict()
-        self._act: Callable[[Any], None] | None = None
+        self._on_action: Callable[[Any], None] | None = None
 
-    def watch(self, act: Callable[[Any], None]) -> None:
-        """Call `act` with each action of the schedule when it begins, with None after the last."""
-        self._act = act
+    def on_action(self, callback: Callable[[Any], None]) -> None:
+        """Call back with each action of the schedule when it begins, with None after the last."""
+        self._on_action = callback
         for runtime in self._runtimes.values():
-            runtime.watch(act)
+            runtime.on_action(callback)
 
     def train(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Forward and backward of this dp rank's part of a batch: "inputs", "targets" and what else
@@ -79,18 +64,18 @@ class Pipeline:
         if key in self._runtimes:
             self._runtimes.move_to_end(key)
         else:
-            self._runtimes[key] = self._make(fields)
-            if self._act is not None:
-                self._runtimes[key].watch(self._act)
+            self._runtimes[key] = self._factory.make(fields)
+            if self._on_action is not None:
+                self._runtimes[key].on_action(self._on_action)
             if len(self._runtimes) > MOST_SHAPES:
                 self._runtimes.popitem(last=False)
-        for stage in self._stages:
+        for stage in self._factory.stages.values():
             stage.select_forward(key)
         return self._runtimes[key]
 
     def _step(self, run: Callable[[Batch], list[Tensor]], batch: Batch) -> tuple[Tensor, Tensor]:
         mesh = self._mesh
-        count = self._count(batch).float()
+        count = self._terms(batch).float()
         if mesh.world_size > 1:
             count = mesh.sum(count) / mesh.pp  # the ranks of one pipeline hold the same batch
         # FSDP averages gradients over dp: dp times each rank's share makes of the average a sum
@@ -99,3 +84,16 @@ class Pipeline:
         mine = torch.stack(losses).sum().detach() if losses else torch.zeros_like(count)
         loss = mesh.sum(mine) if mesh.world_size > 1 else mine
         return loss / mesh.dp, count
+
+    def _terms(self, batch: Batch) -> Tensor:
+        """How many terms the loss of this rank's batch has."""
+        targets, model_graph = batch["targets"], self._factory.model_graph
+        count = self._loss.count(targets)
+        if count is None:
+            size = model_graph.microbatch_size
+            shape = (size, *targets.shape[1:])
+            output = model_graph.meta_output(fields_of(batch), True)
+            meta = torch.empty(shape, dtype=targets.dtype, device="meta")
+            terms = self._loss.terms(output, meta) * (len(targets) // size)
+            count = torch.tensor(terms, device=targets.device)
+        return count

@@ -8,9 +8,11 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 
 
 def read_newer_checkpoints() -> None:
-    """Let torch 2.11 and 2.13 read a checkpoint that 2.15 wrote ("too many values to unpack").
+    """Let torch 2.11 and 2.13 read a checkpoint that 2.15 wrote.
 
     2.15 pickles one more field, the strides, into each tensor's properties.
+    Symptom without it: "too many values to unpack".
+    Test: `test_fences.py::test_a_newer_checkpoint_still_needs_help_to_be_read`.
     """
     if "strides" in TensorProperties.__dataclass_fields__ or hasattr(
         TensorProperties.__setstate__, "cut"

@@ -1,0 +1,166 @@
+"""torch's pipeline runtime, driven by an Order.
+
+What differs between torch 2.11 and 2.15 is told by features, never by version numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as torch_schedules
+
+if TYPE_CHECKING:
+    from titanlike.pipeline.order import Order
+
+_Kind = torch_schedules._ComputationType
+_Action = torch_schedules._Action
+# Prefix of a batch's fields among the keyword arguments of the runtime's `step`, which has names of
+# its own: target, losses, return_outputs, ...
+FIELD = "field:"
+
+
+def _lower(order: Order, resident: int) -> dict[int, list[Any]]:
+    """Compute actions -> torch's actions, with gathers, reductions, sends and receives, per rank.
+
+    resident: stages whose unsharded parameters a rank may hold at a time.
+    """
+    reduce = [_Kind.REDUCE_GRAD]
+    if hasattr(_Kind, "WAIT_REDUCE_GRAD"):  # 2.15
+        reduce.append(_Kind.WAIT_REDUCE_GRAD)
+    ranks = {}
+    for rank, acts in enumerate(order.ranks):
+        left = dict.fromkeys(order.local(rank), order.microbatches)
+        ranks[rank] = []
+        compute = [_Action(act.stage, _Kind(act.kind), act.mb) for act in acts]
+        for action in torch_schedules._add_unshard_reshard(compute, resident):
+            ranks[rank].append(action)
+            if action.computation_type in (_Kind.FULL_BACKWARD, _Kind.BACKWARD_WEIGHT):
+                stage = action.stage_index
+                left[stage] -= 1
+                if left[stage] == 0:
+                    ranks[rank] += [_Action(stage, kind, None) for kind in reduce]
+    ranks = torch_schedules._add_send_recv(ranks, order.place.__getitem__, order.stages)
+    if hasattr(torch_schedules, "_add_wait_send"):  # 2.15
+        ranks = torch_schedules._add_wait_send(ranks)
+    _check_transport_order(ranks, order.place)
+    return ranks
+
+
+def _check_transport_order(ranks: dict[int, list[Any]], place: tuple[int, ...]) -> None:
+    """Assert that every rank receives from a peer in the order in which that peer sends.
+
+    Messages between two ranks carry no tag: received in another order, activations and gradients
+    are swapped silently (torch's `defer_pp_recv` does so).
+    """
+    sent: dict[tuple[int, int], list[tuple[str, int, int]]] = {}
+    received: dict[tuple[int, int], list[tuple[str, int, int]]] = {}
+    for rank, actions in ranks.items():
+        for action in actions:
+            name, stage, mb = (
+                action.computation_type.name,
+                action.stage_index,
+                action.microbatch_index,
+            )
+            if name in ("SEND_F", "SEND_B"):
+                to = stage + (1 if name == "SEND_F" else -1)
+                sent.setdefault((rank, place[to]), []).append((name[-1], to, mb))
+            elif name in ("RECV_F", "RECV_B"):
+                source = stage - (1 if name == "RECV_F" else -1)
+                received.setdefault((place[source], rank), []).append((name[-1], stage, mb))
+    assert sent == received, "a rank would receive messages of a peer in another order than sent"
+
+
+class _ObservedActions(list):
+    """A rank's actions; calls back with each when torch's runtime begins it, then with None.
+
+    The runtime has no hook for it: it iterates over its list once a step.
+    Test: `test_fences.py::test_the_runtime_takes_its_actions_one_by_one_from_a_list`.
+    """
+
+    def __init__(self, actions: list[Any], callback: Callable[[Any], None]) -> None:
+        super().__init__(actions)
+        self._callback = callback
+
+    def __iter__(self) -> Iterator[Any]:
+        callback = self._callback
+        for action in super().__iter__():
+            callback(action)
+            yield action
+        callback(None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> list[Any]:
+        """torch copies the order to print it beside an error: no action begins."""
+        return self[:]
+
+
+class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
+    """torch's pipeline runtime on an Order, for every schedule: training and evaluation.
+
+    It replaces torch's schedule classes. Symptoms: with an order loaded there FSDP's gradients are
+    never reduced; their `eval()` sets gradients to None, divides them, or hangs.
+    Test: `test_fences.py::test_torchs_own_eval_still_touches_gradients`.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        stages: list[PipelineStage],
+        loss: Callable[[Any, Tensor], Tensor],
+        fields: Sequence[str],
+        *,
+        zero: int,
+    ):
+        """fields: of the batch, that this rank's stages take besides what they receive."""
+        options: dict[str, Any] = {"scale_grads": False, "backward_requires_autograd": False}
+        super().__init__(stages, order.microbatches, loss_fn=loss, **options)
+        self.stage_index_to_group_rank = dict(enumerate(order.place))
+        self._fields = list(fields)
+        for stage in stages:
+            stage.stage_index_to_group_rank = self.stage_index_to_group_rank
+        # all stages stay resident for a step: fewer gathers, and what the memory plan counts
+        resident = max(len(order.local(rank)) for rank in range(len(order.ranks)))
+        self._train = _lower(order, resident)
+        self._forward = _lower(order.forward_only(), resident)
+        self.pipeline_order_with_comms = self._train
+        if zero == 3:  # FSDP's own hooks gather each block when it runs
+            self.register_custom_function(
+                _Kind.UNSHARD, lambda action, _: self.unsharded_stages.add(action.stage_index)
+            )
+            self.register_custom_function(
+                _Kind.RESHARD, lambda action, _: self.unsharded_stages.discard(action.stage_index)
+            )
+
+    def on_action(self, callback: Callable[[Any], None]) -> None:
+        """Call back with each action of this rank when it begins, and with None after the last."""
+        for order in (self._train, self._forward):
+            order[self.rank] = _ObservedActions(order[self.rank][:], callback)
+
+    def train(self, batch: dict[str, Tensor]) -> list[Tensor]:
+        """Forward and backward of one batch: the losses of its microbatches, on the last stage."""
+        losses: list[Tensor] = []
+        self._call(batch, losses)
+        return losses
+
+    def evaluate(self, batch: dict[str, Tensor]) -> list[Tensor]:
+        """Forward alone, over the same stages: gradients are left as they are."""
+        losses: list[Tensor] = []
+        self.pipeline_order_with_comms = self._forward
+        try:
+            with torch.no_grad():
+                self._call(batch, losses)
+        finally:
+            self.pipeline_order_with_comms = self._train
+            for stage in self._stages:
+                stage.clear_runtime_states()
+        return losses
+
+    def _call(self, batch: dict[str, Tensor], losses: list[Tensor]) -> None:
+        first = (batch["inputs"],) if any(stage.is_first for stage in self._stages) else ()
+        last = any(stage.is_last for stage in self._stages)
+        kwargs: dict[str, Any] = {"target": batch["targets"], "losses": losses} if last else {}
+        kwargs |= {FIELD + name: batch[name] for name in self._fields}
+        self.step(*first, return_outputs=False, **kwargs)

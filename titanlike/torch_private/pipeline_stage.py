@@ -1,0 +1,100 @@
+"""A stage of torch's pipeline runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import stage_backward
+
+
+def make_stage(
+    module: nn.Module,
+    index: int,
+    stages: int,
+    *,
+    device: torch.device,
+    group: Any,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    zero: int,
+    splits_weights: bool,
+) -> PipelineStage:
+    """One stage of torch's pipeline runtime.
+
+    inputs, outputs: meta tensors like what one microbatch receives and sends. They make shapes
+    static: to infer them, torch runs a forward and a backward first, which sets FSDP's gradients
+    to None.
+    zero: 1 = gather parameters and reduce gradients once a step; 2 = reduce in each backward;
+    3 = also gather in each forward and backward, block by block.
+    splits_weights: whether a schedule that splits the backward may split this stage's. If not, the
+    whole backward runs in the first half: torch goes twice through the graph of a weight that is
+    used twice, and finds no weights in a stage that has none.
+    """
+    kind = PipelineStage if zero == 1 else _ShardingStage
+    stage = kind(
+        module,
+        index,
+        stages,
+        device,
+        group=group,
+        input_args=tuple(inputs),
+        output_args=tuple(outputs),
+        dw_builder=None if splits_weights else lambda: lambda: None,
+    )
+    if zero > 1:
+        stage.reshard_after_backward = zero == 3
+    # Symptom: a tensor of another length or dtype between stages is received as garbage (2.11 to
+    # 2.15). Test: test_fences.py::test_torch_does_not_validate_messages_by_default
+    stage._runtime_validate = True
+    if hasattr(stage, "_get_init_p2p_neighbors_ops"):
+        # Symptom (2.11): a first message goes to every neighbour stage, in a V also to the rank
+        # itself, where gloo crashes.
+        # Test: test_fences.py::test_torch_sends_first_messages_to_the_rank_itself
+        first_messages, me = stage._get_init_p2p_neighbors_ops, dist.get_rank()
+        stage._get_init_p2p_neighbors_ops = lambda: [op for op in first_messages() if op.peer != me]
+    return stage
+
+
+class _ShardingStage(PipelineStage):
+    """A stage whose whole backwards reduce gradients block by block, into sharded gradients.
+
+    Symptom: torch's own accumulates unsharded gradients of the whole stage until the last
+    microbatch: memory that no data-parallel degree shrinks.
+    Test: `test_fences.py::test_torchs_stage_accumulates_unsharded_gradients`.
+    """
+
+    reshard_after_backward = False
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        assert backward_type == "full", "ZeRO 2 and 3 need whole backwards"
+        if not isinstance(self.submod, FSDPModule):
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        self.submod.set_is_last_backward(False)  # the order's REDUCE_GRAD ends the step
+        self.submod.set_reshard_after_backward(self.reshard_after_backward)
+        self.submod.set_requires_gradient_sync(True)
+        # replicas are reduced once a step: until then each accumulates its own gradients
+        self.submod.set_requires_all_reduce(last_backward)
+        names = ("stage_output", "output_grads", "input_values")
+        return stage_backward(*(bwd_kwargs[name] for name in names)), None
+
+
+def split_backward_is_exact(stage: nn.Module, model: nn.Module) -> bool:
+    """Whether torch's split backward computes a stage's weight gradients right.
+
+    Symptom (2.11): they are wrong for a weight that is used in slices, as in an LSTM or torch's own
+    attention, and the backward raises where some weights of the model are frozen.
+    Test: `test_fences.py::test_the_split_backward_computes_an_lstms_weight_gradients`.
+    """
+    if hasattr(PipelineStage, "_post_metadata_inference_cleanup"):  # 2.13
+        return True
+    in_parts = (nn.RNNBase, nn.MultiheadAttention)
+    frozen = not all(parameter.requires_grad for parameter in model.parameters())
+    return not (frozen or any(isinstance(module, in_parts) for module in stage.modules()))
