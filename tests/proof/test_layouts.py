@@ -34,7 +34,7 @@ from titanlike.config.schema import (
 )
 from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
-from titanlike.pipeline.run import Pipeline
+from titanlike.pipeline.pipeline import Pipeline
 from titanlike.proof.verification import verify
 from titanlike.training.train import train
 

@@ -44,11 +44,10 @@ def modules(*folders: str) -> list[Path]:
     return [path for path in found if path.parent.name != "torch_private"]
 
 
-@pytest.mark.parametrize(
-    "path", modules("titanlike", "hydra_plugins", "tools"), ids=lambda p: str(p.relative_to(ROOT))
-)
-def test_private_names_of_torch_are_used_in_torch_private_alone(path: Path) -> None:
-    assert not list(private_names(path))
+def test_private_names_of_torch_are_used_in_torch_private_alone() -> None:
+    paths = modules("titanlike", "hydra_plugins", "tools")
+    assert len(paths) > 100
+    assert not [(path, name) for path in paths for name in private_names(path)]
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from titanlike.graph.pytree import dataclass_fields, is_plain_dataclass, tree_flatten, tree_map
+from titanlike.torch_private import pytree
 
 
 class DEVICE:
