@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shlex
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from support.commands import SCRIPTS, shell
+from support import forked
 from support.paths import ROOT
 
 _spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
@@ -29,8 +30,9 @@ NOT_RUN = {
     r"kubectl": "needs Kubernetes: tests/scripts renders the manifests",
     r"mpirun|ssh |torch\.distributed\.run": "needs several machines: tests/launch runs two torchruns",
     r"(data|model)\.path=": "needs files of the user's: tests/data and tests/models have some",
-    r"^titanlike bench": "takes a minute: tests/training/test_runs.py runs it",
-    r"outputs/(torchrun|csv)": "tests/launch and tests/pipeline run it",
+    r"^titanlike bench": "measures: tests/training/test_runs.py runs it",
+    r"^torchrun|order\.csv": "tests/launch and tests/pipeline run such a command",
+    r"constraints\.txt": "prepares an environment",
 }
 # Names that look like keys in inline code and are none of the schema's.
 NOT_KEYS = {"loss.gamma", "data.delay", "last_call_timeout", "join_timeout", "lengths"}
@@ -63,13 +65,14 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(line: str, checkout: Path) -> None:
-    environment = {
-        **os.environ,
-        "PATH": f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}",
-        "OMP_NUM_THREADS": "1",  # two commands at a time
-        "WANDB_MODE": "disabled",  # a second each
-    }
-    done = shell(line, checkout, environment)
+    """Run a command line of Python programs, as a fork."""
+    words = shlex.split(line)
+    environment = {**os.environ, "WANDB_MODE": "disabled"}  # a second each
+    while "=" in words[0]:
+        name, _, value = words.pop(0).partition("=")
+        environment[name] = value
+    programs = {"python": [], "titanlike": ["-m", "titanlike"]}
+    done = forked.run([*programs[words[0]], *words[1:]], checkout, environment, timeout=150)
     assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
 
 
