@@ -6,7 +6,7 @@ import importlib.util
 import os
 import re
 import shlex
-from concurrent.futures import ThreadPoolExecutor
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -31,9 +31,11 @@ NOT_RUN = {
     r"mpirun|ssh |torch\.distributed\.run": "needs several machines: tests/launch runs two torchruns",
     r"(data|model)\.path=": "needs files of the user's: tests/data and tests/models have some",
     r"^titanlike bench": "measures: tests/training/test_runs.py runs it",
-    r"^torchrun|order\.csv": "tests/launch and tests/pipeline run such a command",
     r"constraints\.txt": "prepares an environment",
+    r"experiment=throughput": "costs every layout: tests/sweeps/test_layouts_search.py runs it",
 }
+# What is added to runs of the default model, so that they take a second and not ten.
+SMALLER = ["model.dim=32", "model.ffn_dim=64", "seq_len=16", "validation.batches=1"]
 # Names that look like keys in inline code and are none of the schema's.
 NOT_KEYS = {"loss.gamma", "data.delay", "last_call_timeout", "join_timeout", "lengths"}
 
@@ -55,6 +57,19 @@ def reason(command: str) -> str | None:
     return next((why for kind, why in NOT_RUN.items() if re.search(kind, command)), None)
 
 
+def chains() -> dict[str, list[str]]:
+    """The commands that run, by what they write; those with the same folder in their order."""
+    found: dict[str, list[str]] = {}
+    every = (line for _, text in sorted(PAGES.items()) for line in commands(text))
+    for line in dict.fromkeys(every):
+        if reason(line) is None:
+            folder = re.search(r"outputs/\w+|order\.csv", line)
+            if not re.search(r"--(check|cfg|help)|outputs/| steps=|printf", line):
+                line += " --check"
+            found.setdefault(folder[0] if folder else line, []).append(line)
+    return found
+
+
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that looks like the checkout and takes what the commands write."""
@@ -64,36 +79,32 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("lines", chains().values(), ids=chains())
+def test_commands_run(lines: list[str], checkout: Path) -> None:
+    """In full where one says for how many steps, or names a run directory; else with --check."""
+    for line in lines:
+        run(line, checkout)
+
+
 def run(line: str, checkout: Path) -> None:
-    """Run a command line of Python programs, as a fork."""
+    """Run a command line; a Python program as a fork."""
     words = shlex.split(line)
+    if words[0] == "printf":
+        subprocess.run(line, shell=True, cwd=checkout, check=True)
+        return
+    if re.search(r"train\.py(?!.*(--| model=)).* steps=", line):
+        words += SMALLER
     environment = {**os.environ, "WANDB_MODE": "disabled"}  # a second each
     while "=" in words[0]:
         name, _, value = words.pop(0).partition("=")
         environment[name] = value
-    programs = {"python": [], "titanlike": ["-m", "titanlike"]}
+    programs = {
+        "python": [],
+        "titanlike": ["-m", "titanlike"],
+        "torchrun": ["-m", "torch.distributed.run"],
+    }
     done = forked.run([*programs[words[0]], *words[1:]], checkout, environment, timeout=150)
     assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-
-
-def test_every_command_runs(checkout: Path) -> None:
-    """In full where it says for how many steps, or names a run directory; else with --check."""
-    every = list(
-        dict.fromkeys(line for _, text in sorted(PAGES.items()) for line in commands(text))
-    )
-    lines = [line for line in every if reason(line) is None]
-    assert len(lines) >= 20
-    chains: dict[str, list[str]] = {}
-    for line in lines:
-        folder = re.search(r"outputs/\w+", line)
-        if not re.search(r"--(check|cfg|help)|outputs/| steps=", line):
-            line += " --check"
-        chains.setdefault(folder[0] if folder else line, []).append(line)
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        jobs = [
-            lambda chain=chain: [run(line, checkout) for line in chain] for chain in chains.values()
-        ]
-        list(pool.map(lambda job: job(), jobs))
 
 
 def test_the_first_two_commands_install_and_run_and_install_and_test() -> None:
