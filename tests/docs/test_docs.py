@@ -5,13 +5,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from support import forked
+from support.commands import shell
 from support.paths import ROOT
 
 _spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
@@ -35,7 +33,7 @@ NOT_RUN = {
     r"experiment=throughput": "costs every layout: tests/sweeps/test_layouts_search.py runs it",
 }
 # What is added to runs of the default model, so that they take a second and not ten.
-SMALLER = ["model.dim=32", "model.ffn_dim=64", "seq_len=16", "validation.batches=1"]
+SMALLER = " model.dim=32 model.ffn_dim=64 seq_len=16 validation.batches=1"
 # Names that look like keys in inline code and are none of the schema's.
 NOT_KEYS = {"loss.gamma", "data.delay", "last_call_timeout", "join_timeout", "lengths"}
 
@@ -87,23 +85,10 @@ def test_commands_run(lines: list[str], checkout: Path) -> None:
 
 
 def run(line: str, checkout: Path) -> None:
-    """Run a command line; a Python program as a fork."""
-    words = shlex.split(line)
-    if words[0] == "printf":
-        subprocess.run(line, shell=True, cwd=checkout, check=True)
-        return
     if re.search(r"train\.py(?!.*(--| model=)).* steps=", line):
-        words += SMALLER
+        line += SMALLER
     environment = {**os.environ, "WANDB_MODE": "disabled"}  # a second each
-    while "=" in words[0]:
-        name, _, value = words.pop(0).partition("=")
-        environment[name] = value
-    programs = {
-        "python": [],
-        "titanlike": ["-m", "titanlike"],
-        "torchrun": ["-m", "torch.distributed.run"],
-    }
-    done = forked.run([*programs[words[0]], *words[1:]], checkout, environment, timeout=150)
+    done = shell(line, checkout, environment)
     assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
 
 
