@@ -26,7 +26,8 @@ from titanlike.config.schema import Checkpoint, Config, ConstantLr, Custom, Fsdp
 from titanlike.data.loader import batches, open_data
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.models.registry import build_model, initial_weights_of, resolve_model
-from titanlike.optim.optimizer import build_optimizer, set_lr
+from titanlike.optim.learning_rate import set_lr
+from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallel.initialize import initialize
 from titanlike.training.guard import MOST_IN_A_ROW, Guard
 from titanlike.training.loop import MOST_ROLLBACKS

@@ -1,15 +1,14 @@
-"""Optimizers, the learning rate over the steps, and the global gradient norm."""
+"""Optimizers, and the norm of all gradients."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titanlike.config.schema import AdamW, Config, ConstantLr, DecayLr, Sgd, WsdLr
+from titanlike.config.schema import AdamW, Sgd
 from titanlike.parallel.mesh import Mesh
 
 
@@ -27,37 +26,6 @@ def build_optimizer(stage: nn.Module, config: AdamW | Sgd) -> torch.optim.Optimi
     return torch.optim.AdamW(
         groups, lr=config.lr, betas=tuple(config.betas), eps=config.eps, fused=True
     )
-
-
-def lr_factor(config: ConstantLr | DecayLr | WsdLr, step: int, steps: int) -> float:
-    """Learning rate of step `step` (the first is 1) of `steps`, as a share of the peak.
-
-    A function of the step alone: there is no state to save, and a run that goes on with more steps
-    follows the longer curve.
-    """
-    if step < config.warmup:
-        return step / config.warmup
-    if isinstance(config, ConstantLr):
-        return 1.0
-    if isinstance(config, WsdLr):
-        start = max(config.warmup, steps - round(config.decay * steps))
-    else:
-        start = config.warmup
-    progress = min(1.0, max(0, step - start) / max(1, steps - start))
-    if config.name == "cosine":
-        progress = (1 - math.cos(math.pi * progress)) / 2
-    return 1 - (1 - config.final) * progress
-
-
-def learning_rate(config: Config, step: int) -> float:
-    """The learning rate of a step."""
-    return config.optimizer.lr * lr_factor(config.lr, step, config.steps)
-
-
-def set_lr(optimizer: torch.optim.Optimizer, config: Config, step: int) -> None:
-    """Give all parameters the learning rate of a step."""
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate(config, step)
 
 
 @torch.no_grad()

@@ -26,14 +26,16 @@ from titanlike.metrics import units
 from titanlike.metrics.console import Console
 from titanlike.metrics.sinks import JsonlSink
 from titanlike.models.registry import build_model, initial_weights_of, resolve_model
-from titanlike.optim.optimizer import build_optimizer, set_lr
+from titanlike.optim.learning_rate import set_lr
+from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallel.device import peak_memory, resident_memory
 from titanlike.parallel.initialize import initialize
 from titanlike.parallel.mesh import close_mesh, open_mesh
+from titanlike.proof.reference import REFERENCE_TIMEOUT
 from titanlike.training.build import Run, build
 from titanlike.training.guard import Guard
 from titanlike.training.measure import measured_step
-from titanlike.training.open_data import DATA_TIMEOUT, open_data_on_every_rank
+from titanlike.training.open_data import open_data_on_every_rank
 
 WARMUP = 4  # steps that are not counted
 STEPS = 40  # counted, unless the command line has steps=
@@ -151,7 +153,7 @@ def _plain_on_rank_0(
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
         torch.set_num_threads(threads)
-    barrier(worker, "plain loop", DATA_TIMEOUT)
+    barrier(worker, "plain loop", REFERENCE_TIMEOUT)
     return records
 
 

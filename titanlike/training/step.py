@@ -11,7 +11,8 @@ from torch import Tensor
 from titanlike.config.schema import Config
 from titanlike.data.loader import Batch, validation_batches
 from titanlike.data.sources import Data
-from titanlike.optim.optimizer import clip_gradients, gradient_norm, learning_rate, set_lr
+from titanlike.optim.learning_rate import learning_rate, set_lr
+from titanlike.optim.optimizer import clip_gradients, gradient_norm
 from titanlike.parallel.mesh import Mesh
 from titanlike.parallel.sharding import compute_dtype
 from titanlike.training.build import Run

@@ -1,7 +1,7 @@
-"""The running statistics that batch norms would have if a batch were never split: for verification.
+"""The running statistics that batch norms have after a step on a batch that is not split.
 
 torch's own batch norm computes them: a copy of each module, from before the step, is called once
-with what all groups of rows brought to the module, put together again.
+with the concatenated inputs of all groups of rows.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from titanlike.torch_private.base_classes import BatchNorm
 
 
 def batch_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """By name."""
     return {name: part for name, part in model.named_modules() if isinstance(part, BatchNorm)}
 
 
 class WholeBatch:
-    """Watches a model's batch norms from now on; keeps all their inputs."""
+    """Records all inputs of a model's batch norms from now on."""
 
     def __init__(self, model: nn.Module) -> None:
         norms = batch_norms(model)
@@ -34,7 +35,7 @@ class WholeBatch:
 
     def _keep(self, name: str) -> Any:
         def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            # a copy: what comes after a batch norm may work in place
+            # a copy: an operation after a batch norm may work in place
             inputs = self._inputs.setdefault((name, self._calls[name]), [])
             inputs.append(args[0].detach().clone())
             self._calls[name] += 1
@@ -42,7 +43,7 @@ class WholeBatch:
         return hook
 
     def buffers(self) -> dict[str, Tensor]:
-        """What the buffers are after a step on all that was seen, by name. Ends the watching."""
+        """The buffers after a step on all inputs, by name. Ends the recording."""
         for handle in self._handles:
             handle.remove()
         for (name, _), inputs in sorted(self._inputs.items()):

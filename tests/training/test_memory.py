@@ -1,0 +1,50 @@
+"""A rank's memory falls as its share of the parameters does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from support.models import tiny
+from support.world import run_world
+from titanlike.config.schema import (
+    Config,
+    Custom,
+    Fsdp,
+)
+from titanlike.data.loader import batches, open_data
+from titanlike.launch.worker import Worker
+from titanlike.parallel.device import peak_memory, resident_memory
+from titanlike.parallel.mesh import open_mesh
+from titanlike.training.build import build
+from titanlike.training.draft import draft
+from titanlike.training.guard import Guard
+from titanlike.training.measure import measured_step
+
+
+def train_two_steps(config: Config, worker: Worker) -> int:
+    """Bytes that this rank's memory grew by, at its peak."""
+    mesh = open_mesh(config, worker)
+    before = resident_memory(mesh.device)
+    data = open_data(config)
+    run = build(config, mesh)
+    stream = batches(data.train, config, dp_rank=mesh.dp_rank)
+    for step in (1, 2):
+        measured_step(run, config, step, stream, Guard(config, {}), worker)
+    return peak_memory(mesh.device) - before
+
+
+def test_a_ranks_memory_falls_with_pp_and_with_dp_as_the_parameters_do(tmp_path: Path) -> None:
+    sizes = {"dim": 512, "heads": 8, "kv_heads": 8, "ffn_dim": 1408, "layers": 8}
+    model = Custom("llama", {**sizes, "vocab_size": 64})
+
+    def fullest(name: str, **layout) -> int:
+        config = tiny(model=model, batch_size=4, seq_len=8, **layout)
+        return max(run_world(train_two_steps, config, tmp_path / name))
+
+    one = fullest("one")
+    # weights, gradients and two moments in fp32
+    assert one > 16 * draft(tiny(model=model)).numel > 300 * 2**20
+    assert fullest("pp", pp=2) < 0.6 * one
+    assert fullest("dp", dp=2) < 0.75 * one  # besides its shards, the block that runs
+    assert fullest("pp dp", pp=2, dp=2) < 0.6 * one  # a stage's parameters stay gathered
+    assert fullest("pp dp, ZeRO 3", pp=2, dp=2, fsdp=Fsdp(3)) < 0.55 * one

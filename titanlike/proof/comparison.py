@@ -1,0 +1,133 @@
+"""Comparisons of tensors with the reference: what each rank finds of a tensor, and tolerances."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import chain
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titanlike.torch_private.dtensor import local_slices
+
+LOSS_TOLERANCE = 1e-6  # relative, fp32
+GRADIENT_TOLERANCE = 1e-6  # absolute at gradients of order one, fp32
+RELATIVE_TOLERANCE = 1e-4  # norm against norm, so that small gradients are compared, too
+ROUNDING = 3.0  # bf16: times the error that one process makes in bf16
+BF16_FLOOR = 2.0**-8  # bf16: half of its last digit, relative
+# Updates: norm of the difference against norm of the update, over the elements whose gradient is
+# larger than its rounding or exactly zero. Adam divides a gradient by its own size: where it is
+# almost zero, its last bit decides the sign of the update.
+UPDATE_TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
+RELIABLE = {"fp32": 1e-3, "bf16": 1e-1}  # of the root mean square of a gradient
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What one rank compared of one tensor; comparisons of the same tensor add up."""
+
+    kind: str
+    name: str
+    elements: int
+    largest: float  # absolute value of the reference
+    difference: float  # largest absolute difference; infinite where something is missing
+    squared: float  # sum of squared differences
+    scale: float  # sum of squares of what the difference is relative to
+    rounding: float | None  # sum of squared differences of one process in bf16
+
+    def __add__(self, other: Comparison) -> Comparison:
+        return Comparison(
+            self.kind,
+            self.name,
+            self.elements + other.elements,
+            max(self.largest, other.largest),
+            max(self.difference, other.difference),
+            self.squared + other.squared,
+            self.scale + other.scale,
+            None if self.rounding is None else self.rounding + other.rounding,
+        )
+
+    @property
+    def relative(self) -> float:
+        """Norm of the difference over norm of the reference."""
+        if self.squared == 0:
+            return 0.0
+        return math.sqrt(self.squared / self.scale) if self.scale else math.inf
+
+    @property
+    def agrees(self) -> bool:
+        if self.kind == "initial":
+            return self.difference == 0
+        if self.kind == "update":
+            limit = UPDATE_TOLERANCE["fp32" if self.rounding is None else "bf16"]
+            return self.relative <= limit or self.difference <= 1e-9
+        if self.rounding is not None:
+            allowed = max(ROUNDING * math.sqrt(self.rounding), BF16_FLOOR * math.sqrt(self.scale))
+            return math.sqrt(self.squared) <= allowed
+        if self.kind == "loss":
+            return self.difference <= LOSS_TOLERANCE * max(1.0, self.largest)
+        close = self.difference <= GRADIENT_TOLERANCE * max(1.0, self.largest)
+        return close and (self.relative <= RELATIVE_TOLERANCE or self.difference <= 1e-9)
+
+
+def compare(
+    kind: str,
+    name: str,
+    mine: Tensor | None,
+    reference: Tensor,
+    in_bf16: Tensor | None = None,
+    *,
+    base: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Comparison:
+    """This rank's part of a tensor against the same part of the reference.
+
+    base: differences are relative to reference - base (an update), not to the reference.
+    in_bf16: the reference's tensor computed in bf16; mask: of the elements that are compared.
+    """
+    if mine is None:
+        rounding = None if in_bf16 is None else 0.0
+        return Comparison(
+            kind, name, reference.numel(), math.nan, math.inf, math.inf, 1.0, rounding
+        )
+    part = local_slices(mine)
+    local = (mine.to_local() if isinstance(mine, DTensor) else mine).detach().cpu().double()
+    right = reference[part].double()
+    scale = right - base[part].double() if base is not None else right
+    difference = local - right
+    if mask is not None:
+        difference = difference * mask[part]
+    return Comparison(
+        kind,
+        name,
+        local.numel(),
+        right.abs().max().item() if right.numel() else 0.0,
+        _largest(difference),
+        difference.square().sum().nan_to_num(math.inf).item(),
+        scale.square().sum().item(),
+        None if in_bf16 is None else (in_bf16[part].double() - right).square().sum().item(),
+    )
+
+
+def reliable(gradient: Tensor, precision: str) -> Tensor:
+    """Where a gradient is large enough for its sign not to be rounding, or exactly zero."""
+    size = gradient.abs()
+    limit = RELIABLE[precision] * gradient.square().mean().sqrt()
+    return (size > limit) | (size == 0)
+
+
+def _largest(difference: Tensor) -> float:
+    """Largest absolute value; infinite if there is a NaN, which no comparison would notice."""
+    if not difference.numel():
+        return 0.0
+    return difference.abs().nan_to_num(math.inf).max().item()
+
+
+def merge(ranks: list[list[Comparison]]) -> list[Comparison]:
+    """All ranks' comparisons, added up by tensor."""
+    merged: dict[tuple[str, str], Comparison] = {}
+    for comparison in chain.from_iterable(ranks):
+        key = (comparison.kind, comparison.name)
+        merged[key] = merged[key] + comparison if key in merged else comparison
+    return list(merged.values())

@@ -1,0 +1,124 @@
+"""The reference: one training step of the whole model in one process, in plain torch.
+
+`model(x)`, loss, backward, optimizer; no pipeline and no sharding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from titanlike.config.schema import Config
+from titanlike.data.loader import batches, validation_batches
+from titanlike.data.sources import Data
+from titanlike.models.registry import build_model, initial_weights_of, resolve_model
+from titanlike.optim.learning_rate import set_lr
+from titanlike.optim.loss import build_loss
+from titanlike.optim.optimizer import build_optimizer
+from titanlike.parallel.initialize import initialize
+from titanlike.proof.whole_batch import WholeBatch, batch_norms
+from titanlike.training.draft import draft
+
+REFERENCE_TIMEOUT = 24 * 3600.0  # seconds for one process to compute while the others wait
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What one process finds. Tensors are fp32 on the CPU, by parameter name."""
+
+    initial: dict[str, Tensor]
+    gradients: dict[str, Tensor]  # before clipping
+    updated: dict[str, Tensor]
+    losses: dict[str, float]  # "loss", "validation loss", "loss after the update"
+    buffers: dict[str, Tensor]  # of batch norms, after the update
+    groups: int  # equal parts of the batch that were computed one after the other
+
+
+def reference_steps(
+    config: Config, data: Data, device: torch.device
+) -> tuple[Reference, Reference | None]:
+    """(in fp32, in bf16 if the config asks for it), each by one process."""
+    alone = replace(config, dp=1, replicate=1)
+    groups = 1
+    if batch_norms(build_model(resolve_model(config))):
+        groups = config.dp * draft(config, data).microbatches
+    exact = single_process(alone, data, device, torch.float32, groups)
+    bf16 = config.precision.name == "bf16"
+    return exact, single_process(alone, data, device, torch.bfloat16, groups) if bf16 else None
+
+
+def single_process(
+    config: Config, data: Data, device: torch.device, dtype: torch.dtype, groups: int = 1
+) -> Reference:
+    """One training step of the whole model on the whole batch, computing in `dtype`.
+
+    groups: equal parts of the batch that go through the model one after the other.
+    """
+    resolved = resolve_model(config)
+    model = build_model(resolved)
+    initialize(model, initial_weights_of(resolved, config.seed), device)
+    loss = build_loss(config.loss, device)
+
+    def loss_of(batch: dict[str, Tensor]) -> tuple[Tensor, float]:
+        """(summed loss, what it counts)"""
+        parts = [{n: value.chunk(groups)[i] for n, value in batch.items()} for i in range(groups)]
+        totals, counts = zip(*map(loss_of_group, parts), strict=True)
+        return sum(totals), sum(counts)
+
+    def loss_of_group(batch: dict[str, Tensor]) -> tuple[Tensor, float]:
+        fields = {
+            name: value.to(device, dtype if value.is_floating_point() else value.dtype)
+            for name, value in batch.items()
+        }
+        targets = batch["targets"].to(device)
+        del fields["targets"]
+        # cast copies of the fp32 master weights; gradients flow back to the masters
+        weights = {name: p.to(dtype) for name, p in model.named_parameters()}
+        output = torch.func.functional_call(model, weights, (fields.pop("inputs"),), fields)
+        return loss.measure(output, targets)
+
+    def mean_over(many: Iterator[dict[str, Tensor]]) -> float:
+        with torch.no_grad():
+            sums = [(total.item(), count) for total, count in map(loss_of, many)]
+        return sum(total for total, _ in sums) / sum(count for _, count in sums)
+
+    def copy_of(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        return {name: tensor.detach().cpu().clone() for name, tensor in tensors}
+
+    initial = copy_of(model.named_parameters())
+    model.eval()
+    validation = mean_over(validation_batches(data.validation, config, dp_rank=0))
+    stream = batches(data.train, config, dp_rank=0)
+    batch, following = next(stream), next(stream)
+
+    model.train()
+    norms = WholeBatch(model)
+    total, count = loss_of(batch)
+    buffers = norms.buffers()
+    (total / count).backward()
+    gradients = copy_of((name, gradient_of(p)) for name, p in model.named_parameters())
+    optimizer = build_optimizer(model, config.optimizer)
+    if config.optimizer.clip is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)
+    set_lr(optimizer, config, 1)
+    optimizer.step()
+    return Reference(
+        initial,
+        gradients,
+        updated=copy_of(model.named_parameters()),
+        losses={
+            "loss": total.item() / count,
+            "validation loss": validation,
+            "loss after the update": mean_over(iter([following])),
+        },
+        buffers=buffers,
+        groups=groups,
+    )
+
+
+def gradient_of(parameter: Tensor) -> Tensor:
+    """Zero where there is none: the parameter is frozen, or this batch does not reach it."""
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
