@@ -34,7 +34,8 @@ from typing import TYPE_CHECKING
 from titanlike.config.errors import ConfigError, Problem, quoted
 from titanlike.config.folder import conf_dir
 from titanlike.config.overrides import from_hydra
-from titanlike.job.run import JobEnd, JobRunner, ResultReporter, config_problems, print_problems
+from titanlike.job.report import ResultReporter, print_problems
+from titanlike.job.run import JobEnd, JobRunner, config_problems
 from titanlike.launch.environment import is_restart
 from titanlike.launch.external import ExternalRanks, record_for_torchrun
 from titanlike.launch.failures import JobFailed

@@ -72,7 +72,7 @@ def test_a_rank_that_does_not_answer_is_named_with_its_process(tmp_path: Path) -
     failure = cause_of(tiny(2), tmp_path, "stop")
     beat = json.loads(heartbeat_path(tmp_path, 1).read_text())
     who = f"rank 1 ({beat['host']}, pid {beat['pid']})"
-    assert f"step 3 (launch.step_timeout=2): {who} has not answered for 2 s, last " in (
+    assert f"step 3 (launch.step_timeout=2): {who} has not responded for 2 s, last " in (
         failure.error.replace("for 3 s", "for 2 s")
     )
     assert failure.error.endswith("rank 0 waits before the first action")
@@ -176,8 +176,8 @@ def test_of_thousands_a_few_are_named_and_the_rest_counted() -> None:
     now[1500] = replace(now[1500], waits=False, action="3F1", at="model.py:12 in forward")
     del now[3]
     text, frames = explain(now[9], before, now, 2000, "launch.step_timeout=30")
-    assert "rank 77 (n1, pid 87) has not answered for 0 s, last in 0B2" in text
-    assert "of rank 3 there is no heartbeat" in text
+    assert "rank 77 (n1, pid 87) has not responded for 0 s, last in 0B2" in text
+    assert "rank 3 has written no heartbeat" in text
     assert "rank 1500 has been in 3F1 (forward of stage 3, microbatch 1) for 30 s" in text
     assert text.endswith("; 1993 more wait") and len(text) < 1200
     assert frames == "rank 77:\nframes"

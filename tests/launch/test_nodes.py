@@ -156,8 +156,8 @@ def test_where_the_mesh_forbids_fewer_ranks_the_run_ends_and_says_so(tmp_path: P
         begin = time.monotonic()
         code, _, err = stays.wait(60)
         assert time.monotonic() - begin < 40 and code != 0
-    assert "pp=2: 1 rank is there (launch.elastic): does not divide 1" in err
-    assert "numbers of ranks that would do: 2" in err
+    assert "pp=2: 1 rank is available (launch.elastic): does not divide 1" in err
+    assert "possible numbers of ranks: 2" in err
     assert "exitcode  : 2" in err
 
 
@@ -225,8 +225,8 @@ def test_what_forbids_a_number_of_ranks_is_named_with_those_that_would_do(
     before = config(tmp_path, **declared)
     after, (problem,) = fit_mesh(before, ranks)
     assert after == before and problem.key == key
-    assert f"{ranks} ranks are there" in problem.reason
-    assert problem.reason.endswith(f"would do: {would}")
+    assert f"{ranks} ranks are available" in problem.reason
+    assert problem.reason.endswith(f"possible numbers of ranks: {would}")
 
 
 def test_without_it_and_without_torchrun_nothing_follows(

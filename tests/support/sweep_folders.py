@@ -89,7 +89,7 @@ def every_status(folder: Path) -> None:
     done(
         folder / "7",
         "failed",
-        "rank 1 failed: killed by SIGKILL; often the kernel when memory runs out",
+        "rank 1 failed: killed by SIGKILL; often by the kernel's out-of-memory killer",
     )
     config(folder / "8")
     log(folder / "8", steps(25))

@@ -1,4 +1,4 @@
-"""A run that is started again after a failure goes on with what it has saved, whatever it began with."""
+"""The config of a restarted run: it resumes from its own newest checkpoint."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from titanlike.metrics.events import Events
 
 
 def resumed_config(config: Config) -> tuple[Config, int]:
-    """The config to start again with, and the step that it goes on from.
+    """The config for a restart, and the step that it resumes from.
 
-    `checkpoint.resume` says where a run begins: once it has a checkpoint of its own, it is auto.
+    `checkpoint.resume` applies to a run's first start: once the run has saved a checkpoint of its
+    own, it is "auto".
     """
     try:
         own = newest_complete(checkpoint_folder(config)).path
@@ -24,7 +25,7 @@ def resumed_config(config: Config) -> tuple[Config, int]:
         if resume == "auto":
             return config, step
         begin = 0 if resume == "never" else step_of(resolve("checkpoint.resume", resume))
-    except (OSError, ValueError):  # the new start says it better
+    except (OSError, ValueError):  # reported in detail by the start itself
         return config, 0
     if step <= begin:
         return config, begin
@@ -32,8 +33,8 @@ def resumed_config(config: Config) -> tuple[Config, int]:
 
 
 def restarted_config(config: Config, failed: JobFailed, number: int) -> Config:
-    """Tell the user, and events.jsonl, of restart `number` after a failure; the config for it."""
-    again, step = resumed_config(config)
+    """Report restart `number` after a failure, also in events.jsonl; the config for it."""
+    resumed, step = resumed_config(config)
     most = config.launch.max_restarts
     where = f"from step {step}" if step else "from the beginning"
     events = Events(
@@ -41,4 +42,4 @@ def restarted_config(config: Config, failed: JobFailed, number: int) -> Config:
     )
     text = f"{failed.error}; restart {number} of {most} {where}"
     events.log("restart", step, text, restart=number, of=most)
-    return again
+    return resumed

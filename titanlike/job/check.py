@@ -1,4 +1,4 @@
-"""Every problem of a config that parses, from each room that knows of some; before a worker starts."""
+"""All problems of a parsed config, collected from the rooms that check it before a start."""
 
 from __future__ import annotations
 
@@ -19,61 +19,61 @@ from titanlike.config.schema import Config, TensorBoard
 from titanlike.data import checks as data
 from titanlike.metrics.tensorboard_sink import tensorboard_problem
 
-# with one of these wrong, nothing can be laid out
-LAYOUT = ("pp", "dp", "replicate", "batch_size", "seq_len", "schedule.stages_per_rank")
+# without these no mesh and no stages can be derived
+_LAYOUT_KEYS = ("pp", "dp", "replicate", "batch_size", "seq_len", "schedule.stages_per_rank")
 
 
 def problems(config: Config, world_size: int | None = None) -> list[Problem]:
-    """world_size: processes that were started for the run, None if they will be."""
+    """world_size: processes that have been started for the run; None if they have not been yet."""
     if secrets := list(secret_problems(to_plain(config))):
-        return secrets  # first, and alone: other rooms' messages quote values
+        return secrets  # first, and alone: the messages of other rooms quote values
     found = validate.problems(config, world_size)
     for key, value, reason, remedy in data.problems(config):
         remedy = remedy.removeprefix("Write ")
         found.append(Problem(key, value, reason, remedy[:1].lower() + remedy[1:]))
     if isinstance(config.logger, TensorBoard) and (text := tensorboard_problem()):
         found.append(Problem.parse("logger", text))
-    if not any(problem.key in LAYOUT for problem in found):
-        from titanlike.training.preflight import preflight  # torch: after what is quick
+    if not any(problem.key in _LAYOUT_KEYS for problem in found):
+        from titanlike.training.preflight import preflight  # imports torch: after the quick checks
 
         found += preflight(config)
-    return found or [*_checkpoint(config)] or [*_writable(config)]
+    return found or [*_checkpoint_problems(config)] or [*_write_problems(config)]
 
 
 def secret_problems(plain: dict[str, Any]) -> Iterator[Problem]:
-    """Passwords, keys and tokens in a config, which would be written to config.yaml and to W&B."""
+    """Passwords, keys and tokens in a config, which would end up in config.yaml and W&B."""
     for key, reason in credentials.find_secrets(plain):
-        yield _secret(key, reason)
+        yield _secret_problem(key, reason)
 
 
-def _secret(key: str, reason: str) -> Problem:
+def _secret_problem(key: str, reason: str) -> Problem:
     return Problem(
         key,
         credentials.REDACTED,
-        f"{reason}, and a config is written down",
-        "keep it in the environment, where fsspec, Hugging Face and W&B find their own "
+        f"{reason}, and the config is written to config.yaml",
+        "keep it in the environment, where fsspec, Hugging Face and W&B look for theirs "
         "(AWS_SECRET_ACCESS_KEY, HF_TOKEN, WANDB_API_KEY)",
     )
 
 
 def secrets_in_command(overrides: list[str], config: Config | None) -> list[Problem]:
-    """The same of a command line, before Hydra makes folders of it.
+    """Secrets in a command line, before Hydra names folders after its overrides.
 
-    config: what the overrides give, of a sweep its first job; None where they give nothing.
+    config: the composed config, of a sweep's first job; None if the overrides do not compose.
     """
-    told = {p.key: p for p in (secret_problems(to_plain(config)) if config is not None else ())}
+    plain = to_plain(config) if config is not None else {}
+    found = {problem.key: problem for problem in secret_problems(plain)}
     for text in overrides:
         key, _, value = text.lstrip("+~").partition("=")
-        if key not in told and credentials.redact_override(text) != text:
-            why = next(
-                (why for _, why in credentials.find_secrets(value, key)), "it holds a secret"
-            )
-            told[key] = _secret(credentials.redact(key), why)
-    return list(told.values())
+        if key not in found and credentials.redact_override(text) != text:
+            reasons = (reason for _, reason in credentials.find_secrets(value, key))
+            reason = next(reasons, "it contains a secret")
+            found[key] = _secret_problem(credentials.redact(key), reason)
+    return list(found.values())
 
 
-def _checkpoint(config: Config) -> Iterator[Problem]:
-    """What would be found when the run goes on, as far as it can be told without the data."""
+def _checkpoint_problems(config: Config) -> Iterator[Problem]:
+    """What would prevent resuming the run, as far as it can be checked without the data."""
     settings = config.checkpoint
     for key, location in (("folder", settings.folder), ("start_from", settings.start_from)):
         try:
@@ -97,7 +97,7 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
         )
     except ValueError as error:
         yield Problem.parse("checkpoint.resume", str(error))
-    except Exception as error:  # each file system has errors of its own: no rights, no network
+    except Exception as error:  # file systems raise errors of their own: permissions, network
         reason = f"cannot be read: {type(error).__name__}: {error}"
         fix = "checkpoint.folder=/another/path"
         yield Problem("checkpoint", str(checkpoint_folder(config)), reason, fix)
@@ -105,18 +105,18 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
 
 @contextlib.contextmanager
 def removing_new_folders(folder: Path) -> Iterator[None]:
-    """Within it, a check may make `folder` to see whether it can; afterwards it is gone again."""
+    """Within it, a check may create `folder` to test that it can; removed again afterwards."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         yield
     finally:
         for path in missing:
-            with contextlib.suppress(OSError):  # never made, or somebody has come to use it
+            with contextlib.suppress(OSError):  # not created, or in use by now
                 path.rmdir()
 
 
-def _writable(config: Config) -> Iterator[Problem]:
-    """Whether everything can be written, found out by writing."""
+def _write_problems(config: Config) -> Iterator[Problem]:
+    """Whether run_dir and checkpoint.folder are writable, by writing to them."""
     try:
         Path(config.run_dir).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=config.run_dir).close()
@@ -127,7 +127,7 @@ def _writable(config: Config) -> Iterator[Problem]:
     if config.checkpoint.folder is not None:
         try:
             Storage(config.checkpoint.folder).check_writable()
-        except Exception as error:  # each file system has errors of its own
+        except Exception as error:  # file systems raise errors of their own
             reason = f"cannot be written: {type(error).__name__}: {error}"
             fix = "checkpoint.folder=/another/path, or null for run_dir/checkpoints"
             yield Problem("checkpoint.folder", config.checkpoint.folder, reason, fix)

@@ -1,9 +1,9 @@
 """launch.elastic: dp follows the number of ranks that torchrun has started (`--nnodes 1:4`).
 
-Machines come and go, and each time torchrun starts the ranks again: so many as there are machines
-for. pp, the model and the global batch stay as declared; dp becomes ranks / pp, where the rest of
-the config allows it, and the checkpoint is loaded in that layout. So the losses stay those of the
-declared layout, up to rounding.
+When machines join or leave, torchrun restarts the ranks, as many as there are machines for. pp, the
+model and the global batch size stay as declared; dp becomes ranks / pp if the rest of the config
+allows it, and the checkpoint is loaded in that layout. So the losses stay those of the declared
+layout, up to rounding.
 """
 
 from __future__ import annotations
@@ -23,95 +23,101 @@ from titanlike.job.check import problems as check
 from titanlike.launch.restart_state import RestartState
 from titanlike.metrics.events import Events
 
-_MOST_COUNTS = 4  # numbers of ranks that an error names
-_MOST_TRIED = 8  # that are drafted for it
-_RANKS, _DP = "ranks", "dp"  # of the last start, in RestartState
+_MAX_NAMED = 4  # numbers of ranks that an error names
+_MAX_CHECKED = 8  # numbers of ranks that are checked for it
+_RANKS, _DP = "ranks", "dp"  # keys in RestartState: of the last start
 
 
 def available_ranks(config: Config, started: int | None, restart_state: RestartState) -> int | None:
-    """Ranks that torchrun or srun has for the run; None where the run starts its own.
+    """Ranks that torchrun or srun has started for the run; None if the run starts its own.
 
-    started: processes of a start with several, None where this one is alone. Alone under torchrun,
-    a process starts the others itself, unless it is the one that is left of several.
+    started: number of processes, None if this is the only one. A single process under torchrun
+    starts the others itself, unless an earlier start had several.
     """
     if started is None and "TORCHELASTIC_RUN_ID" in os.environ:
-        left_alone = restart_state.get(_RANKS) not in (None, "1")
-        return 1 if config.launch.elastic or left_alone else None
+        had_several = restart_state.get(_RANKS) not in (None, "1")
+        return 1 if config.launch.elastic or had_several else None
     return started
 
 
 def fit_mesh(config: Config, ranks: int | None) -> tuple[Config, list[Problem]]:
-    """The config with the dp that `ranks` make, or what forbids it."""
+    """The config with dp = ranks / pp, or the problems that prevent it."""
     if ranks is None or ranks == config.world_size or not config.launch.elastic:
         return config, []
     if config.pp < 1 or config.dp < 1 or config.replicate < 1:
-        return config, []  # the usual check tells
-    # mistakes that the declared mesh has, too, are told by the usual check
+        return config, []  # reported by the usual check
+    # problems that the declared mesh has, too, are reported by the usual check
     try:
-        own = {str(problem) for problem in check(config, config.world_size)}
-    except Exception:  # of a function of the user's own, which the usual check calls, too
+        known = {str(problem) for problem in check(config, config.world_size)}
+    except Exception:  # of a user's function, which the usual check calls, too
         return config, []
     fitted = _with_ranks(config, ranks)
-    forbids = _forbidding(fitted, ranks, own)
-    if isinstance(fitted, Config) and not forbids:
+    problems = _new_problems(fitted, ranks, known)
+    if isinstance(fitted, Config) and not problems:
         return fitted, []
-    would = ", ".join(map(str, _counts_that_fit(config, ranks, own))) or "none"
-    there = f"{ranks} rank{'s are' if ranks > 1 else ' is'} there (launch.elastic)"
+    possible = ", ".join(map(str, _possible_counts(config, ranks, known))) or "none"
     dp = f", so dp={ranks // config.pp}" if not isinstance(fitted, Problem) else ""
+    available = f"{_available(ranks)} (launch.elastic){dp}"
     return config, [
-        Problem(p.key, p.value, f"{there}{dp}: {p.reason}; numbers of ranks that would do: {would}")
-        for p in forbids
+        Problem(p.key, p.value, f"{available}: {p.reason}; possible numbers of ranks: {possible}")
+        for p in problems
     ]
 
 
+def _available(ranks: int) -> str:
+    return f"{ranks} rank{'s are' if ranks > 1 else ' is'} available"
+
+
 def _with_ranks(config: Config, ranks: int) -> Config | Problem:
-    """The mesh of `ranks`; replicas of the whole model stay that."""
+    """The config with the mesh of `ranks`; pure replication stays so."""
     dp = ranks // config.pp
     if dp * config.pp != ranks:
         return Problem("pp", config.pp, f"does not divide {ranks}")
     replicate = dp if config.replicate == config.dp else config.replicate
     if dp % replicate:
-        return Problem("replicate", replicate, f"dp={dp} cannot be cut into {replicate} replicas")
+        return Problem(
+            "replicate", replicate, f"dp={dp} cannot be divided into {replicate} replicas"
+        )
     return replace(config, dp=dp, replicate=replicate)
 
 
-def _forbidding(fitted: Config | Problem, ranks: int, own: set[str]) -> list[Problem]:
-    """What forbids a mesh of `ranks`, apart from mistakes of the config's `own`."""
+def _new_problems(fitted: Config | Problem, ranks: int, known: set[str]) -> list[Problem]:
+    """Problems of a mesh of `ranks` that are not `known` of the declared one."""
     if isinstance(fitted, Problem):
         return [fitted]
-    return [found for found in check(fitted, ranks) if str(found) not in own]
+    return [found for found in check(fitted, ranks) if str(found) not in known]
 
 
-def _counts_that_fit(config: Config, ranks: int, own: set[str]) -> list[int]:
-    """A few numbers of ranks that the config allows, those nearest to `ranks`."""
-    likely = islice(_likely(config, ranks, own), _MOST_TRIED)
-    fits = (count for count in likely if not _forbidding(_with_ranks(config, count), count, own))
-    return sorted(islice(fits, _MOST_COUNTS))
+def _possible_counts(config: Config, ranks: int, known: set[str]) -> list[int]:
+    """A few numbers of ranks that the config allows, the nearest to `ranks`."""
+    likely = islice(_likely_counts(config, ranks, known), _MAX_CHECKED)
+    fits = (n for n in likely if not _new_problems(_with_ranks(config, n), n, known))
+    return sorted(islice(fits, _MAX_NAMED))
 
 
-def _likely(config: Config, ranks: int, own: set[str]) -> Iterator[int]:
-    """Those that the quick rules allow, the nearest first."""
+def _likely_counts(config: Config, ranks: int, known: set[str]) -> Iterator[int]:
+    """Numbers of ranks that pass the quick checks, the nearest first."""
     counts = range(config.pp, max(config.world_size, ranks) + 1, config.pp)
     for count in sorted(counts, key=lambda count: abs(count - ranks)):
         fitted = _with_ranks(config, count)
         if isinstance(fitted, Config):
             found = validate.problems(fitted, count)
-            if all(str(problem) in own for problem in found):
+            if all(str(problem) in known for problem in found):
                 yield count
 
 
 def report_layout(
     config: Config, declared: Config, ranks: int | None, restart_state: RestartState
 ) -> None:
-    """Tell the user, and events.jsonl, where the layout is not the last start's, or the declared."""
+    """Report, also in events.jsonl, a layout other than that of the last start, or the declared."""
     if ranks is None:
         return
     before = int(restart_state.get(_DP) or declared.dp)
     if config.dp != before:
         _, step = resumed_config(config)
-        there = f"{ranks} rank{'s are' if ranks > 1 else ' is'} there"
         where = f"from step {step}" if step else "from the beginning"
-        text = f"{there}: dp={config.dp} instead of {before}, {where} (launch.elastic)"
+        change = f"dp={config.dp} instead of {before}, {where}"
+        text = f"{_available(ranks)}: {change} (launch.elastic)"
         events = Events(Path(config.run_dir), lambda line: print(line, file=sys.stderr, flush=True))
         events.log("layout", step, text, ranks=ranks, pp=config.pp, dp=config.dp, before=before)
     restart_state.set(_RANKS, str(ranks))

@@ -1,4 +1,4 @@
-"""The environment: what it tells of a launcher further out, and what workers find in theirs."""
+"""Environment variables: those of an outer launcher (torchrun, SLURM), and those for workers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
 
 @contextlib.contextmanager
 def workers_environment(workers: int) -> Iterator[None]:
-    """os.environ as `workers` new processes of this machine shall inherit it.
+    """Within it, os.environ is what `workers` new processes on this machine inherit.
 
-    An outer torchrun's variables would make them ranks of its job. The cores are shared among
-    them unless the user has set OMP_NUM_THREADS.
+    Without an outer torchrun's variables, which would make them ranks of its job; with
+    OMP_NUM_THREADS = cores / workers unless the user has set it.
     """
     before = dict(os.environ)
     for name in before.keys() - without_rank_variables(before).keys():
@@ -33,40 +33,37 @@ def workers_environment(workers: int) -> Iterator[None]:
 
 
 def without_rank_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """An environment without what makes a process a rank of an outer launcher's job."""
-    ours = {name for name in env if name in _NAMES or name.startswith(_PREFIXES)}
-    return {name: value for name, value in env.items() if name not in ours}
+    """A copy of `env` without the variables that make a process a rank of a launcher's job."""
+    return {k: v for k, v in env.items() if k not in _NAMES and not k.startswith(_PREFIXES)}
 
 
 def is_restart() -> bool:
-    """Whether torchrun or SLURM is known to have started this command before.
+    """Whether torchrun or SLURM reports that it started this command before.
 
-    torchrun's count is each machine's own, and stays where nodes come or go: see also `RestartState`.
+    torchrun counts per machine, and not where nodes join or leave: see also `RestartState`.
     """
     counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
     return any(os.environ.get(name, "0") not in ("", "0") for name in counts)
 
 
 def will_restart() -> bool:
-    """Whether torchrun will start this command again if it ends with an exit code that is not 0.
+    """Whether torchrun will restart this command if it exits with a code other than 0.
 
-    As far as this machine knows: another one may have used up its restarts.
+    As far as this machine can tell: another one may have used up its restarts.
     """
-    count, most = (
-        os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")
-    )
-    return int(count) < int(most)
+    count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return count < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
 
 
 def is_multi_machine() -> bool:
-    """Whether torchrun has started ranks on other machines, too."""
+    """Whether torchrun started ranks on several machines."""
     return int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
 
 
 def import_path() -> list[str]:
-    """sys.path for workers: the standard library first, then this process' path in its order.
+    """sys.path for workers: the standard library, then the rest of this process' path.
 
-    The current directory comes last, so that a file of the user's shadows no library.
+    The current directory is last, so that no file of the user shadows a library.
     """
     library = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
     path = [os.path.abspath(entry) for entry in sys.path]

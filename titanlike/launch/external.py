@@ -1,20 +1,20 @@
-"""Ranks that torchrun or srun started, one process each: rank 0 leads, the others follow.
+"""Ranks started by torchrun or srun, one process each: rank 0 leads, the others follow.
 
-1. All meet at the rendezvous store.
+1. All ranks connect to the rendezvous store.
 2. Rank 0 alone reads the command line; it publishes each job (a sweep has several) in the store.
-3. The others wait for the next job, run it with a store of its own, and wait again.
-4. A rank that fails leaves the job's process groups, so that its peers come out of them, too.
-5. After a job all ranks say how it ended. Where one failed and all came out of it, a sweep goes
-   on; where some are stuck in it, all the others end, and whoever started the ranks ends the stuck.
-6. At the end all end with the exit code of rank 0.
+3. The others wait for the next job, run it with a store prefix of its own, and wait again.
+4. A rank that fails closes the job's process groups, so that peers waiting in them fail, too.
+5. After a job all ranks report how it ended. If some failed and all have left the job, a sweep
+   continues; if some are stuck in it, all others exit, and the launcher kills the stuck ones.
+6. At the end all ranks exit with the exit code of rank 0.
 
-torchrun may start them again, with more or fewer machines:
+torchrun may restart the ranks, with more or fewer machines:
 - Its process on one machine is killed: the ranks there outlive it (`die_with_parent`) until the end
-  of the step, and all save. The others then fail, so that their torchrun starts them again.
-- A machine is gone: the ranks on the others fail in the midst of a step, and are started again.
-- A machine comes: each torchrun sees that at a moment of its own, and sends its ranks SIGTERM, a
-  wish to stop. Those that stop because others were asked to wait until they are, too: an end
-  without that would be the end of the job.
+  of the step, and all ranks save. The others then fail, so that their torchrun restarts them.
+- A machine is lost: the ranks on the others fail within a step, and are restarted.
+- A machine joins: each torchrun notices that at its own time and sends its ranks SIGTERM, a stop
+  request. Ranks that stopped because of another one's request wait for their own before they exit,
+  since an earlier exit would end the job.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from titanlike.launch.stop_request import MAX_TIME, StopRequest, stop_reason
 from titanlike.launch.worker import Worker, barrier, first_answer, run_job
 
 _POLL = timedelta(seconds=10)  # of a follower's wait for the next job
-_ALL_ASKED = 5.0  # seconds in which each machine's torchrun has seen that a machine has come
+_ALL_SIGNALLED = 5.0  # seconds in which every machine's torchrun notices that a machine has joined
 
 
 class ExternalRanks:
-    """This process among the ranks that somebody else started."""
+    """This process among ranks that an outer launcher started."""
 
     def __init__(self) -> None:
-        """Meet the other ranks. Raises RuntimeError if they do not come in time."""
+        """Connect to the other ranks. Raises RuntimeError if some do not start in time."""
         import torch.distributed as dist
 
         timeout = timedelta(seconds=Launch().timeout)
@@ -62,7 +62,7 @@ class ExternalRanks:
         start = start_id(store, self.rank, self.world_size, timeout.total_seconds())
         self._store = dist.PrefixStore(f"titanlike/{start}", store)
         self._jobs = 0
-        self._lost = False  # whether ranks are stuck in a job
+        self._stuck = False  # whether ranks are stuck in a job
         self.restart_state = RestartState.load()
         self._store.set(f"restart_state/{self.rank}", self.restart_state.to_json())
         if self.rank == 0:
@@ -72,30 +72,29 @@ class ExternalRanks:
     def run(
         self, job: Job, stop: StopRequest, report_failure: Callable[[Failure], None]
     ) -> dict[str, Any]:
-        """Run a job on all ranks; what this rank's function returned. Raises like `run_local`."""
+        """On rank 0: run a job on all ranks. Returns and raises like `run_local`."""
         clear_failures(job.run_dir)
         self.restart_state.count_start()
-        self._store.set(f"restart_state of job{self._jobs}", self.restart_state.to_json())
+        self._store.set(f"job{self._jobs}/restart_state", self.restart_state.to_json())
         self._store.set(f"job{self._jobs}", job.to_json())
         return self._run(job, stop, report_failure)
 
     def release(self, code: int) -> None:
-        """Tell the followers that there are no more jobs, and how this process will end."""
-        with contextlib.suppress(RuntimeError):  # a store that is gone has no followers
+        """On rank 0: no more jobs; the followers exit with `code`."""
+        with contextlib.suppress(RuntimeError):  # without the store there are no followers
             self._store.set(f"job{self._jobs}", str(code))
-            # without torchrun the store is this process', and must not end before they have read it
-            heard = [f"heard/{rank}" for rank in range(1, self.world_size)]
-            self._store.wait([] if self._lost else heard, timedelta(seconds=GRACE))
+            # without torchrun this process hosts the store: it must outlive their reading
+            read = [f"released/{rank}" for rank in range(1, self.world_size)]
+            self._store.wait([] if self._stuck else read, timedelta(seconds=GRACE))
 
     def follow(self) -> int:
-        """Run jobs until rank 0 has no more, or is gone; the exit code."""
-        die_with_parent(os.getppid(), signal.SIGTERM)  # in a run, a wish to stop
+        """On the other ranks: run jobs until rank 0 has no more, or is gone; the exit code."""
+        die_with_parent(os.getppid(), signal.SIGTERM)  # during a run, a stop request
         for signum in handled_signals():
-            signal.signal(signum, signal.SIG_DFL)  # at once; rank 0 says what happened
+            signal.signal(signum, signal.SIG_DFL)  # exit immediately; rank 0 reports
         while not (text := self._next_job()).isdigit():
-            self.restart_state.adopt_newest(
-                [self._store.get(f"restart_state of job{self._jobs}").decode()]
-            )
+            state = self._store.get(f"job{self._jobs}/restart_state").decode()
+            self.restart_state.adopt_newest([state])
             stop = StopRequest()
             try:
                 with interruptible(stop=stop, grace=0):
@@ -104,10 +103,11 @@ class ExternalRanks:
                 if failed.ends_sweep:
                     exit_now(1)
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"heard/{self.rank}", "")
+            self._store.set(f"released/{self.rank}", "")
         return int(text)
 
     def _next_job(self) -> str:
+        """The next job as JSON, or the exit code once there are no more."""
         import torch.distributed as dist
 
         key = f"job{self._jobs}"
@@ -118,14 +118,45 @@ class ExternalRanks:
             except dist.DistNetworkError:
                 exit_now(1)
             except dist.DistStoreError:
-                continue  # rank 0 is composing, or its last job is still closing
+                continue  # timeout: rank 0 is composing, or still closing its last job
 
     def _run(
         self, job: Job, stop: StopRequest, report_failure: Callable[[Failure], None] | None = None
     ) -> dict[str, Any]:
+        # 1. run the job's function on this rank
+        worker = self._worker(job, stop, report_failure)
+        self._jobs += 1
+        result, failure = _result_or_failure(job, worker)
+        # 2. let peers out that wait for this rank; only now that the error, whose frames hold the
+        #    process groups, is gone
+        left = failure is None or leave_groups(GRACE)
+        # 3. exchange how the job ended on each rank
+        signalled = False  # while waiting for the others
+        try:
+            timeout = job.config.launch.timeout if failure is None else GRACE
+            outcomes = barrier(worker, "end", timeout, self._outcome(failure, left))
+        except (RuntimeError, Interrupted) as error:
+            signalled = isinstance(error, Interrupted)
+            if failure is None and signalled:
+                raise
+            if "stopped" in result:  # because torchrun ended, and the store with it
+                return result
+            failure = failure or describe(self.rank, error)
+            outcomes = ["stuck"]
+        if not {"failed", "stuck"}.intersection(outcomes):
+            self._check_why_stopped(result, outcomes, stop)
+            return result
+        # 4. agree on whether all have left the job. A rank that leaves late reads outcomes without
+        #    "stuck", but the others may have stopped waiting: the first answer counts
+        answer = first_answer(worker, "all left", "no" if "stuck" in outcomes else "yes")
+        raise self._job_failed(job, failure, stuck=signalled or answer == "no")
+
+    def _worker(
+        self, job: Job, stop: StopRequest, report_failure: Callable[[Failure], None] | None
+    ) -> Worker:
         import torch.distributed as dist
 
-        worker = Worker(
+        return Worker(
             rank=self.rank,
             world_size=self.world_size,
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
@@ -136,42 +167,8 @@ class ExternalRanks:
             stop_request=stop,
             report_failure=report_failure,
         )
-        self._jobs += 1
-        own = None
-        result: dict[str, Any] = {}
-        try:
-            result = run_job(job, worker)
-        except Exception as error:
-            own = describe(self.rank, error)
-            record_for_torchrun(error)
-        # not before the error is dropped: its frames hold the job's process groups
-        left = own is None or leave_groups(GRACE)
-        asked_out = False  # by a signal, while it waited for the others
-        try:
-            timeout = job.config.launch.timeout if own is None else GRACE
-            ends = barrier(worker, "end", timeout, self._own_end(own, left))
-        except (RuntimeError, Interrupted) as error:
-            if own is None and isinstance(error, Interrupted):
-                raise
-            if "stopped" in result:  # by torchrun's own end, which takes the store with it
-                return result
-            own = own or describe(self.rank, error)
-            ends, asked_out = ["stuck"], isinstance(error, Interrupted)
-        if not {"failed", "stuck"}.intersection(ends):
-            self._see_why_stopped(result, ends, stop)
-            return result
-        # who comes out late finds every rank's end here, but maybe of ranks that wait no longer
-        out = first_answer(worker, "out", "no" if "stuck" in ends else "yes")
-        stuck = asked_out or out == "no"
-        if not stuck and dist.is_initialized():
-            dist.destroy_process_group()  # nobody is inside any more
-        failure = root_cause(job.run_dir) or own
-        assert failure is not None, "a rank reported a failure without leaving its error"
-        failed = failure.to_job_failed(job.run_dir, self.world_size)
-        failed.ends_sweep = self._lost = stuck
-        raise failed
 
-    def _own_end(self, failure: Failure | None, left: bool) -> str:
+    def _outcome(self, failure: Failure | None, left: bool) -> str:
         if failure is not None:
             return "failed" if left else "stuck"
         return "orphaned" if self._is_orphan() else "completed"
@@ -179,60 +176,81 @@ class ExternalRanks:
     def _is_orphan(self) -> bool:
         return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self._parent
 
-    def _see_why_stopped(self, result: dict[str, Any], ends: list[str], stop: StopRequest) -> None:
-        """Raises JobFailed where a run was stopped by the end of a torchrun, and goes on."""
+    def _check_why_stopped(
+        self, result: dict[str, Any], outcomes: list[str], stop: StopRequest
+    ) -> None:
+        """Raises JobFailed if the run stopped because a torchrun was killed, and is restarted."""
         if "stopped" not in result or self._is_orphan():
             return
-        orphans = [rank for rank, end in enumerate(ends) if end == "orphaned"]
+        orphans = [rank for rank, outcome in enumerate(outcomes) if outcome == "orphaned"]
         if orphans and will_restart():
             ranks = f"rank{'s' * (len(orphans) > 1)} {', '.join(map(str, orphans))}"
             text = f"the torchrun of {ranks} was killed; the run has stopped with a checkpoint"
             failed = JobFailed(text, text)
-            failed.ends_sweep = self._lost = True
+            failed.ends_sweep = self._stuck = True
             raise failed
         if result["stopped"] != stop_reason(MAX_TIME) and is_multi_machine():
-            deadline = time.monotonic() + _ALL_ASKED
-            with contextlib.suppress(Interrupted):  # asked now, after the run
+            deadline = time.monotonic() + _ALL_SIGNALLED
+            with contextlib.suppress(Interrupted):  # signalled now, after the run
                 while not stop.received and time.monotonic() < deadline:
                     time.sleep(0.05)
 
+    def _job_failed(self, job: Job, failure: Failure | None, stuck: bool) -> JobFailed:
+        import torch.distributed as dist
+
+        if not stuck and dist.is_initialized():
+            dist.destroy_process_group()  # every rank has left it
+        cause = root_cause(job.run_dir) or failure
+        assert cause is not None, "a rank reported a failure without writing its error"
+        failed = cause.to_job_failed(job.run_dir, self.world_size)
+        failed.ends_sweep = self._stuck = stuck
+        return failed
+
+
+def _result_or_failure(job: Job, worker: Worker) -> tuple[dict[str, Any], Failure | None]:
+    try:
+        return run_job(job, worker), None
+    except Exception as error:
+        failure = describe(worker.rank, error)
+        record_for_torchrun(error)
+        return {}, failure
+
 
 def start_id(store: Any, rank: int, world_size: int, timeout: float) -> str:
-    """A name that all ranks of this start agree on, and no earlier start had.
+    """An id that all ranks of this start agree on and that no earlier start had.
 
-    The store outlives restarts, with every key of theirs, and torchrun's count of them is each
-    machine's own. So each rank shows a new name; rank 0 answers every name that it sees with its
-    own, to those of dead ranks in vain, until all ranks have taken it. Raises RuntimeError naming
-    the ranks that did not come.
+    The store outlives restarts with all its keys, and torchrun counts restarts per machine. So each
+    rank publishes a new id; rank 0 answers every id that it sees with its own (dead ranks never
+    read theirs) until all ranks have confirmed. Raises RuntimeError with the ranks that did not.
     """
-    name = uuid.uuid4().hex
+    own = uuid.uuid4().hex
     if rank > 0:
-        store.set(f"titanlike/hello/{rank}", name)
-        answer = f"titanlike/answer/{name}"
+        store.set(f"titanlike/hello/{rank}", own)
+        answer = f"titanlike/answer/{own}"
         store.wait([answer], timedelta(seconds=timeout))
         start = store.get(answer).decode()
-        store.set(f"titanlike/here/{start}/{rank}", "")
+        store.set(f"titanlike/confirmed/{start}/{rank}", "")
         return start
-    absent, answered = set(range(1, world_size)), set()
+    missing, answered = set(range(1, world_size)), set()
     deadline = time.monotonic() + timeout
-    while absent:
-        for other in sorted(absent):
-            if store.check([f"titanlike/here/{name}/{other}"]):
-                absent.remove(other)
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"titanlike/confirmed/{own}/{other}"]):
+                missing.remove(other)
             elif store.check([f"titanlike/hello/{other}"]):
                 seen = store.get(f"titanlike/hello/{other}").decode()
                 if seen not in answered:
-                    store.set(f"titanlike/answer/{seen}", name)
+                    store.set(f"titanlike/answer/{seen}", own)
                     answered.add(seen)
-        if absent and time.monotonic() > deadline:
-            ranks = ", ".join(map(str, sorted(absent)))
+        if missing and time.monotonic() > deadline:
+            ranks = ", ".join(map(str, sorted(missing)))
             raise RuntimeError(f"rank {ranks} did not start in {timeout:g} s")
-        time.sleep(0.02 if absent else 0)
-    return name
+        time.sleep(0.02 if missing else 0)
+    return own
 
 
 def record_for_torchrun(error: BaseException) -> None:
-    """Let an outer torchrun's report show this error."""
+    """Show this error in the report of an outer torchrun."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 

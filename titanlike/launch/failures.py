@@ -1,8 +1,8 @@
-"""Which of many ranks' errors is the one that matters, and how it is shown.
+"""The root cause among the errors of several ranks, and its text for the user.
 
-When one rank fails its peers fail, too, with errors of the transport. Each rank writes what it saw
-to run_dir/logs/rankN.error.json before it ends; the reader takes the earliest that is no transport
-error, then a death by signal, and a transport error only if there is nothing else.
+When one rank fails its peers fail, too, with transport errors. Each rank writes its error to
+run_dir/logs/rankN.error.json before it exits; the root cause is the earliest that is not a
+transport error, or a death by signal, and a transport error only if there is nothing else.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _TRANSPORT = (
 
 
 class JobFailed(Exception):
-    """A job failed; the text is all that the user needs. A sweep goes on with its next job."""
+    """A job failed; `text` is the whole message for the user. A sweep runs its next job."""
 
-    def __init__(self, text: str, error: str, users: bool = False) -> None:
+    def __init__(self, text: str, error: str, permanent: bool = False) -> None:
         self.error = error  # one line, for result.json
-        self.users = users  # a mistake of the user's, which would come again
-        self.ends_sweep = False  # whether the processes are lost for further jobs
+        self.permanent = permanent  # whether a restart would fail with the same error
+        self.ends_sweep = False  # whether the processes cannot run further jobs
         super().__init__(text, error)
 
     def __str__(self) -> str:
@@ -53,14 +53,14 @@ class JobFailed(Exception):
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong on one rank."""
+    """The error of one rank, as in rankN.error.json."""
 
     rank: int
-    error: str  # kind and message
-    frames: str  # the innermost frames; "" for a user's mistake, whose message says it all
+    error: str  # type and message
+    frames: str  # the innermost frames of the traceback; "" for a user error
     transport: bool  # probably caused by a peer that failed
     time: float  # seconds since the epoch
-    users: bool = False  # a mistake of the user's, or numbers that are bad: to run again is no help
+    users: bool = False  # permanent: a user error or bad numbers, which a restart would repeat
 
     def to_job_failed(self, run_dir: Path, world_size: int) -> JobFailed:
         who = f"rank {self.rank} failed: " if world_size > 1 else ""
@@ -72,34 +72,40 @@ class Failure:
 
 
 def describe(rank: int, error: BaseException) -> Failure:
-    """An exception as a Failure, in the words of whoever raised it first."""
-    told = _unwrapped(error)
-    users = isinstance(told, ConfigError) or (
-        isinstance(told, (ValueError, OSError)) and _raised_by_us(told)
+    """An exception as a Failure, without the exceptions that torch.distributed wrapped it in."""
+    cause = _unwrapped(error)
+    explains_itself = isinstance(cause, ConfigError) or (
+        isinstance(cause, (ValueError, OSError)) and _raised_by_titanlike(cause)
     )
-    text = redact(str(told) if users else f"{type(told).__name__}: {told}")
-    inner = traceback.extract_tb(told.__traceback__)
-    if told is error:
+    text = redact(str(cause) if explains_itself else f"{type(cause).__name__}: {cause}")
+    inner = traceback.extract_tb(cause.__traceback__)
+    if cause is error:
         del inner[:1]  # the call of the job
-    frames = [redact(frame) for frame in traceback.format_list(inner[-_FRAMES:])]
-    words = " ".join(f"{type(link).__name__} {link}" for link in _chain(error)).lower()
-    transport = not users and any(word in words for word in _TRANSPORT)
-    # a disk or a network may do better the next time
-    final = users and getattr(told, "errno", None) is None
-    return Failure(rank, text, "" if users else "".join(frames), transport, time.time(), final)
+    frames = "".join(redact(frame) for frame in traceback.format_list(inner[-_FRAMES:]))
+    chain = " ".join(f"{type(link).__name__} {link}" for link in _chain(error)).lower()
+    return Failure(
+        rank,
+        text,
+        frames="" if explains_itself else frames,
+        transport=not explains_itself and any(phrase in chain for phrase in _TRANSPORT),
+        time=time.time(),
+        # an error of a disk or a network may not repeat
+        users=explains_itself and getattr(cause, "errno", None) is None,
+    )
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what it was raised from: torch wraps a lost peer into errors of its own."""
+    """An error and its causes: torch wraps the error of a lost peer in its own."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def _unwrapped(error: BaseException) -> BaseException:
-    """What torch.distributed wrapped: its "failed to run forward" lists tensors, and no cause.
+    """The cause of an error that torch.distributed raised from another one.
 
-    Whoever else raises one error from another has chosen the words that are to be read.
+    Its "failed to run forward" lists tensors, not the cause. Other code that raises one error from
+    another has chosen the message to show.
     """
     while error.__cause__ is not None and _raising_module(error).startswith("torch.distributed."):
         error = error.__cause__
@@ -107,21 +113,21 @@ def _unwrapped(error: BaseException) -> BaseException:
 
 
 def _raising_module(error: BaseException) -> str:
-    """The module whose code has raised it; "" where nothing has."""
+    """The module whose code raised it; "" without a traceback."""
     module = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module = frame.f_globals.get("__name__", "")
     return module
 
 
-def _raised_by_us(error: BaseException) -> bool:
-    """Whether the innermost frame is the program's own: such a ValueError explains itself."""
+def _raised_by_titanlike(error: BaseException) -> bool:
+    """Whether the innermost frame is in this package: the message of such an error is complete."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(__file__).parents[1])
 
 
 def write_failure(run_dir: Path, failure: Failure) -> None:
-    """Leave it for whoever reports the job; whole or not at all."""
+    """Write rankN.error.json, atomically."""
     path = _error_path(run_dir, failure.rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
@@ -130,36 +136,36 @@ def write_failure(run_dir: Path, failure: Failure) -> None:
 
 
 def clear_failures(run_dir: Path) -> None:
-    """Forget an earlier job in the same run directory."""
+    """Remove the error files of an earlier job in the same run directory."""
     for path in _error_paths(run_dir):
         path.unlink(missing_ok=True)
 
 
 def peer_failed(run_dir: Path, rank: int) -> bool:
-    """Whether another rank than `rank` has left an error."""
+    """Whether a rank other than `rank` has written an error."""
     return any(path != _error_path(run_dir, rank) for path in _error_paths(run_dir))
 
 
 def root_cause(run_dir: Path, deaths: dict[int, int] | None = None) -> Failure | None:
     """The failure that caused the others.
 
-    `deaths` maps ranks that ended without a word to their exit code, negative for a signal.
+    deaths: exit codes of processes that may not have written an error, by rank; negative: a signal.
     """
     texts = [path.read_text(encoding="utf-8") for path in _error_paths(run_dir)]
     failures = [Failure(**json.loads(text)) for text in texts]
-    told = {failure.rank for failure in failures}
+    reported = {failure.rank for failure in failures}
     for rank, code in (deaths or {}).items():
-        if rank not in told:
+        if rank not in reported:
             failures.append(Failure(rank, describe_exit(code), "", code >= 0, time.time()))
     return min(failures, key=lambda failure: (failure.transport, failure.time), default=None)
 
 
 def describe_exit(code: int) -> str:
-    """How a process ended that left no word: by its exit code, negative for a signal."""
+    """The end of a process that wrote no error, by its exit code; negative: a signal."""
     if code >= 0:
-        return f"ended with exit code {code} and no error of its own"
+        return f"exited with code {code} and wrote no error"
     name = signal.Signals(-code).name
-    hint = "; often the kernel when memory runs out" if name == "SIGKILL" else ""
+    hint = "; often by the kernel's out-of-memory killer" if name == "SIGKILL" else ""
     return f"killed by {name}{hint}"
 
 

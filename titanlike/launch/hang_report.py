@@ -1,8 +1,7 @@
-"""A hang in words: which rank is stuck where, and who waits for it. Plain data, no threads.
+"""The error text of a hang: which rank is stuck where, and which ranks wait for it.
 
-The ranks that the others wait for come first: one that does not answer at all, then one that is
-busy with something of its own, then one at the end of a step. Where all of them wait for messages,
-nobody is blamed.
+The ranks that the others wait for come first: those that do not respond, then those busy with work
+of their own, then those at the end of a step. If all wait for messages, no rank is blamed.
 """
 
 from __future__ import annotations
@@ -14,31 +13,31 @@ from titanlike.launch.heartbeat import Beat
 
 AFTER = "after"  # Beat.action once all actions of a schedule are done
 
-_MOST = 4  # ranks that are named in a list; of the others their number
-_SILENT, _ENDED, _ABSENT, _BUSY, _AFTER, _WAITING, _MOVING = range(7)
-_KINDS = {
+_MAX_LISTED = 4  # ranks listed for a state; the others are counted
+# states of a rank, the likeliest cause of a hang first
+_UNRESPONSIVE, _ENDED, _NO_HEARTBEAT, _BUSY, _AFTER, _WAITING, _RUNNING = range(7)
+_ACTIONS = {
     "F": "forward",
     "B": "backward",
-    "I": "gradient of the input",
-    "W": "gradient of the weights",
-    "UNSHARD": "gathering parameters",
-    "RESHARD": "freeing parameters",
-    "REDUCE_GRAD": "reducing gradients",
-    "WAIT_REDUCE_GRAD": "reducing gradients",
+    "I": "input gradient",
+    "W": "weight gradient",
+    "UNSHARD": "all-gather of the parameters",
+    "RESHARD": "resharding of the parameters",
+    "REDUCE_GRAD": "gradient reduction",
+    "WAIT_REDUCE_GRAD": "gradient reduction",
     "SEND_F": "sending activations",
-    "RECV_F": "asking for activations",
+    "RECV_F": "receiving activations",
     "SEND_B": "sending gradients",
-    "RECV_B": "asking for gradients",
-    "WAIT_SEND_F": "having sent activations",
-    "WAIT_SEND_B": "having sent gradients",
+    "RECV_B": "receiving gradients",
+    "WAIT_SEND_F": "waiting for sent activations",
+    "WAIT_SEND_B": "waiting for sent gradients",
 }
-
-_MORE = {  # what so many more ranks do
-    _SILENT: "have not answered",
+_MORE = {  # "3 more ..."
+    _UNRESPONSIVE: "have not responded",
     _BUSY: "are busy, too",
     _AFTER: "are there, too",
     _WAITING: "wait",
-    _MOVING: "go on",
+    _RUNNING: "are making progress",
     _ENDED: "have ended",
 }
 
@@ -46,21 +45,21 @@ _MORE = {  # what so many more ranks do
 def explain(
     own: Beat, before: dict[int, Beat], now: dict[int, Beat], world_size: int, limit: str
 ) -> tuple[str, str]:
-    """A hang as a sentence, and the innermost frames of the rank it names first.
+    """The error text, and the innermost frames of the rank that it names first.
 
-    own: the rank that noticed. before, now: all ranks' beats, read some time apart in which every
-    living rank writes a new one. limit: "launch.step_timeout=300".
+    own: the rank that timed out. before, now: the beats of all ranks, read so far apart that every
+    rank that is alive has written a new one in between. limit: "launch.step_timeout=300".
     """
     now = {**now, own.rank: own}
-    kinds: dict[int, list[int]] = {}
+    by_state: dict[int, list[int]] = {}
     for rank in range(world_size):
-        kinds.setdefault(_kind(before.get(rank), now.get(rank), own), []).append(rank)
-    for ranks in kinds.values():  # the furthest behind first: the others can only wait for it
+        by_state.setdefault(_state(before.get(rank), now.get(rank), own), []).append(rank)
+    for ranks in by_state.values():  # the furthest behind first: the others can only wait for it
         ranks.sort(key=lambda rank: (now[rank].step, -now[rank].seconds) if rank in now else ())
-    parts = [_list(kind, kinds[kind], now, own) for kind in sorted(kinds)]
-    if min(kinds) >= _WAITING and world_size > 1:
+    parts = [_describe_ranks(state, by_state[state], now, own) for state in sorted(by_state)]
+    if min(by_state) >= _WAITING and world_size > 1:
         parts.insert(0, "no rank is known to be stuck, all wait for each other")
-    first = kinds[min(kinds)][0]
+    first = by_state[min(by_state)][0]
     frames = now[first].frames if first in now else ""
     if frames and world_size > 1:
         frames = f"rank {first}:\n{frames}"
@@ -68,61 +67,62 @@ def explain(
     return text, frames
 
 
-def silent(before: dict[int, Beat], now: dict[int, Beat], own: int) -> list[Beat]:
-    """The ranks (but for `own`) that have not written a beat between `before` and `now`."""
-    return [beat for rank, beat in now.items() if rank != own and _same(before.get(rank), beat)]
+def unresponsive(before: dict[int, Beat], now: dict[int, Beat], own: int) -> list[Beat]:
+    """Beats of the ranks other than `own` that have not written one between `before` and `now`."""
+    return [b for rank, b in now.items() if rank != own and _is_unresponsive(before.get(rank), b)]
 
 
-def _same(before: Beat | None, now: Beat) -> bool:
+def _is_unresponsive(before: Beat | None, now: Beat) -> bool:
     same = before is not None and (before.pid, before.number) == (now.pid, now.number)
     return same and not now.ended
 
 
-def _kind(before: Beat | None, now: Beat | None, own: Beat) -> int:
+def _state(before: Beat | None, now: Beat | None, own: Beat) -> int:
     if now is None:
-        return _ABSENT
+        return _NO_HEARTBEAT
     if now.ended and now.ended != "no progress":
         return _ENDED
     if now.rank == own.rank:
         pass
-    elif _same(before, now):
-        return _SILENT
+    elif _is_unresponsive(before, now):
+        return _UNRESPONSIVE
     elif not now.frames:
-        return _MOVING
+        return _RUNNING
     if now.waits:
         return _WAITING
     return _AFTER if now.action == AFTER else _BUSY
 
 
-def _list(kind: int, ranks: list[int], beats: dict[int, Beat], own: Beat) -> str:
-    if kind == _ABSENT:
-        some = ", ".join(map(str, ranks[:_MOST])) + (", ..." if len(ranks) > _MOST else "")
-        return f"of rank {some} there is no heartbeat (is run_dir the same on all machines?)"
-    texts = [f"rank {rank} {_state(kind, beats[rank], own)}" for rank in ranks[:_MOST]]
-    if len(ranks) > _MOST:
-        texts.append(f"{len(ranks) - _MOST} more {_MORE[kind]}")
+def _describe_ranks(state: int, ranks: list[int], beats: dict[int, Beat], own: Beat) -> str:
+    listed, more = ranks[:_MAX_LISTED], len(ranks) - _MAX_LISTED
+    if state == _NO_HEARTBEAT:
+        some = ", ".join(map(str, listed)) + (", ..." if more > 0 else "")
+        return f"rank {some} has written no heartbeat (is run_dir the same on all machines?)"
+    texts = [f"rank {rank} {_describe_rank(state, beats[rank], own)}" for rank in listed]
+    if more > 0:
+        texts.append(f"{more} more {_MORE[state]}")
     return "; ".join(texts)
 
 
-def _state(kind: int, beat: Beat, own: Beat) -> str:
-    """What follows "rank 3"."""
-    if kind == _SILENT:
+def _describe_rank(state: int, beat: Beat, own: Beat) -> str:
+    """The words after "rank 3"."""
+    if state == _UNRESPONSIVE:
         age = max(0.0, time.time() - beat.time)
-        name = f"({beat.host}, pid {beat.pid})"
-        return f"{name} has not answered for {age:.0f} s, last {_where(beat)}{_of(beat)}"
-    other = (beat.step, beat.doing) != (own.step, own.doing)
-    where = _where(beat) + (_of(beat) if other else "")
-    if kind == _ENDED:
+        process = f"({beat.host}, pid {beat.pid})"
+        return f"{process} has not responded for {age:.0f} s, last {_where(beat)}{_of(beat)}"
+    elsewhere = (beat.step, beat.doing) != (own.step, own.doing)
+    where = _where(beat) + (_of(beat) if elsewhere else "")
+    if state == _ENDED:
         return f"has ended ({beat.ended}) {where}"
-    if kind == _MOVING:
-        return f"goes on, {where}"
-    if kind == _WAITING:
+    if state == _RUNNING:
+        return f"is making progress, {where}"
+    if state == _WAITING:
         return f"waits {where}"
     return f"has been {where} for {beat.seconds:.0f} s" + (f", at {beat.at}" if beat.at else "")
 
 
 def _where(beat: Beat) -> str:
-    """Where it is in its phase: "in data", "in 1F3 (forward of stage 1, microbatch 3)"."""
+    """Position within the phase: "in data", "in 1F3 (forward of stage 1, microbatch 3)"."""
     if beat.action == AFTER:
         return "after the schedule (gradient norm, update)"
     if not beat.action:
@@ -132,18 +132,18 @@ def _where(beat: Beat) -> str:
     match = re.fullmatch(r"([0-9]+)([A-Z_]+?)([0-9]*)", beat.action)
     if not match:
         return f"in {beat.action}"
-    stage, kind, mb = match.groups()
-    mb = f", microbatch {mb}" if mb else ""
-    return f"in {beat.action} ({_KINDS.get(kind, kind)} of stage {stage}{mb})"
+    stage, action, microbatch = match.groups()
+    suffix = f", microbatch {microbatch}" if microbatch else ""
+    return f"in {beat.action} ({_ACTIONS.get(action, action)} of stage {stage}{suffix})"
 
 
 def _of(beat: Beat) -> str:
-    """ " of step 12"; nothing for what is no part of a step."""
+    """ " of step 12"; "" outside of steps."""
     return f" of {_phase(beat)}" if beat.step or beat.action else ""
 
 
 def _phase(beat: Beat) -> str:
-    """ "step 12", or what is done beside the steps."""
+    """ "step 12", "save at step 12" or "build"."""
     if beat.doing == "data":
         return f"step {beat.step}"
     return f"{beat.doing} at step {beat.step}" if beat.step else beat.doing

@@ -1,5 +1,5 @@
-"""What every rank is told about a job. It travels as JSON: through a file to workers that the driver
-starts, through the rendezvous store to ranks that torchrun or srun started."""
+"""The description of a job that every rank gets: as JSON, in a file for workers that the driver
+starts, in the rendezvous store for ranks that torchrun or srun started."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from titanlike.config.schema import Config
 
 @dataclass(frozen=True)
 class Job:
-    """A function by its import path (`package.module:function`), and what it is called with."""
+    """A function by its import path (`package.module:function`), and its arguments."""
 
     function: str
     config: Config
     run_dir: Path  # absolute
-    overrides: list[str]  # the command line that led here
+    overrides: list[str]  # of the command line
     started: float = field(default_factory=time.time)  # seconds since the epoch; for max_time
 
     def load(self) -> Callable[..., Any]:
@@ -43,6 +43,6 @@ class Job:
     def from_json(cls, text: str) -> Job:
         plain = json.loads(text)
         config, problems = parse(plain["config"])
-        if problems:  # the sender's program is another version than this one
+        if problems:  # the sender runs another version of this program
             raise ConfigError(problems)
         return cls(**{**plain, "config": config, "run_dir": Path(plain["run_dir"])})

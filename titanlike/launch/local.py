@@ -1,8 +1,8 @@
-"""The driver's side of a job: starts its workers on this machine, watches them, reports.
+"""The driver of a job: runs it here, or starts its workers on this machine and watches them.
 
-torch's elastic agent starts and watches the processes; their errors are read from their own files
-(`failures`), since the agent would often blame a peer. It takes no signals: the driver passes a
-first one on to the workers, which end by themselves, and a second one ends the agent.
+torch's elastic agent starts and watches the processes; errors are read from the workers' own files
+(`failures`), since the agent would often blame a peer. The agent handles no signals: the driver
+forwards a first one to the workers, which stop by themselves, and a second one ends the agent.
 """
 
 from __future__ import annotations
@@ -27,37 +27,40 @@ from titanlike.launch.signals import Interrupted
 from titanlike.launch.stop_request import StopRequest
 from titanlike.launch.worker import Worker, run_job
 
-_SHUTDOWN = 15  # seconds between asking workers to end and killing them
+_SHUTDOWN_TIMEOUT = 15  # seconds between SIGTERM and SIGKILL to the workers
 
-# (what failed, which restart this is) -> the config to start again with
-Restarted = Callable[[JobFailed, int], Config]
+RestartedConfig = Callable[[JobFailed, int], Config]  # (the failure, number of the restart)
 ReportFailure = Callable[[Failure], None]
 
 
 def run_local(
-    job: Job, stop: StopRequest, report_failure: ReportFailure, restarted: Restarted | None = None
+    job: Job,
+    stop: StopRequest,
+    report_failure: ReportFailure,
+    restarted_config: RestartedConfig | None = None,
 ) -> dict[str, Any]:
-    """Run a job on this machine: in this process where one is enough, else in workers.
+    """Run a job on this machine: in this process if one rank suffices, else in workers.
 
-    Where workers fail, they are started again up to `launch.max_restarts` times, each time after a
-    call of `restarted`; without that, never. Not after a mistake of the user's, nor once a stop was
-    asked for. Returns what rank 0's function returned. Raises JobFailed with the error that caused
-    the (last) failure, or Interrupted. `report_failure`: see Worker.
+    Workers that fail are restarted up to `launch.max_restarts` times with the config that
+    `restarted_config` returns; not without it, after a permanent failure, or after a stop request.
+    Returns the result of rank 0's function. Raises JobFailed with the root cause of the (last)
+    failure, or Interrupted. report_failure: see Worker.
     """
     clear_failures(job.run_dir)
-    restarts = job.config.launch.max_restarts if restarted is not None else 0
+    restarts = job.config.launch.max_restarts if restarted_config is not None else 0
     if job.config.world_size == 1 and not restarts:
         return _run_here(job, stop, report_failure)
     with scratch_folder() as scratch:
-        number = 0
+        restart = 0
         while True:
             try:
-                return _run_workers(job, stop, scratch / str(number))
+                return _run_workers(job, stop, scratch / str(restart))
             except JobFailed as failed:
-                if failed.users or stop.received or number == restarts or restarted is None:
+                no_more = restart == restarts or restarted_config is None
+                if no_more or failed.permanent or stop.received:
                     raise
-                number += 1
-                job = replace(job, config=restarted(failed, number))
+                restart += 1
+                job = replace(job, config=restarted_config(failed, restart))
             clear_failures(job.run_dir)
 
 
@@ -70,19 +73,15 @@ def _run_here(job: Job, stop: StopRequest, report_failure: ReportFailure) -> dic
     except Exception as error:
         raise describe(0, error).to_job_failed(job.run_dir, 1) from error
     finally:
-        _leave_group()  # of a job that failed inside it: the next one of a sweep opens its own
+        if "torch.distributed" in sys.modules:
+            import torch.distributed as dist
 
-
-def _leave_group() -> None:
-    if "torch.distributed" in sys.modules:
-        import torch.distributed as dist
-
-        if dist.is_initialized():
-            dist.destroy_process_group()
+            if dist.is_initialized():  # the job failed; a sweep's next one initializes its own
+                dist.destroy_process_group()
 
 
 def _run_workers(job: Job, stop: StopRequest, folder: Path) -> dict[str, Any]:
-    """Run a job once; `folder` is for this alone, and new."""
+    """Run a job once. `folder`: new, for this start alone."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -100,7 +99,7 @@ def _run_workers(job: Job, stop: StopRequest, folder: Path) -> dict[str, Any]:
         local_addr="localhost",
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
-        signals_to_handle="",  # none: ours stay
+        signals_to_handle="",  # none: keep our handlers
         **_optional_settings(LaunchConfig),
     )
     program = (
@@ -119,14 +118,14 @@ def _run_workers(job: Job, stop: StopRequest, folder: Path) -> dict[str, Any]:
 
 
 def _optional_settings(launch_config: type) -> dict[str, Any]:
-    """Settings that not every supported torch knows."""
-    known = launch_config.__dataclass_fields__
-    return {"shutdown_timeout": _SHUTDOWN} if "shutdown_timeout" in known else {}
+    """Settings that some supported versions of torch lack."""
+    fields = launch_config.__dataclass_fields__
+    return {"shutdown_timeout": _SHUTDOWN_TIMEOUT} if "shutdown_timeout" in fields else {}
 
 
 @contextlib.contextmanager
 def _quiet_agent() -> Iterator[None]:
-    """Without the agent's own account of failures; ours is the one that is shown."""
+    """Within it, the agent does not log failures; JobFailed is shown instead."""
     loggers = [
         logging.getLogger(f"torch.{name}") for name in ("distributed.elastic", "multiprocessing")
     ]

@@ -1,4 +1,4 @@
-"""Out of a failed job's process groups, while peers may still wait in them."""
+"""Leaving the process groups of a failed job while peers may still wait in them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import sys
 import threading
 
 
-def leave_groups(patience: float) -> bool:
-    """Close this process' connections to the others: those that wait for it come out at once.
+def leave_groups(timeout: float) -> bool:
+    """Close this process' connections, so that peers waiting for it get an error immediately.
 
-    Whether that was done within `patience` seconds: a reduction in flight holds the connections
-    until its peers are out, too. NCCL tells no peer that waits on its GPU, and may wait for it
-    instead: its groups are left as they are.
+    Returns whether that took less than `timeout` seconds: a reduction in flight holds the
+    connections until its peers have left, too. NCCL groups are not touched: a peer waiting on its
+    GPU would not be notified, and destroying them may wait for that peer.
     """
     import torch.distributed as dist
 
@@ -23,12 +23,12 @@ def leave_groups(patience: float) -> bool:
     def leave() -> None:
         with contextlib.suppress(RuntimeError, ValueError):
             dist.destroy_process_group()
-        gc.collect()  # the job's modules are cycles; gloo closes with the last reference
-        # a job that has meshes has loaded this; to load it now would take seconds
-        if (fences := sys.modules.get("titanlike.torch_private.process_groups")) is not None:
-            fences.forget_groups_of_meshes()
+        gc.collect()  # modules are reference cycles; gloo closes with the last reference
+        # loaded by every job that has meshes; importing it now would take seconds
+        if (groups := sys.modules.get("titanlike.torch_private.process_groups")) is not None:
+            groups.forget_groups_of_meshes()
 
     thread = threading.Thread(target=leave, daemon=True, name="leave groups")
     thread.start()
-    thread.join(patience)
+    thread.join(timeout)
     return not thread.is_alive()

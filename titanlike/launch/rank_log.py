@@ -1,4 +1,4 @@
-"""What a rank prints goes to run_dir/logs/rankN.log; rank 0's to the console, too."""
+"""The output of a rank: run_dir/logs/rankN.log, and for rank 0 the console, too."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def log_path(run_dir: Path, rank: int) -> Path:
 
 @contextlib.contextmanager
 def logged(run_dir: Path, rank: int, *, console: bool) -> Iterator[TextIO]:
-    """Within it, output goes to the rank's log file, which it yields; afterwards all is as before.
+    """Within it, this process' output goes to the rank's log file, which is yielded.
 
-    With `console`, Python's output is copied and the terminal stays a terminal. Without, the file
-    takes the place of the process' stdout and stderr, so that C libraries' output is in it, too.
+    With `console`, Python's output goes to both, and the terminal stays a terminal. Without, the
+    file replaces the process' stdout and stderr, so that it also gets the output of C libraries.
     """
     path = log_path(run_dir, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -37,7 +37,7 @@ def logged(run_dir: Path, rank: int, *, console: bool) -> Iterator[TextIO]:
             stack.enter_context(_redirected(file))
             stack.enter_context(contextlib.redirect_stdout(_Tee(sys.stdout, None)))
             stack.enter_context(contextlib.redirect_stderr(_Tee(sys.stderr, None)))
-        faulthandler.enable(file)  # a segmentation fault's frames
+        faulthandler.enable(file)  # writes the stack of a segmentation fault
         try:
             yield file
         finally:
@@ -46,7 +46,7 @@ def logged(run_dir: Path, rank: int, *, console: bool) -> Iterator[TextIO]:
 
 
 class _Tee:
-    """A stream whose text is also kept in a file, if there is one; without credentials."""
+    """A stream that also writes to `file` if there is one, and removes credentials."""
 
     def __init__(self, console: TextIO, file: TextIO | None) -> None:
         self._console, self._file = console, file
@@ -64,7 +64,7 @@ class _Tee:
 
 @contextlib.contextmanager
 def _redirected(file: TextIO) -> Iterator[None]:
-    """File descriptors 1 and 2 point to `file`."""
+    """Within it, file descriptors 1 and 2 point to `file`."""
     saved = [(fd, os.dup(fd)) for fd in (1, 2)]
     try:
         for fd, _ in saved:

@@ -1,7 +1,7 @@
-"""A folder of a driver and its workers in the machine's temporary folder.
+"""A temporary folder of a driver and its workers.
 
-A driver that is killed by kill -9 cannot remove its own. The next one does: each driver holds a lock
-in its folder, and a folder whose lock is free has lost its driver.
+A driver that is killed with SIGKILL cannot remove its folder; the next driver does. Each driver
+holds a lock in its folder, so a folder whose lock is free has no driver.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def scratch_folder() -> Iterator[Path]:
         unlocked = Path(name) / "unlocked"
         with unlocked.open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            unlocked.rename(Path(name) / _LOCK)  # never there without being held
+            unlocked.rename(Path(name) / _LOCK)  # exists only once it is locked
             yield Path(name)
 
 
 def _remove_abandoned() -> None:
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
-        with contextlib.suppress(OSError), path.open("r+") as lock:  # held, or somebody else's
+        with contextlib.suppress(OSError), path.open("r+") as lock:  # locked, or another user's
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path.parent, ignore_errors=True)

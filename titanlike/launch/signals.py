@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and dead parents: a process ends soon, says so, and leaves nobody behind."""
+"""Ctrl-C, SIGTERM and dead parents: a process exits soon, reports it, and leaves no children."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Any
 
 from titanlike.launch.stop_request import StopRequest
 
-GRACE = 5.0  # seconds that the main thread gets to end by itself after a signal
-_LOOK = 0.5  # seconds between looks whether a wish is in vain
+GRACE = 5.0  # seconds that the main thread gets to exit by itself after a signal
+_POLL = 0.5  # seconds between checks whether a stop request is futile
 
 
 class Interrupted(BaseException):
-    """A signal asked this process to end. A BaseException, so that no `except Exception` eats it."""
+    """A signal ends this process. A BaseException, so that no `except Exception` catches it."""
 
     def __init__(self, signum: int) -> None:
         self.signum = signum
@@ -28,106 +28,130 @@ class Interrupted(BaseException):
 
     @property
     def exit_code(self) -> int:
-        """130 for Ctrl-C, 143 for SIGTERM, 138 for SIGUSR1: what shells expect."""
+        """As in shells: 130 for Ctrl-C, 143 for SIGTERM, 138 for SIGUSR1."""
         return 128 + self.signum
 
 
 def handled_signals() -> list[signal.Signals]:
-    """The signals that end a run; one that is ignored (SIGHUP under nohup) stays ignored."""
+    """The signals that end a run, except those that are ignored (SIGHUP under nohup)."""
     wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     return [signum for signum in wanted if signal.getsignal(signum) is not signal.SIG_IGN]
 
 
 @contextlib.contextmanager
 def interruptible(
-    report_failure: Callable[[Interrupted], None] | None = None,
+    report: Callable[[Interrupted], None] | None = None,
     stop: StopRequest | None = None,
     grace: float = GRACE,
 ) -> Iterator[None]:
-    """Within it, a signal that `stop` does not take as a wish raises Interrupted in the main thread.
+    """Within it, a signal that `stop` does not defer raises Interrupted in the main thread.
 
-    A main thread inside a C call (a collective whose peer is gone) would get to it late or never:
-    after `grace` seconds a second thread calls `report_failure` and ends the process. So it does where
-    a wish was taken, but another rank has ended. A handler that the code inside installs for itself
-    takes its signal out of this hand.
+    A main thread inside a C call (a collective whose peer is gone) would raise it late or never:
+    after `grace` seconds a watcher thread calls `report` and ends the process. It also does so if a
+    signal was deferred, but another rank has failed. A handler that the code inside installs for
+    a signal replaces this one.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield  # a sweep's launcher may run jobs in threads; Python allows no handlers there
+        yield  # a sweep's launcher may run jobs in threads, where Python allows no handlers
         return
-
-    owner = os.getpid()
-    lock = threading.RLock()  # reentrant: a handler may interrupt a handler
-    ended, raised = threading.Event(), threading.Event()
-    ending: list[int] = []  # the signal that ends this process
-    reader, writer = os.pipe()
-    for end in (reader, writer):
-        os.set_blocking(end, False)
-
-    def judge() -> int:
-        """Take note of the signals that have come; the one that ends this process, or 0."""
-        with lock, contextlib.suppress(BlockingIOError):
-            while signums := os.read(reader, 1):
-                signum = signums[0]
-                if signum == 0 or signal.getsignal(signum) is not handler or ending:
-                    continue
-                if stop is None or not stop.receive(signum):
-                    ending.append(signum)
-        return ending[0] if ending else 0
-
-    def handler(signum: int, _: Any) -> None:
-        if os.getpid() != owner:  # a forked child (a data loader's): the pipe is its parent's
-            return
-        by = judge()
-        wake()  # the watcher sleeps on if the signal's byte is gone before it looks
-        if by and not raised.is_set():
-            raised.set()  # once: what ends in order must not be interrupted by impatience
-            raise Interrupted(by)
-
-    def wake() -> None:
-        with contextlib.suppress(BlockingIOError):  # full: it is awake
-            os.write(writer, b"\0")
-
-    def watch() -> None:
-        poll = select.poll()  # not select: a process may have more than 1024 files
-        poll.register(reader, select.POLLIN)
-        while not ended.is_set():
-            poll.poll(_LOOK * 1000 if stop is not None and stop.received else None)
-            if ended.is_set():
-                return
-            if by := judge():
-                if grace and not raised.wait(0.2):  # the handler came before its signal's byte
-                    _thread.interrupt_main(by)
-                give_up(by, grace)
-            elif stop is not None and stop.is_futile():
-                give_up(stop.code(), GRACE)
-
-    def give_up(signum: int, patience: float) -> None:
-        if not ended.wait(patience):
-            if report_failure is not None:
-                report_failure(Interrupted(signum))
-            exit_now(128 + signum)
-
-    before = {signum: signal.getsignal(signum) for signum in handled_signals()}
-    watcher = threading.Thread(target=watch, daemon=True, name="signals")
-    watcher.start()
-    for signum in before:
-        signal.signal(signum, handler)
-    wakeup_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    watcher = _SignalWatcher(report, stop, grace)
+    watcher.install()
     try:
         yield
     finally:
-        ended.set()
-        signal.set_wakeup_fd(wakeup_before)
-        for signum, old in before.items():
-            signal.signal(signum, old)
-        wake()
-        watcher.join(timeout=1)
-        os.close(writer)
-        os.close(reader)
+        watcher.uninstall()
+
+
+class _SignalWatcher:
+    """Signal handlers, and a thread that ends the process where they cannot run.
+
+    The thread learns of signals by the bytes that Python's wakeup descriptor writes to a pipe.
+    """
+
+    def __init__(
+        self,
+        report: Callable[[Interrupted], None] | None,
+        stop: StopRequest | None,
+        grace: float,
+    ) -> None:
+        self._report, self._stop, self._grace = report, stop, grace
+        self._pid = os.getpid()
+        self._lock = threading.RLock()  # reentrant: a handler may interrupt a handler
+        self._uninstalled, self._raised = threading.Event(), threading.Event()
+        self._fatal = 0  # the signal that ends this process
+        self._reader, self._writer = os.pipe()
+        for end in (self._reader, self._writer):
+            os.set_blocking(end, False)
+        self._handler = self._handle  # one object, for comparison with getsignal()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="signals")
+
+    def install(self) -> None:
+        self._previous = {signum: signal.getsignal(signum) for signum in handled_signals()}
+        self._thread.start()
+        for signum in self._previous:
+            signal.signal(signum, self._handler)
+        self._previous_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+
+    def uninstall(self) -> None:
+        self._uninstalled.set()
+        signal.set_wakeup_fd(self._previous_fd)
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+        self._wake()
+        self._thread.join(timeout=1)
+        os.close(self._writer)
+        os.close(self._reader)
+
+    def _handle(self, signum: int, _: Any) -> None:
+        if os.getpid() != self._pid:  # a forked child (a data loader's): the pipe is its parent's
+            return
+        fatal = self._process_signals()
+        self._wake()  # this may have taken the byte that was to wake the thread
+        if fatal and not self._raised.is_set():
+            self._raised.set()  # once: further signals must not interrupt the cleanup
+            raise Interrupted(fatal)
+
+    def _process_signals(self) -> int:
+        """Read the signals from the pipe; the one that ends this process, or 0."""
+        with self._lock, contextlib.suppress(BlockingIOError):
+            while signums := os.read(self._reader, 1):
+                signum = signums[0]
+                if signum == 0 or signal.getsignal(signum) is not self._handler or self._fatal:
+                    continue
+                if self._stop is None or not self._stop.receive(signum):
+                    self._fatal = signum
+        return self._fatal
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # full: it is awake
+            os.write(self._writer, b"\0")
+
+    def _watch(self) -> None:
+        """The thread: end the process if the main thread does not."""
+        stop = self._stop
+        poll = select.poll()  # not select(): a process may have more than 1024 open files
+        poll.register(self._reader, select.POLLIN)
+        while not self._uninstalled.is_set():
+            poll.poll(_POLL * 1000 if stop is not None and stop.received else None)
+            if self._uninstalled.is_set():
+                return
+            if fatal := self._process_signals():
+                # the handler may have run before its signal's byte was in the pipe
+                if self._grace and not self._raised.wait(0.2):
+                    _thread.interrupt_main(fatal)
+                self._end_process(fatal, self._grace)
+            elif stop is not None and stop.is_futile():
+                self._end_process(stop.code(), GRACE)
+
+    def _end_process(self, signum: int, grace: float) -> None:
+        if not self._uninstalled.wait(grace):
+            if self._report is not None:
+                self._report(Interrupted(signum))
+            exit_now(128 + signum)
 
 
 def exit_now(code: int) -> None:
-    """End this process without teardown, which could wait for dead peers; its children with it."""
+    """Exit without cleanup, which could wait for dead peers; kills child processes."""
     if "multiprocessing" in sys.modules:  # data loader workers
         import multiprocessing
 
@@ -145,5 +169,5 @@ def die_with_parent(parent: int, signum: signal.Signals) -> None:
         return
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signum))
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # it died before the call
         os._exit(128 + signum)

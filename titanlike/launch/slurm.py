@@ -1,4 +1,4 @@
-"""Ranks that SLURM's srun started, one process each: SLURM's variables as torch's."""
+"""Ranks started by SLURM's srun, one process each: torch's environment variables from SLURM's."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ import re
 import socket
 import subprocess
 
-# below 32768, from where the system gives ports away
-_PORTS = range(20000, 32000)
-_STEPS = 101  # ports apart are the same steps of two jobs that follow each other
+_PORTS = range(20000, 32000)  # below 32768, where Linux's ephemeral ports begin
+_STEPS = 101  # ports between the same step of two consecutive jobs
 
 
 def adopt_slurm() -> None:
-    """Take rank and world size from SLURM where `srun` started one process a rank.
+    """Set RANK, WORLD_SIZE and so on if `srun` started one process per rank.
 
-    MASTER_ADDR and MASTER_PORT stay where they are set. Without them the ranks meet on the step's
-    first node, at a port that they all find without talking: it is of this job and step. The tasks
-    of a job array are jobs, with numbers of their own.
+    MASTER_ADDR and MASTER_PORT default to the step's first node and a port derived from the ids of
+    job and step, so that all ranks find the same one. (Each task of a job array is a job with an id
+    of its own.)
     """
     env = os.environ
     if "RANK" in env or int(env.get("SLURM_STEP_NUM_TASKS", "1")) == 1:
@@ -37,7 +36,7 @@ def adopt_slurm() -> None:
 
 
 def tasks_of_nodes(text: str) -> list[int]:
-    """SLURM's short form, node by node: "2(x3),1" is [2, 2, 2, 1]."""
+    """Tasks of each node from SLURM's short form: "2(x3),1" is [2, 2, 2, 1]."""
     tasks: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -48,16 +47,16 @@ def tasks_of_nodes(text: str) -> list[int]:
 
 
 def _first_host(nodes: str) -> str:
-    """The first node: its name, or where no DNS knows that the address that SLURM has for it."""
+    """The first node's name, or if DNS does not resolve it, its address from SLURM."""
     host = _scontrol("show", "hostnames", nodes).split()[0]
     try:
         socket.getaddrinfo(host, None)
         return host
     except OSError:
-        known = re.search(r" NodeAddr=(\S+)", _scontrol("--oneliner", "show", "node", host))
-        return known[1] if known else host
+        address = re.search(r" NodeAddr=(\S+)", _scontrol("--oneliner", "show", "node", host))
+        return address[1] if address else host
 
 
-def _scontrol(*words: str) -> str:
+def _scontrol(*arguments: str) -> str:
     settings = {"capture_output": True, "text": True, "check": True, "timeout": 30}
-    return subprocess.run(["scontrol", *words], **settings).stdout
+    return subprocess.run(["scontrol", *arguments], **settings).stdout

@@ -1,9 +1,9 @@
-"""What one process does for one job, whoever started it.
+"""One rank of a job, whichever launcher started it.
 
 1. Its output goes to run_dir/logs/rankN.log.
-2. It waits until all ranks of the job are there; those that are not are named.
+2. It waits until all ranks of the job have started; missing ones are named.
 3. It calls the job's function.
-4. If that raises, it leaves the error in a file before anything is torn down.
+4. An error is written to a file before any cleanup.
 """
 
 from __future__ import annotations
@@ -35,35 +35,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Worker:
-    """This process' place in a job."""
+    """This process as a rank of a job."""
 
     rank: int
     world_size: int
-    local_rank: int  # among the processes of this machine
+    local_rank: int  # on this machine
     local_world_size: int
     run_dir: Path  # absolute
-    store: Store | None  # of this job alone; None where one process is the whole job
+    store: Store | None  # for this job alone; None for a job of one process
     overrides: list[str]
     stop_request: StopRequest = field(default_factory=StopRequest)
-    # in the process that reports the job: reports it, where no exception can leave the job any more
+    # in the process that reports the job: reports a hang, which no exception can end
     report_failure: Callable[[Failure], None] | None = None
 
 
 class BarrierTimeout(RuntimeError):
-    """Some ranks never came to a job."""
+    """Some ranks did not reach a barrier in time."""
 
 
 def run_job(job: Job, worker: Worker) -> dict[str, Any]:
-    """Call the job's function on this rank. What it raises is in the rank's log and error file."""
+    """Call the job's function on this rank. Writes its error to the rank's log and error file."""
     environment = dict(os.environ)
     with logged(job.run_dir, worker.rank, console=worker.rank == 0) as log:
         try:
-            places = barrier(worker, "start", job.config.launch.timeout, _place())
-            neighbours = _neighbours(places, worker.rank)
+            processes = barrier(worker, "start", job.config.launch.timeout, _process())
+            local = _local_pids(processes, worker.rank)
             worker.stop_request.started = job.started
-            worker.stop_request.watch_peers(
-                partial(_peer_gone, job.run_dir, worker.rank, neighbours)
-            )
+            worker.stop_request.watch_peers(partial(_peer_ended, job.run_dir, worker.rank, local))
             return job.load()(job.config, worker) or {}
         except (Interrupted, KeyboardInterrupt):
             raise
@@ -77,38 +75,38 @@ def run_job(job: Job, worker: Worker) -> dict[str, Any]:
             os.environ.update(environment)
 
 
-def _place() -> str:
-    """Where this process is, and its process id there: containers on a machine count their own."""
+def _process() -> str:
+    """This process as "MACHINE/PID_NAMESPACE PID": containers number their processes separately."""
     with contextlib.suppress(OSError):
         return f"{socket.gethostname()}/{os.stat('/proc/self/ns/pid').st_ino} {os.getpid()}"
     return f"{socket.gethostname()} {os.getpid()}"
 
 
-def _neighbours(places: list[str], rank: int) -> list[int]:
-    """Process ids of the ranks that are where `rank` is."""
-    here = places[rank].split()[0]
-    return [int(pid) for where, pid in map(str.split, places) if where == here]
+def _local_pids(processes: list[str], rank: int) -> list[int]:
+    """Process ids of the ranks on the machine of `rank`; all ranks as `_process` gives them."""
+    here = processes[rank].split()[0]
+    return [int(pid) for machine, pid in map(str.split, processes) if machine == here]
 
 
-def _lives(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # somebody else's: not to be touched, but there
+    except OSError:  # it exists, but is another user's
         pass
     return True
 
 
-def _peer_gone(run_dir: Path, rank: int, neighbours: list[int]) -> bool:
-    """Whether another rank failed or was killed. None ends otherwise before all have ended."""
-    return not all(map(_lives, neighbours)) or peer_failed(run_dir, rank)
+def _peer_ended(run_dir: Path, rank: int, local: list[int]) -> bool:
+    """Whether another rank failed or was killed: otherwise none ends before the last barrier."""
+    return not all(map(_is_alive, local)) or peer_failed(run_dir, rank)
 
 
 def barrier(worker: Worker, name: str, timeout: float, message: str = "") -> list[str]:
-    """Wait for all ranks at a point of a job, at most `timeout` seconds; every rank's message.
+    """Wait for all ranks at a named point of a job; returns each rank's `message`.
 
-    Raises BarrierTimeout with the ranks that did not come.
+    Raises BarrierTimeout after `timeout` seconds, with the ranks that are missing.
     """
     if worker.store is None:
         return [message]
@@ -117,19 +115,19 @@ def barrier(worker: Worker, name: str, timeout: float, message: str = "") -> lis
     try:
         worker.store.wait(keys, timedelta(seconds=timeout))
     except RuntimeError:
-        absent = [rank for rank, key in enumerate(keys) if not worker.store.check([key])]
-        if not absent:
+        missing = [rank for rank, key in enumerate(keys) if not worker.store.check([key])]
+        if not missing:
             raise
-        ranks = ", ".join(map(str, absent))
+        ranks = ", ".join(map(str, missing))
         raise BarrierTimeout(
             f"rank {ranks} did not reach the job's {name} in {timeout:g} s (launch.timeout); "
-            "see their logs, or whether their machine is up"
+            "see their logs, and check that their machines are up"
         ) from None
     return [worker.store.get(key).decode() for key in keys]
 
 
 def first_answer(worker: Worker, name: str, answer: str) -> str:
-    """The answer that the first of all ranks has given; "no" where they cannot be asked any more."""
+    """The answer of the rank that calls this first; "no" if the store is gone."""
     if worker.store is None:
         return answer
     try:
@@ -139,11 +137,11 @@ def first_answer(worker: Worker, name: str, answer: str) -> str:
 
 
 def main(scratch: str, driver: int) -> None:
-    """A worker process of the local launcher; `scratch` holds job.json and takes result.json.
+    """A worker process of the driver (a process id); `scratch` has job.json and gets result.json.
 
-    A signal that is no wish ends it at once: the driver is the one that reports.
+    A signal that is not deferred ends it immediately: the driver reports.
     """
-    die_with_parent(driver, signal.SIGKILL)  # nothing of value is lost: checkpoints are atomic
+    die_with_parent(driver, signal.SIGKILL)  # safe: checkpoints are atomic
     folder = Path(scratch)
     stop = StopRequest(folder)
     with interruptible(stop=stop, grace=0):
@@ -168,8 +166,8 @@ def main(scratch: str, driver: int) -> None:
         except Interrupted as interrupted:
             exit_now(interrupted.exit_code)
         except BaseException:
-            exit_now(1)  # a process group destroyed here would look like the cause to its peers
-        # no process is missed by its peers before all have ended: see `_peer_gone`
-        with contextlib.suppress(RuntimeError):  # the driver sees who has failed
+            exit_now(1)  # destroying the process groups would look like the root cause to peers
+        # none exits before all have finished: see `_peer_ended`
+        with contextlib.suppress(RuntimeError):  # the driver finds the rank that failed
             barrier(worker, "end", job.config.launch.timeout)
     sys.stdout.flush()

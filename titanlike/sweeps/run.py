@@ -16,7 +16,8 @@ from titanlike.config.credentials import redact
 from titanlike.config.errors import ConfigError, Problem, quoted
 from titanlike.config.schema import Config, Wandb
 from titanlike.job.check import removing_new_folders
-from titanlike.job.run import JobRunner, ResultReporter, config_problems, with_run_name
+from titanlike.job.report import ResultReporter
+from titanlike.job.run import JobRunner, config_problems, with_run_name
 from titanlike.launch.failures import JobFailed
 from titanlike.metrics.result import ended_by_max_time, read_result
 from titanlike.sweeps.context import Context
