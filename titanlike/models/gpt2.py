@@ -1,6 +1,6 @@
 """GPT-2: learned positions, LayerNorm, multi-head attention, GELU (Radford et al. 2019).
 
-Legend of shapes: B batch, T tokens, D dim, H heads, E = D // H head dim, V vocab_size.
+Shapes: B batch, T tokens, D dim, H heads, E = D // H head dim, V vocab_size.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from titanlike.models.sizes import not_positive
 
 
 class Embedding(nn.Module):
-    """Token plus position embedding: [B, T] -> [B, T, D]."""
+    """Sum of token and position embedding: [B, T] -> [B, T, D]."""
 
     def __init__(self, vocab_size: int, max_seq_len: int, dim: int):
         super().__init__()
@@ -25,6 +25,8 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
+    """Causal multi-head self-attention."""
+
     def __init__(self, dim: int, heads: int):
         super().__init__()
         self.heads = heads
@@ -32,17 +34,19 @@ class Attention(nn.Module):
         self.out = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        q, k, v = (  # [B, T, 3 D] -> three of [B, H, T, E]
+        q, k, v = (  # [B, T, D] -> [B, T, 3 * D] -> 3 x [B, T, H, E] -> 3 x [B, H, T, E]
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for part in self.qkv(x).chunk(3, dim=-1)
         )
         y = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None
         )  # [B, H, T, E]
-        return self.out(y.transpose(1, 2).flatten(-2))  # [B, T, D]
+        return self.out(y.transpose(1, 2).flatten(-2))  # [B, T, H, E] -> [B, T, D]
 
 
 class Block(nn.Module):
+    """A pre-norm transformer block: [B, T, D] -> [B, T, D]."""
+
     def __init__(self, dim: int, heads: int):
         super().__init__()
         self.attention_norm = nn.LayerNorm(dim)
@@ -53,14 +57,15 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), mask)
-        return x + self.down(F.gelu(self.up(self.ffn_norm(x)), approximate="tanh"))
+        hidden = F.gelu(self.up(self.ffn_norm(x)), approximate="tanh")  # [B, T, 4 * D]
+        return x + self.down(hidden)
 
 
 class Gpt2(nn.Module):
     """Token ids [B, T] -> logits [B, T, V].
 
-    tied: the head's matrix is the embedding's, as published.
-    Raises ValueError, one argument a problem, when the sizes do not fit each other.
+    tied: the head uses the token embedding's weight, as published.
+    Raises ValueError with one argument per problem where sizes do not fit each other.
     """
 
     def __init__(
@@ -98,7 +103,7 @@ class Gpt2(nn.Module):
         positions: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """document_ids, positions, mask: see `packing.py`."""
+        """document_ids, positions, mask: see `attention_inputs` in `packing.py`."""
         positions, mask = attention_inputs(ids, document_ids, positions, mask)
         x = self.embedding(ids, positions)  # [B, T] -> [B, T, D]
         for block in self.layers:
@@ -106,10 +111,10 @@ class Gpt2(nn.Module):
         return self.head(self.norm(x))  # [B, T, D] -> [B, T, V]
 
     def initial(self, name: str) -> tuple[float, float]:
-        """Mean and standard deviation of the normal distribution a parameter starts from.
+        """(mean, standard deviation) of the normal distribution of a parameter's initial values.
 
-        Section 2.3 of the paper: 0.02, residual projections scaled down by the square root of
-        their number; biases 0, norms 1.
+        Section 2.3 of the paper: 0.02, and residual projections scaled down by the square root of
+        their number; biases are 0, norms 1.
         """
         if name.endswith("bias"):
             return 0.0, 0.0
@@ -119,7 +124,7 @@ class Gpt2(nn.Module):
         return 0.0, 0.02 / (2 * self.depth) ** 0.5 if residual else 0.02
 
     def flops_per_token(self, tokens: int) -> float:
-        """Floating-point operations of forward and backward a token; see `llama.Llama`."""
+        """FLOPs of forward and backward per token, see `Llama.flops_per_token`."""
         matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         dim = self.norm.weight.numel()
         return 6 * matrices + 12 * self.depth * dim * tokens

@@ -1,17 +1,17 @@
 """Decoders of Hugging Face transformers, from a folder or from a family and sizes; never the hub.
 
-The model is transformers' own, so parameters keep its names and its checkpoints fit. What is
-changed is what a pipeline needs, none of which changes a number:
+The model is transformers' own, so parameter names and checkpoints are compatible. Changed is what a
+pipeline needs; none of it changes the results:
 
-1. `forward` takes the batch's fields and returns the logits alone.
-2. Masks are made of the batch without looking at its values (transformers looks whether a mask is
-   needed), so that each stage makes its own.
-3. Rotary tables are made of positions alone: transformers passes the hidden state along for its
-   dtype, which would send the tables from stage to stage.
+1. `forward` takes the batch's fields and returns the logits only.
+2. Masks are computed from the batch without reading values (transformers reads them to decide
+   whether a mask is needed), so that each stage computes its own.
+3. Rotary tables are computed from positions only: transformers also passes the hidden state, for
+   its dtype, and the tables would then be sent from stage to stage.
 
-Initial values: `hf_start.py` from scratch, `hf_weights.py` from a folder's safetensors.
+Initial weights: `hf_init.py` from scratch, `hf_weights.py` from a folder's safetensors.
 
-Legend of shapes: B batch, T tokens, V vocab_size.
+Shapes: B batch, T tokens, V vocab_size.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from titanlike.parallel.initialize import InitialWeights
 
-# Makers of masks that transformers' models import by name -> the key of the window's width.
+# Mask functions that transformers' models import by name -> config key of the sliding window.
 _MASKS = {"create_causal_mask": None, "create_sliding_window_causal_mask": "sliding_window"}
 
 
@@ -52,13 +52,14 @@ def hf(
 ) -> nn.Module:
     """A causal language model of transformers: token ids [B, T] -> logits [B, T, V].
 
-    path: a folder with config.json, and perhaps safetensors; family: transformers' `model_type`,
-    one of `hf_config.FAMILIES`, where there is no folder. config: what differs from the folder's or the
-    family's config, by transformers' keys. vocab_size, max_seq_len: of a family that does not say
-    them in `config`; what a folder's model must be able to do. attention: sdpa or eager.
+    path: a folder with config.json, optionally with safetensors.
+    family: without a folder: transformers' `model_type`, one of `hf_config.FAMILIES`.
+    config: transformers' keys that differ from the folder's or the family's config.
+    vocab_size, max_seq_len: of a family, unless set in `config`; for a folder, what it must support.
+    attention: sdpa or eager.
     weights: load (the folder's), scratch, or auto (the folder's if it has any).
 
-    Raises ValueError, one argument a problem.
+    Raises ValueError with one argument per problem.
     """
     try:
         import transformers
@@ -68,38 +69,38 @@ def hf(
         ) from None
     settings = settings_of(transformers, path, family, dict(config or {}), vocab_size, max_seq_len)
     if attention not in (None, "sdpa", "eager"):
-        raise ValueError(f"attention={attention}: is no implementation here; write attention=sdpa")
+        raise ValueError(f"attention={attention}: must be sdpa or eager; write attention=sdpa")
     if weights not in ("auto", "load", "scratch"):
         raise ValueError(f"weights={weights}: must be auto, load or scratch; write weights=auto")
     if weights == "load" and not (path and has_weights(Path(path))):
-        where = f"{path} has no safetensors" if path else "there is no path"
+        where = f"{path} has no safetensors" if path else "model.path is not set"
         raise ValueError(f"weights=load: {where}; write model.weights=scratch")
     others = other_weights(Path(path)) if path and not has_weights(Path(path)) else []
     if others and weights == "auto":
         raise ValueError(
-            f"path={path}: has weights in {others[0]}, and {SINGLE} or {INDEX} are read; write "
-            "model.weights=scratch to leave them, or save it as safetensors (save_pretrained does)"
+            f"path={path}: has weights in {others[0]}, and only {SINGLE} or {INDEX} are read; write "
+            "model.weights=scratch to ignore them, or save it as safetensors (save_pretrained does)"
         )
     eager = needs_eager(transformers, settings)
     if attention == "sdpa" and eager:
         raise ValueError(
             f"attention=sdpa: {settings.model_type} caps its scores or has sinks, which torch's "
-            "fused attention has not; write model.attention=eager"
+            "fused attention does not support; write model.attention=eager"
         )
     load = path and weights != "scratch" and has_weights(Path(path))
     try:
         model = _construct(settings, attention or ("eager" if eager else "sdpa"))
-    except (KeyError, AttributeError) as error:  # what a wrong config makes of it
+    except (KeyError, AttributeError) as error:  # of a wrong config
         raise ValueError(f"config={{...}}: {type(error).__name__} {error}") from error
-    model.learn(Path(path) if load else None)
+    model.set_up(Path(path) if load else None)
     return model
 
 
 class Decoder(nn.Module):
-    """Comes before a class of transformers in the model's bases."""
+    """A mixin: the first base class of the model, before transformers' own class."""
 
-    def learn(self, folder: Path | None) -> None:
-        """folder: with the weights to begin from. Raises ValueError where they do not fit."""
+    def set_up(self, folder: Path | None) -> None:
+        """folder: of the initial weights. Raises ValueError where they do not fit the model."""
         self._folder = folder
         self.max_seq_len = getattr(self.config, "max_position_embeddings", None)
         for module in self.modules():
@@ -116,7 +117,7 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """document_ids, positions, mask: see `packing.py`."""
+        """document_ids, positions, mask: see `attention_inputs` in `packing.py`."""
         positions, allowed = attention_inputs(ids, document_ids, positions, mask)
         given: dict[str, Any] = {"input_ids": ids, "use_cache": False}
         if "position_ids" in inspect.signature(super().forward).parameters:
@@ -125,24 +126,23 @@ class Decoder(nn.Module):
             return super().forward(**given).logits
 
     def warn_if_padding_and_no_attention_mask(self, *_: Any) -> None:
-        """Transformers looks for padding in the values of the batch, to warn."""
+        """Does nothing: transformers would read the batch's values to find padding."""
 
-    def starting_values(self, seed: int) -> InitialWeights:
-        """Where this rank's shards begin; see `titanlike.parallel.initialize`."""
+    def initial_weights(self, seed: int) -> InitialWeights:
+        """See `titanlike.parallel.initialize`."""
 
-        def again() -> Decoder:
-            model = _construct(self.config, self.config._attn_implementation)
-            return model
+        def build() -> Decoder:
+            return _construct(self.config, self.config._attn_implementation)
 
-        scratch = ScratchWeights(again, seed, everything=self._folder is None)
+        scratch = ScratchWeights(build, seed, everything=self._folder is None)
         return (
             scratch if self._folder is None else FolderWeights(self, self._folder, scratch.buffer)
         )
 
     def flops_per_token(self, tokens: int) -> float:
-        """Floating-point operations of forward and backward a token; see `llama.Llama`.
+        """FLOPs of forward and backward per token, see `Llama.flops_per_token`.
 
-        Of the experts those count that a token is sent to.
+        Only the experts that a token is routed to count.
         """
         config = self.config
         embedding = self.get_input_embeddings().weight
@@ -162,7 +162,7 @@ class Decoder(nn.Module):
 
 
 def _construct(settings: PreTrainedConfig, attention: str) -> Any:
-    """The model in fp32 on the device of the context it is called in."""
+    """The model in fp32 on torch's default device."""
     from transformers import AutoModelForCausalLM
 
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -170,22 +170,22 @@ def _construct(settings: PreTrainedConfig, attention: str) -> Any:
     )
     kind = type(model)
     model.__class__ = type(kind.__name__, (Decoder, kind), {"__module__": kind.__module__})
-    for module in model.modules():  # GPT-2 asks its inner model
+    for module in model.modules():  # GPT-2 calls it of its inner model
         if hasattr(module, "warn_if_padding_and_no_attention_mask") and module is not model:
             module.warn_if_padding_and_no_attention_mask = lambda *_: None
     return model
 
 
 def _experts(settings: PreTrainedConfig) -> dict[str, str]:
-    """Which implementation of a mixture of experts: one that does not branch on values."""
+    """An implementation of a mixture of experts that does not branch on values."""
     return {"experts_implementation": "grouped_mm"} if routes(settings) else {}
 
 
-# --- what depends on the batch alone -----------------------------------------------------------
+# --- masks and positions, from the batch alone -----------------------------------------------------------
 
 
 def _without_hidden_state(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """A rotary embedding's arguments, with an empty tensor in place of the hidden state."""
+    """A rotary embedding's arguments with an empty tensor in place of the hidden state."""
 
     def replace(x: Any) -> Any:
         floating = isinstance(x, Tensor) and x.is_floating_point()
@@ -196,7 +196,7 @@ def _without_hidden_state(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def _shapes_of_experts(config: PreTrainedConfig, ids: Tensor) -> Iterator[None]:
-    """On meta torch's grouped product takes bf16 alone; another one gives the same shapes."""
+    """On meta use batched_mm, which gives the same shapes: grouped_mm accepts bf16 only."""
     if not (ids.is_meta and routes(config)):
         yield
         return
@@ -210,9 +210,9 @@ def _shapes_of_experts(config: PreTrainedConfig, ids: Tensor) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _our_masks(model: nn.Module, ids: Tensor, allowed: Tensor | None) -> Iterator[None]:
-    """Within, the model's modules make masks that do not look at values.
+    """Within it, transformers' mask functions do not read values.
 
-    allowed: bool [B, 1, T, T], or None: causal over all.
+    allowed: bool [B, 1, T, T], or None = causal over the whole sequence.
     """
     modules = {sys.modules[type(part).__module__] for part in model.modules()}
     before = []
@@ -220,7 +220,7 @@ def _our_masks(model: nn.Module, ids: Tensor, allowed: Tensor | None) -> Iterato
         for name, window in _MASKS.items():
             if hasattr(module, name):
                 before.append((module, name, getattr(module, name)))
-                setattr(module, name, _maker(ids, allowed, window))
+                setattr(module, name, _mask_function(ids, allowed, window))
     try:
         yield
     finally:
@@ -228,8 +228,8 @@ def _our_masks(model: nn.Module, ids: Tensor, allowed: Tensor | None) -> Iterato
             setattr(module, name, function)
 
 
-def _maker(ids: Tensor, allowed: Tensor | None, window: str | None) -> Any:
-    """In place of transformers' `create_causal_mask` and its like."""
+def _mask_function(ids: Tensor, allowed: Tensor | None, window: str | None) -> Any:
+    """Replaces transformers' `create_causal_mask` and `create_sliding_window_causal_mask`."""
     tokens = ids.size(1)
 
     def make(
@@ -241,7 +241,7 @@ def _maker(ids: Tensor, allowed: Tensor | None, window: str | None) -> Any:
         allow_is_causal_skip: bool = True,
         **__: Any,
     ) -> Tensor | None:
-        """[B or 1, 1, T, T], true = attends; for eager attention added to the scores."""
+        """[B or 1, 1, T, T]: True = attends; for eager attention, what is added to the scores."""
         assert or_mask_function is None and and_mask_function is None, "refused by `settings_of`"
         eager = config._attn_implementation == "eager"
         width = getattr(config, window) if window else None
@@ -252,12 +252,12 @@ def _maker(ids: Tensor, allowed: Tensor | None, window: str | None) -> Any:
         mask = (at[:, None] >= at)[None, None] if allowed is None else allowed
         if slides:
             mask = mask & (at[:, None] - at < width)
-        if not allow_is_causal_skip:  # the model looks at its shape
+        if not allow_is_causal_skip:  # the model uses the mask's shape
             mask = mask.expand(ids.size(0), 1, tokens, tokens)
         if not eager:
             return mask
         dtype = inputs_embeds.dtype
-        none = torch.zeros((), dtype=dtype, device=ids.device)
-        return torch.where(mask, none, torch.finfo(dtype).min)
+        zero = torch.zeros((), dtype=dtype, device=ids.device)
+        return torch.where(mask, zero, torch.finfo(dtype).min)
 
     return make

@@ -1,10 +1,10 @@
-"""Initial values of a transformers model, from scratch, without the model's memory.
+"""Initial weights of a transformers model from scratch, without the whole model in memory.
 
-transformers initializes module by module with torch's functions. It is let do so once on the meta
-device, where it costs nothing, and what it writes into each parameter is noted: normal with a mean
-and a deviation, or a constant. A rank then draws the rows of its shards as for any other model,
-from (seed, name). Parameters that are initialized in another way (a ramp, a uniform distribution)
-are taken from a model that is constructed with these alone in memory.
+transformers initializes module by module with torch's functions. It does so once on the meta
+device, and what it writes into each parameter is recorded: a normal distribution or a constant. A
+rank then initializes the rows of its shards from (seed, name), as for any other model. Parameters
+that are initialized in another way (a ramp, a uniform distribution) are taken from a model that is
+constructed with only these in memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CONSTANT = {"zero_": 0.0, "zeros_": 0.0, "ones_": 1.0}
 
 @dataclass(frozen=True)
 class Write:
-    """What rows of a parameter are set to: normal(mean, std), or mean where std is 0."""
+    """A write to a parameter, or to one row: normal(mean, std), or the constant mean if std is 0."""
 
     row: int | None  # None = all
     mean: float
@@ -37,18 +37,18 @@ class ScratchWeights:
     origin = "from scratch: transformers' initialization, from seed and parameter name"
 
     def __init__(self, build: Callable[[], Any], seed: int, everything: bool = True) -> None:
-        """build: makes the model on the device of the context; everything: parameters too, else
-        only buffers."""
+        """build: makes the model on torch's default device; everything: parameters and buffers,
+        else buffers only."""
         self._seed = seed
         self._writes = record_initialization(build) if everything else {}
         custom = {name for name, writes in self._writes.items() if writes is None}
         with torch.device("meta"):
             meta = build()
-        kept = {
+        real_ones = {
             (type(meta.get_submodule(name.rpartition(".")[0])), name.rpartition(".")[2])
             for name in custom
         }
-        on_meta = parameters_on_meta(lambda module, name: (type(module), name) in kept)
+        on_meta = parameters_on_meta(lambda module, name: (type(module), name) in real_ones)
         with seeded(seed), on_meta, torch.device("cpu"):
             real = build()
         values = dict(real.named_parameters())
@@ -72,24 +72,24 @@ class ScratchWeights:
 
 
 def record_initialization(build: Callable[[], Any]) -> dict[str, list[Write] | None]:
-    """What transformers' initialization writes into each parameter; None where it is neither
+    """The writes of transformers' initialization to each parameter; None where one is neither
     normal nor constant."""
     with torch.device("meta"):
         model = build()
-    watcher = _Watcher(model)
-    with torch.no_grad(), watcher:
+    recorder = _Recorder(model)
+    with torch.no_grad(), recorder:
         model.initialize_weights()
-    return {name: watcher.writes.get(name) for name, _ in model.named_parameters()}
+    return {name: recorder.writes.get(name) for name, _ in model.named_parameters()}
 
 
-class _Watcher(TorchFunctionMode):
-    """Notes the in-place calls of torch's functions on a model's parameters."""
+class _Recorder(TorchFunctionMode):
+    """Records in-place calls of torch's functions on a model's parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._rows: dict[int, tuple[str, int]] = {}  # id of a row -> its parameter, its number
-        self._alive: list[Tensor] = []  # whose ids are known
+        self._rows: dict[int, tuple[str, int]] = {}  # id of a row -> its parameter and index
+        self._alive: list[Tensor] = []  # rows, so that ids stay unique
         self.writes: dict[str, list[Write] | None] = {}
 
     def __torch_function__(
@@ -106,25 +106,25 @@ class _Watcher(TorchFunctionMode):
             self._rows[id(result)] = name, args[1] % target.size(0)
             self._alive.append(result)
         elif called.endswith("_") and not called.startswith("__") or called == "__setitem__":
-            inside = target._base if target._base is not None else target
-            name, row = self._rows.get(id(target), (self._names.get(id(inside)), None))
+            base = target._base if target._base is not None else target
+            name, row = self._rows.get(id(target), (self._names.get(id(base)), None))
             if name is not None:
-                known = target is not inside and row is None
-                self._note(name, row, None if known else _distribution(called, args, kwargs))
+                unknown_view = target is not base and row is None
+                self._add(name, row, None if unknown_view else _distribution(called, args, kwargs))
         return result
 
-    def _note(self, name: str, row: int | None, what: tuple[float, float] | None) -> None:
+    def _add(self, name: str, row: int | None, distribution: tuple[float, float] | None) -> None:
         before = self.writes.get(name)
-        if what is None or (row is not None and (before is None or what[1] != 0)):
+        if distribution is None or (row is not None and (before is None or distribution[1] != 0)):
             self.writes[name] = None
         else:
-            self.writes[name] = [*(before if row is not None else []), Write(row, *what)]
+            self.writes[name] = [*(before if row is not None else []), Write(row, *distribution)]
 
 
 def _distribution(
     called: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[float, float] | None:
-    """(mean, std) that a call sets its tensor to."""
+    """(mean, std) of what a call writes; None if it is neither normal nor constant."""
     if called in _CONSTANT:
         return _CONSTANT[called], 0.0
     given = dict(zip(("tensor", "mean", "std"), args, strict=False)) | kwargs

@@ -1,8 +1,8 @@
-"""Initial values of a transformers model out of a folder's safetensors, slice by slice.
+"""Initial weights of a transformers model from a folder's safetensors, slice by slice.
 
-A rank reads the rows of its shards and nothing else. The names in the files are transformers' own
-of when they were written: where transformers maps them to the names of today, so is it done here,
-experts that are stored one by one included.
+A rank reads only the rows of its shards. Names in the files are those of the transformers version
+that wrote them, and are mapped by transformers' own conversion rules; experts that are stored one
+by one are merged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-_SHOWN = 3  # names in a message
+_MAX_SHOWN = 3  # names in a message
 
 
 def has_weights(folder: Path) -> bool:
@@ -28,14 +28,14 @@ def has_weights(folder: Path) -> bool:
 
 
 def other_weights(folder: Path) -> list[str]:
-    """Files that hold weights in a way that is not read here."""
+    """Files with weights in formats that are not read here."""
     kinds = (".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".safetensors")
     return sorted(path.name for path in folder.glob("*") if path.suffix in kinds)
 
 
 @dataclass
 class Experts:
-    """A parameter [experts, out, in] that is stored as matrices, [rows of out, in] each."""
+    """A parameter [experts, out, in] that is stored as matrices, each [part of out, in]."""
 
     matrices: list[list[str]] = field(default_factory=list)  # of each expert, in order
 
@@ -46,7 +46,7 @@ class FolderWeights:
     def __init__(
         self, model: Any, folder: Path, buffer: Callable[[str], Tensor] | None = None
     ) -> None:
-        """model: on any device; buffer: the buffers, which are not in the files.
+        """model: on any device; buffer: gives the buffers that are not in the files.
 
         Raises ValueError.
         """
@@ -69,23 +69,23 @@ class FolderWeights:
         return self._slice(source)[rows.start : rows.stop].float()
 
     def buffer(self, name: str) -> Tensor:
-        """Buffers that a file holds are read from there."""
+        """From the files where they contain it."""
         if name in self._sources:
             return self._handle(self._sources[name]).get_tensor(self._sources[name])
         assert self._buffer is not None
         return self._buffer(name)
 
     def check(self) -> None:
-        """That every parameter is there in its shape. Raises ValueError; reads headers only."""
+        """Raise ValueError for parameters of another shape; reads headers only."""
         wrong = []
         for name, parameter in self._model.named_parameters():
             found, needed = self._shape(name), list(parameter.shape)
             if found != needed:
                 wrong.append(f"{name} is {found} in the files and {needed} in the model")
         if wrong:
-            more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+            more = f" and {len(wrong) - _MAX_SHOWN} more" if len(wrong) > _MAX_SHOWN else ""
             raise ValueError(
-                f"path={self._folder}: {', '.join(wrong[:_SHOWN])}{more}; use the sizes of its "
+                f"path={self._folder}: {', '.join(wrong[:_MAX_SHOWN])}{more}; use the sizes of its "
                 "config.json, or model.weights=scratch"
             )
 
@@ -123,7 +123,7 @@ class FolderWeights:
             ) from None
 
     def _find_sources(self) -> dict[str, str | Experts]:
-        """What each parameter is made of. Raises ValueError."""
+        """Parameter or buffer -> name in the files, or experts to merge. Raises ValueError."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import (
             WeightConverter,
@@ -155,21 +155,21 @@ class FolderWeights:
             canonical[name] = first[id(parameter)]
         for name, source in list(sources.items()):
             sources.setdefault(canonical.get(name, name), source)
-        self._missing([name for name in first.values() if name not in sources])
-        self._unexpected([name for name in sources if name not in state])
+        self._check_missing([name for name in first.values() if name not in sources])
+        self._check_unexpected([name for name in sources if name not in state])
         return sources
 
     def _experts(
         self, name: str, patterns: dict[str, list[str]], converters: list[Any]
     ) -> str | Experts:
-        """Raises ValueError for a conversion that is not the one of experts."""
+        """Raises ValueError for any other conversion than merging experts."""
         converter = next(c for c in converters if set(patterns) <= set(c.source_patterns))
         steps = [(type(step).__name__, getattr(step, "dim", None)) for step in converter.operations]
         if steps not in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]):
             kinds = " and ".join(kind for kind, _ in steps)
             raise ValueError(
-                f"path={self._folder}: {name} has another form in the files, which transformers "
-                f"converts by {kinds}; write the folder anew with transformers' save_pretrained"
+                f"path={self._folder}: {name} is stored in another form, which transformers "
+                f"converts by {kinds}; write the folder again with transformers' save_pretrained"
                 "(save_original_format=False)"
             )
         lists = [patterns.get(pattern, []) for pattern in converter.source_patterns]
@@ -178,23 +178,23 @@ class FolderWeights:
             raise ValueError(f"path={self._folder}: experts of {name} are missing; copy it again")
         return Experts([list(keys) for keys in zip(*lists, strict=True)])
 
-    def _missing(self, names: list[str]) -> None:
+    def _check_missing(self, names: list[str]) -> None:
         if names:
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
             raise ValueError(
-                f"path={self._folder}: its files lack {', '.join(names[:_SHOWN])}{more}; write "
+                f"path={self._folder}: its files lack {', '.join(names[:_MAX_SHOWN])}{more}; write "
                 "model.weights=scratch, or copy the files again"
             )
 
-    def _unexpected(self, names: list[str]) -> None:
-        """A file with more layers than the model is not its file."""
+    def _check_unexpected(self, names: list[str]) -> None:
+        """Raise ValueError for tensors that the model lacks, such as more layers."""
         ignored = [*(self._model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
         ignored += [r"\.attn\.(masked_)?bias$", r"^lm_head\.weight$"]
         left = [name for name in names if not any(re.search(part, name) for part in ignored)]
         if left:
-            more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
+            more = f" and {len(left) - _MAX_SHOWN} more" if len(left) > _MAX_SHOWN else ""
             raise ValueError(
-                f"path={self._folder}: the model has no {', '.join(left[:_SHOWN])}{more}, which "
+                f"path={self._folder}: the model has no {', '.join(left[:_MAX_SHOWN])}{more}, which "
                 "its files have; use its own config.json, or model.weights=scratch"
             )
 
@@ -211,9 +211,9 @@ def _files(folder: Path) -> dict[str, str]:
             ) from None
         lost = sorted({name for name in files.values() if not (folder / name).is_file()})
         if lost:
-            more = f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
+            more = f" and {len(lost) - _MAX_SHOWN} more" if len(lost) > _MAX_SHOWN else ""
             raise ValueError(
-                f"path={folder}: lacks {', '.join(lost[:_SHOWN])}{more}; copy the files again"
+                f"path={folder}: lacks {', '.join(lost[:_MAX_SHOWN])}{more}; copy the files again"
             )
         return files
     try:
@@ -226,5 +226,5 @@ def _files(folder: Path) -> dict[str, str]:
 
 
 def _natural(key: str) -> list[tuple[bool, int, str]]:
-    """Sorts experts.10 after experts.9."""
+    """A sort key: experts.10 after experts.9."""
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in key.split(".")]

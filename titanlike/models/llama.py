@@ -1,7 +1,7 @@
 """Llama: RMSNorm, rotary embedding, grouped-query attention, SwiGLU (arXiv 2302.13971, 2407.21783).
 
-Legend of shapes: B batch, T tokens, D dim, H query heads, K key/value heads, E = D // H head dim,
-F ffn_dim, V vocab_size. The model knows nothing of parallelism.
+Shapes: B batch, T tokens, D dim, H query heads, K key/value heads, E = D // H head dim, F ffn_dim,
+V vocab_size. The model contains no parallelism.
 """
 
 from __future__ import annotations
@@ -22,28 +22,32 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(dim))
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # [..., D] -> [..., D]
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 def rotary_table(positions: Tensor, head_dim: int, theta: float) -> Tensor:
-    """cos and sin of position x frequency (arXiv 2104.09864): [..., T] -> fp32 [2, ..., T, E / 2].
+    """cos and sin of position * frequency (arXiv 2104.09864): [..., T] -> fp32 [2, ..., T, E/2].
 
-    Computed in every forward, which costs next to nothing beside a block.
+    Computed in every forward: its cost is negligible beside a block's.
     """
     exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    angle = positions.float().unsqueeze(-1) * theta**-exponent  # [..., T, E/2]
+    angle = (
+        positions.float().unsqueeze(-1) * theta**-exponent
+    )  # [..., T, 1] * [E/2] -> [..., T, E/2]
     return torch.stack([angle.cos(), angle.sin()])
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Rotate the two halves of each head of x [B, H, T, E] in fp32, and return x's dtype."""
+    """Rotate the two halves of each head in fp32: x [B, H, T, E] -> the same shape and dtype."""
     cos, sin = table.unsqueeze(-3) if table.dim() == 4 else table  # [B, 1, T, E/2] or [T, E/2]
     a, b = x.float().chunk(2, dim=-1)  # [B, H, T, E/2] each
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).type_as(x)
 
 
 class Attention(nn.Module):
+    """Causal self-attention; K < H key/value heads are shared by groups of query heads."""
+
     def __init__(self, dim: int, heads: int, kv_heads: int):
         super().__init__()
         self.head_dim = dim // heads
@@ -53,7 +57,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(heads * self.head_dim, dim, bias=False)
 
     def forward(self, x: Tensor, table: Tensor, mask: Tensor | None) -> Tensor:
-        q, k, v = (  # [B, T, heads, E] -> [B, heads, T, E]
+        q, k, v = (  # [B, T, D] -> [B, T, H or K, E] -> q [B, H, T, E]; k, v [B, K, T, E]
             w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for w in (self.wq, self.wk, self.wv)
         )
@@ -65,11 +69,11 @@ class Attention(nn.Module):
             is_causal=mask is None,
             enable_gqa=q.size(1) != k.size(1),
         )  # [B, H, T, E]
-        return self.wo(y.transpose(1, 2).flatten(-2))  # [B, T, D]
+        return self.wo(y.transpose(1, 2).flatten(-2))  # [B, T, H, E] -> [B, T, H * E] -> [B, T, D]
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (arXiv 2002.05202)."""
+    """SwiGLU (arXiv 2002.05202): [B, T, D] -> [B, T, F] -> [B, T, D]."""
 
     def __init__(self, dim: int, ffn_dim: int):
         super().__init__()
@@ -82,6 +86,8 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
+    """A pre-norm transformer block: [B, T, D] -> [B, T, D]."""
+
     def __init__(self, dim: int, heads: int, kv_heads: int, ffn_dim: int, norm_eps: float):
         super().__init__()
         self.attention_norm = RMSNorm(dim, norm_eps)
@@ -97,8 +103,8 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """Token ids [B, T] -> logits [B, T, V].
 
-    tied: the head's matrix is the embedding's.
-    Raises ValueError, one argument a problem, when the sizes do not fit each other.
+    tied: the head uses the embedding's weight.
+    Raises ValueError with one argument per problem where sizes do not fit each other.
     """
 
     def __init__(
@@ -129,8 +135,8 @@ class Llama(nn.Module):
         if dim % (2 * heads):
             fit = -(-dim // (2 * heads)) * 2 * heads
             problems.append(
-                f"heads={heads}: dim={dim} is no even number for each (the rotary embedding turns "
-                f"pairs); write model.dim={fit}"
+                f"heads={heads}: dim={dim} does not give each head an even size (the rotary "
+                f"embedding rotates pairs); write model.dim={fit}"
             )
         if heads % kv_heads:
             fit = max(k for k in range(1, kv_heads) if heads % k == 0)
@@ -158,19 +164,19 @@ class Llama(nn.Module):
         positions: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """document_ids, positions, mask: see `packing.py`."""
+        """document_ids, positions, mask: see `attention_inputs` in `packing.py`."""
         positions, mask = attention_inputs(ids, document_ids, positions, mask)
-        table = rotary_table(positions, self.head_dim, self.rope_theta)
+        table = rotary_table(positions, self.head_dim, self.rope_theta)  # [2, (B,) T, E/2]
         x = self.embedding(ids)  # [B, T] -> [B, T, D]
         for block in self.layers:
             x = block(x, table, mask)
         return self.head(self.norm(x))  # [B, T, D] -> [B, T, V]
 
     def initial(self, name: str) -> tuple[float, float]:
-        """Mean and standard deviation of the normal distribution a parameter starts from.
+        """(mean, standard deviation) of the normal distribution of a parameter's initial values.
 
-        The projections that write into the residual stream are scaled down by the square root of
-        their number (Radford et al. 2019, section 2.3).
+        Projections that write into the residual stream are scaled down by the square root of their
+        number (Radford et al. 2019, section 2.3).
         """
         if "norm" in name:
             return 1.0, 0.0
@@ -178,11 +184,10 @@ class Llama(nn.Module):
         return 0.0, 0.02 / (2 * self.depth) ** 0.5 if residual else 0.02
 
     def flops_per_token(self, tokens: int) -> float:
-        """Floating-point operations of forward and backward, a token of sequences of `tokens`.
+        """FLOPs of forward and backward per token, in sequences of `tokens`; of the whole model.
 
-        6 a matrix parameter and 12 a pair of tokens and channel of attention, the convention of
-        arXiv 2204.02311, appendix B (it does not subtract the causal half). To be asked of the whole
-        model. Embedding look-ups are free.
+        6 per matrix parameter, and 12 * dim per layer and attended token: the convention of arXiv
+        2204.02311, appendix B, which does not subtract the causal half. Embedding lookups are free.
         """
         matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         return 6 * matrices + 12 * self.depth * self.norm.weight.numel() * tokens

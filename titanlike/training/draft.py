@@ -25,7 +25,8 @@ from titanlike.data.sources import Data
 from titanlike.graph.cut import StageGraph, cut
 from titanlike.graph.model_graph import Fields, ModelGraph, fields_of
 from titanlike.graph.recording import RecordError
-from titanlike.models.registry import build_model, model_problems, resolve_model
+from titanlike.models.checks import model_problems
+from titanlike.models.registry import build_model, resolve_model
 from titanlike.optim.chunked_loss import HeadNested, find_head, with_chunked_loss
 from titanlike.optim.loss import Loss, build_loss, check_loss
 from titanlike.parallel.batchnorm import leave_statistics, norm_problems

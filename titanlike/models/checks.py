@@ -1,0 +1,72 @@
+"""Errors of a model that could be built: its sizes against the data's, tensors that stages lack."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from titanlike.config.errors import Problem
+from titanlike.config.schema import Config
+from titanlike.data.checks import vocab_size
+
+
+def model_problems(model: nn.Module, config: Config) -> list[Problem]:
+    """Problems of a model on meta, with this config."""
+    problems: list[Problem] = []
+
+    def wrong(key: str, value: Any, reason: str, fix: str) -> None:
+        problems.append(Problem(key, value, reason, fix))
+
+    if hasattr(model, "initial"):
+        problems += _initial_problems(config, model)
+    scalars = [name for name, p in model.named_parameters() if p.dim() == 0]
+    if scalars and (config.dp > 1 or config.precision.name == "bf16" or config.fsdp.cpu_offload):
+        reason = f"its parameter {scalars[0]} has no dimension, so FSDP cannot shard it"
+        wrong("model.name", config.model.name, reason, "a parameter of shape [1]")
+    unregistered = _unregistered_tensor(model)
+    if unregistered is not None:
+        reason = f"its attribute {unregistered} is a tensor and not a buffer: it would stay on meta"
+        fix = f"self.register_buffer('{unregistered.rpartition('.')[2]}', ..., persistent=False)"
+        wrong("model.name", config.model.name, reason, fix)
+    longest = getattr(model, "max_seq_len", None)
+    if longest is not None and longest < config.seq_len:
+        wrong(
+            "seq_len",
+            config.seq_len,
+            f"is longer than the model's max_seq_len={longest}",
+            f"seq_len={longest} or model.max_seq_len={config.seq_len}",
+        )
+    if config.model.args.get("vocab_size") is not None:
+        needed, given = vocab_size(config), config.model.args["vocab_size"]
+        if given < needed:
+            wrong(
+                "model.vocab_size",
+                given,
+                f"is smaller than the {needed} token ids of data={config.data.name}",
+                "model.vocab_size=null (taken from the data)",
+            )
+    return problems
+
+
+def _unregistered_tensor(model: nn.Module) -> str | None:
+    """The name of a tensor attribute that is neither parameter nor buffer, or None."""
+    known = {id(t) for t in (*model.parameters(), *model.buffers())}
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and id(value) not in known:
+                return f"{name}.{attribute}".lstrip(".")
+    return None
+
+
+def _initial_problems(config: Config, model: nn.Module) -> list[Problem]:
+    """Check what `model.initial(name)` returns; reports the first problem."""
+    for name, _ in model.named_parameters():
+        answer = model.initial(name)
+        pair = isinstance(answer, tuple) and len(answer) == 2
+        if not pair or not all(isinstance(number, (int, float)) for number in answer):
+            reason = f"its initial({name!r}) returned {answer!r}"
+            fix = "return (mean, standard deviation) of a normal distribution"
+            return [Problem("model.name", config.model.name, reason, fix)]
+    return []
