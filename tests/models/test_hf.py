@@ -293,7 +293,7 @@ def problem_of(**args: Any) -> str:
     [
         ({}, ["model.path=null", "model.family=llama"]),
         ({"family": "lama"}, ["model.family=lama", "write model.family=llama"]),
-        ({"family": "bert"}, ["model.family=bert", "none of the families"]),
+        ({"family": "bert"}, ["model.family=bert", "not among the families"]),
         ({"family": "mamba"}, ["model.family=mamba", "refused: its layers scan"]),
         (
             {"family": "llama", "config": {"hiden_size": 64}},
@@ -311,7 +311,7 @@ def problem_of(**args: Any) -> str:
             ["seq_len=16", "write seq_len=8"],
         ),
         ({"path": "meta-llama/Llama-3-8B"}, ["nothing is downloaded", "hf download meta-llama"]),
-        ({"path": "/nowhere"}, ["is no folder"]),
+        ({"path": "/nowhere"}, ["is not a folder"]),
     ],
     ids=str,
 )

@@ -68,6 +68,21 @@ def hf(
             "name=hf: transformers is not installed; run pip install 'titanlike[hf]'"
         ) from None
     settings = settings_of(transformers, path, family, dict(config or {}), vocab_size, max_seq_len)
+    eager = needs_eager(transformers, settings)
+    _check_choices(settings, path, attention, weights, eager)
+    load = path and weights != "scratch" and has_weights(Path(path))
+    try:
+        model = _construct(settings, attention or ("eager" if eager else "sdpa"))
+    except (KeyError, AttributeError) as error:  # of a wrong config
+        raise ValueError(f"config={{...}}: {type(error).__name__} {error}") from error
+    model.set_up(Path(path) if load else None)
+    return model
+
+
+def _check_choices(
+    settings: PreTrainedConfig, path: str | None, attention: str | None, weights: str, eager: bool
+) -> None:
+    """Raise ValueError for `attention` and `weights` that do not fit the model or the folder."""
     if attention not in (None, "sdpa", "eager"):
         raise ValueError(f"attention={attention}: must be sdpa or eager; write attention=sdpa")
     if weights not in ("auto", "load", "scratch"):
@@ -81,19 +96,11 @@ def hf(
             f"path={path}: has weights in {others[0]}, and only {SINGLE} or {INDEX} are read; write "
             "model.weights=scratch to ignore them, or save it as safetensors (save_pretrained does)"
         )
-    eager = needs_eager(transformers, settings)
     if attention == "sdpa" and eager:
         raise ValueError(
             f"attention=sdpa: {settings.model_type} caps its scores or has sinks, which torch's "
             "fused attention does not support; write model.attention=eager"
         )
-    load = path and weights != "scratch" and has_weights(Path(path))
-    try:
-        model = _construct(settings, attention or ("eager" if eager else "sdpa"))
-    except (KeyError, AttributeError) as error:  # of a wrong config
-        raise ValueError(f"config={{...}}: {type(error).__name__} {error}") from error
-    model.set_up(Path(path) if load else None)
-    return model
 
 
 class Decoder(nn.Module):

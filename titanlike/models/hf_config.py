@@ -1,4 +1,4 @@
-"""Configs of transformers: which families work here, and what a user's keys make of one."""
+"""Configs of transformers models: the supported families, and the user's keys applied to one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from titanlike.config.errors import nearest, override_text
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# transformers' model_type of the families that the tests prove.
+# model_type, in transformers, of the families that are tested.
 _TESTED = """
     apertus arcee bloom cohere cohere2 cwm deepseek_v3 dots1 ernie4_5 exaone4 falcon
     flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox gpt_oss
@@ -20,7 +20,7 @@ _TESTED = """
     phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2 vaultgemma
     """
 FAMILIES = tuple(_TESTED.split())
-# ... and of those that are known not to work, with the reason.
+# Families that are known not to work -> reason.
 _SCANS = "its layers scan over the sequence with kernels that are neither split nor packed here"
 _CHUNKS = "its attention in chunks is not rebuilt here"
 REFUSED = {
@@ -38,7 +38,7 @@ REFUSED = {
     "phimoe": "no gradient reaches its router",
     "biogpt": "it draws its layers at random",
     "lfm2": "its convolutions reach across documents",
-    "gemma3": "it has images; its text part is family gemma3_text",
+    "gemma3": "it has images; its text model is family gemma3_text",
 }
 
 
@@ -50,36 +50,59 @@ def settings_of(
     vocab_size: int | None,
     max_seq_len: int | None,
 ) -> PreTrainedConfig:
-    """transformers' config. Raises ValueError, one argument a problem."""
-    if (path is None) == (family is None):
+    """transformers' config for `hf`'s arguments. Raises ValueError with one argument per problem."""
+    if path is not None and family is None:
+        settings = _from_folder(transformers, path)
+    elif family is not None and path is None:
+        settings = _from_family(transformers, family, config, vocab_size, max_seq_len)
+    else:
         reason = "give a folder or a family" if path is None else "give model.path or model.family"
         raise ValueError(f"path={path or 'null'}: {reason}; write model.family=llama")
-    if path is not None:
-        folder = Path(path)
-        if not (folder / "config.json").is_file():
-            raise ValueError(_no_folder(path))
-        try:
-            settings = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        except (ValueError, OSError) as error:
-            raise ValueError(f"path={path}: its config.json: {_line(error)}") from None
-        settings = settings.get_text_config() if settings.model_type in FAMILIES else settings
-    else:
-        _check_family(family, "family", family)
-        settings = transformers.AutoConfig.for_model(family)
-        given = {settings.attribute_map.get(key, key) for key in config}
-        for key, value in (("vocab_size", vocab_size), ("max_position_embeddings", max_seq_len)):
-            inner = settings.attribute_map.get(key, key)
-            if value is not None and inner not in given and _has(settings, key):
-                config[key] = value
-        for key in ("pad_token_id", "bos_token_id", "eos_token_id"):  # of the family's tokenizer
-            number = getattr(settings, key, None)
-            if (
-                type(number) is int
-                and key not in given
-                and number >= config.get("vocab_size", settings.vocab_size)
-            ):
-                config[key] = None
     _check_family(settings.model_type, "path" if path else "family", path or family)
+    _check_keys(settings, config)
+    plain = settings.to_dict() if path else {}
+    changes = {settings.attribute_map.get(key, key): value for key, value in config.items()}
+    if "layer_types" in plain and {"num_hidden_layers", "sliding_window"} & changes.keys():
+        plain.pop("layer_types")  # its length is the number of layers
+    try:
+        settings = type(settings)(**{**plain, **changes})
+    except Exception as error:  # transformers checks types and sizes with its own errors
+        raise ValueError(f"model.config={override_text(config)}: {_line(error)}") from None
+    return _checked(settings, path, vocab_size, max_seq_len)
+
+
+def _from_folder(transformers: Any, path: str) -> PreTrainedConfig:
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        raise ValueError(_no_folder(path))
+    try:
+        settings = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"path={path}: its config.json: {_line(error)}") from None
+    return settings.get_text_config() if settings.model_type in FAMILIES else settings
+
+
+def _from_family(
+    transformers: Any, family: str, config: dict, vocab_size: int | None, max_seq_len: int | None
+) -> PreTrainedConfig:
+    """The family's default config; adds to `config` what depends on the data."""
+    _check_family(family, "family", family)
+    settings = transformers.AutoConfig.for_model(family)
+    given = {settings.attribute_map.get(key, key) for key in config}
+    for key, value in (("vocab_size", vocab_size), ("max_position_embeddings", max_seq_len)):
+        own_key = settings.attribute_map.get(key, key)
+        if value is not None and own_key not in given and _has(settings, key):
+            config[key] = value
+    for key in ("pad_token_id", "bos_token_id", "eos_token_id"):  # of the family's tokenizer
+        token = getattr(settings, key, None)
+        outside = type(token) is int and token >= config.get("vocab_size", settings.vocab_size)
+        if outside and key not in given:
+            config[key] = None
+    return settings
+
+
+def _check_keys(settings: PreTrainedConfig, config: dict) -> None:
+    """Raise ValueError for keys that transformers' config does not have."""
     known = {*settings.to_dict(), *settings.attribute_map}
     problems = []
     for key, value in config.items():
@@ -93,15 +116,6 @@ def settings_of(
         )
     if problems:
         raise ValueError(*problems)
-    plain = settings.to_dict() if path else {}
-    inner = {settings.attribute_map.get(key, key): value for key, value in config.items()}
-    if "layer_types" in plain and {"num_hidden_layers", "sliding_window"} & inner.keys():
-        plain.pop("layer_types")  # as long as the layers
-    try:
-        settings = type(settings)(**{**plain, **inner})
-    except Exception as error:  # transformers checks types and sizes with errors of its own
-        raise ValueError(f"model.config={override_text(config)}: {_line(error)}") from None
-    return _checked(settings, path, vocab_size, max_seq_len)
 
 
 def _has(settings: PreTrainedConfig, key: str) -> bool:
@@ -111,7 +125,7 @@ def _has(settings: PreTrainedConfig, key: str) -> bool:
 def _checked(
     settings: PreTrainedConfig, path: str | None, vocab_size: int | None, max_seq_len: int | None
 ) -> PreTrainedConfig:
-    """What no layout could train, and what the data needs. Raises ValueError."""
+    """Raise ValueError for what no layout can train, and for sizes that the data exceeds."""
     problems = []
     if getattr(settings, "quantization_config", None):
         problems.append(f"path={path}: its weights are quantized; write a folder in bf16 or fp32")
@@ -170,7 +184,7 @@ def _check_family(family: str, key: str, value: str) -> None:
     near = nearest(family, FAMILIES)
     fix = f"; write model.family={near}" if near and key == "family" else ""
     raise ValueError(
-        f"{key}={value}: {family} is none of the families that are tested here "
+        f"{key}={value}: {family} is not among the families that are tested here "
         f"({', '.join(FAMILIES)}){fix}"
     )
 
@@ -179,10 +193,10 @@ def _no_folder(path: str) -> str:
     if Path(path).is_dir():
         return f"path={path}: has no config.json; write model.path=..., a folder that has one"
     return (
-        f"path={path}: is no folder, and nothing is downloaded here; write model.path=FOLDER after "
+        f"path={path}: is not a folder, and nothing is downloaded here; write model.path=FOLDER after "
         f"hf download {path} --local-dir FOLDER"
         if path.count("/") == 1 and not path.startswith((".", "/", "~"))
-        else f"path={path}: is no folder; write model.path=..., one that save_pretrained wrote"
+        else f"path={path}: is not a folder; write model.path=..., one that save_pretrained wrote"
     )
 
 
@@ -197,7 +211,7 @@ def routes(settings: PreTrainedConfig) -> bool:
 
 
 def needs_eager(transformers: Any, settings: PreTrainedConfig) -> bool:
-    """Whether a family's attention is none that torch's fused one can do."""
+    """Whether torch's fused attention does not support the family's."""
     kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
     capped = getattr(settings, "attn_logit_softcapping", None) is not None
     return capped or not kind._supports_sdpa
