@@ -128,14 +128,13 @@ def test_a_mistake_is_told_once_within_seconds_and_no_node_begins(
 
 
 def test_a_sweep_is_an_array_whose_tasks_share_the_jobs(cluster: Cluster, folder: Path) -> None:
-    words = [*TINY, "steps=2", "seed=0,1", "batch_size=2,4"]
+    words = [*TINY, "steps=2", "seed=0,1"]
     array = cluster.submit("sweep.sbatch", *words, options=("--array=3-5:2",), cwd=folder)
     for task in (3, 5):
         assert cluster.wait(f"{array}_{task}")["JobState"] == "COMPLETED", log(folder)
     sweep = folder / "outputs" / f"slurm-sweep-{array}"
-    assert {result(sweep / f"{number}")["status"] for number in range(4)} == {"completed"}
-    jobs = [result(sweep / f"{number}")["overrides"][-2:] for number in range(4)]
-    assert len({tuple(job) for job in jobs}) == 4, jobs
+    assert {result(sweep / f"{number}")["status"] for number in range(2)} == {"completed"}
+    assert [result(sweep / job)["overrides"][-1] for job in "01"] == ["seed=0", "seed=1"]
 
 
 def test_an_array_with_gaps_is_refused(cluster: Cluster, folder: Path) -> None:

@@ -1,6 +1,6 @@
 """Kills real runs with SIGKILL again and again, starts them again, and checks what they promise.
 
-    python tests/campaign.py --kills 100 --seed 0
+    python tests/support/campaign.py --kills 100 --seed 0
 
 Each run is `train.py` on a tiny model. It is killed a few times, all its processes at once or one
 rank alone, at random moments and at chosen places in the work on checkpoints (faults/sitecustomize.py
@@ -143,7 +143,7 @@ def campaign(
         except Exception as error:
             raise Violation(
                 f"{error}\n  in {run.folder} (seed {seed}; {layout}, {run.mode}; last killed: "
-                f"{place}); again with: python tests/campaign.py --seed {seed} --kills {kills}"
+                f"{place}); again with: python tests/support/campaign.py --seed {seed} --kills {kills}"
             ) from error
         shutil.rmtree(run.folder)
     tally.seconds = time.monotonic() - begin
