@@ -81,7 +81,10 @@ class Attempt:
         env = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "SLURM", "RANK"))}
         env |= {"OMP_NUM_THREADS": "1", "CAMPAIGN": self.mark, "TMPDIR": str(run.folder)}
         if fault is not None:
-            env |= {"FAULT": json.dumps(fault), "PYTHONPATH": str(ROOT / "tests" / "support" / "faults")}
+            env |= {
+                "FAULT": json.dumps(fault),
+                "PYTHONPATH": str(ROOT / "tests" / "support" / "faults"),
+            }
         with (run.folder / "output").open("ab") as output:
             self.process = subprocess.Popen(
                 [sys.executable, str(ROOT / "train.py"), *run.words],

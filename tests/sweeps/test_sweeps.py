@@ -200,12 +200,11 @@ def test_several_jobs_at_a_time_share_the_gpus(tmp_path: Path, monkeypatch) -> N
     """As on a machine with 4 GPUs, of which the user has left 3, named in the usual way."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,3")
-    monkeypatch.setenv("PYTHONPATH", str(JOBS.parent))
     commands = [
         partial(
             Command,
             name=str(i),
-            function="sweep_jobs:where",
+            function="support.sweep_jobs:where",
             inner="",
             arguments=[*TINY, f"seed={i}", f"run_dir={tmp_path}/{i}"],
             overrides=[],
