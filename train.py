@@ -3,4 +3,4 @@
 from titanlike.cli import main
 
 if __name__ == "__main__":
-    main()
+    main("train")

@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from titanlike.config.overrides import to_hydra
 
 if TYPE_CHECKING:
-    from titanlike.cli import Task
+    from titanlike.command.hydra_run import Task
     from titanlike.config.schema import Config
     from titanlike.sweeps.context import Context
     from titanlike.sweeps.plan import Job

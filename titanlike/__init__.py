@@ -1,3 +1,3 @@
-"""titanlike: train a model on a declared mesh. Start reading at `build.py` and `training.py`."""
+"""Declarative pretraining on a mesh of ranks. Start reading at `cli.py`, then `training/train.py`."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""`python -m titanlike`: the same as train.py."""
+"""`python -m titanlike [COMMAND] ...`: the same as `titanlike`."""
 
 from titanlike.cli import main
 

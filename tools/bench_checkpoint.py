@@ -13,4 +13,4 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout that is not ins
 from titanlike.cli import main  # noqa: E402
 
 if __name__ == "__main__":
-    main("titanlike.proof.benchmark_checkpoint:bench", folder="bench_checkpoint")
+    main("bench-checkpoint")

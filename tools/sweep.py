@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout that is not installed
 
-from titanlike.sweeps.tool import main  # noqa: E402
+from titanlike.cli import main  # noqa: E402
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main("sweep")

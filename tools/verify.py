@@ -12,4 +12,4 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout that is not ins
 from titanlike.cli import main  # noqa: E402
 
 if __name__ == "__main__":
-    main("titanlike.proof.verification:verify", folder="verify")
+    main("verify")

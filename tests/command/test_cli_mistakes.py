@@ -8,14 +8,14 @@ import pytest
 from hydra._internal.utils import get_args_parser
 
 from support.launched import Launched
-from titanlike.command.hydra_overrides import CheckedOverrides, examine, prepare
-from titanlike.config.folder import conf_dir
+from titanlike.command.hydra_args import complete_args
+from titanlike.command.hydra_overrides import CheckedOverrides, check_overrides
 
 
 def examined(*arguments: str) -> CheckedOverrides:
     args = get_args_parser().parse_args(arguments)
-    prepare(args, conf_dir(), [])
-    return examine(args)
+    complete_args(args)
+    return check_overrides(args)
 
 
 def test_mistakes_of_every_kind_are_reported_together(tmp_path: Path) -> None:

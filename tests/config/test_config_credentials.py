@@ -131,7 +131,7 @@ def test_a_config_that_holds_a_secret_is_refused_and_the_secret_not_shown(
     text = "\n".join(map(str, told))
     assert "sesame" not in text and "12345678" not in text
     assert text.count("keep it in the environment") == 6
-    assert "data.under=***: it holds the value of the environment variable HF_TOKEN" in text
+    assert "data.under=***: it contains the value of the environment variable HF_TOKEN" in text
 
 
 def test_a_command_line_is_looked_at_before_it_is_understood() -> None:

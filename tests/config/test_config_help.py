@@ -32,7 +32,7 @@ def all_keys() -> set[str]:
 
 @pytest.mark.parametrize("width", [80, 160])
 def test_help_lists_every_key_and_every_choice_within_the_terminal(width: int) -> None:
-    text = help_text([conf_dir()], width)
+    text = help_text([conf_dir()], ["python", "train.py"], {}, width)
     words = text.split()
     missing = {key for key in all_keys() if not any(word.startswith(key) for word in words)}
     assert missing == set()

@@ -112,7 +112,7 @@ def test_a_sweep_keeps_the_secrets_of_a_refused_job_out_of_its_folders(tmp_path:
     assert done.returncode == 1
     results = [json.loads((tmp_path / "sweep" / job / "result.json").read_text()) for job in "01"]
     assert [result["status"] for result in results] == ["failed", "invalid"]
-    assert results[1]["error"].startswith("checkpoint.folder=***: it holds the value of")
+    assert results[1]["error"].startswith("checkpoint.folder=***: it contains the value of")
     assert results[0]["error"] == "RuntimeError: cannot log in with ***"
     assert leaks(tmp_path / "sweep") == []
     assert not any(secret in done.stdout + done.stderr for secret in PLANTED.values())

@@ -156,6 +156,6 @@ def _collective():
 
 
 if __name__ == "__main__":
-    from titanlike.cli import main
+    from titanlike.cli import start_job
 
-    main(f"launch_jobs:{sys.argv.pop(1)}")
+    start_job(f"launch_jobs:{sys.argv.pop(1)}")

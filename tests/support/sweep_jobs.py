@@ -38,6 +38,6 @@ def where(config, worker):
 
 
 if __name__ == "__main__":
-    from titanlike.cli import main
+    from titanlike.cli import start_job
 
-    main(f"sweep_jobs:{sys.argv.pop(1)}")
+    start_job(f"sweep_jobs:{sys.argv.pop(1)}")

@@ -379,10 +379,12 @@ def test_a_thousand_jobs_end_in_a_few_lines(tmp_path):
         ("/bin/titanlike --config-dir 'my c' -m pp=1,2", "/bin/titanlike --config-dir 'my c' pp=2"),
         ("OMP_NUM_THREADS=1 python train.py pp=1,2 --multirun -cn my", None),
         ("torchrun --nproc-per-node 2 train.py -m pp=1,2", None),
-        ("", "python train.py pp=2"),
+        ("titanlike verify -m pp=1,2", "titanlike verify pp=2"),
+        ("python -m titanlike -m pp=1,2", "python -m titanlike pp=2"),
+        ("", "titanlike train pp=2"),
     ],
 )
-def test_the_best_jobs_command_is_the_sweeps_with_its_own_overrides(command, alone):
+def test_the_best_jobs_command_is_the_sweeps_with_its_own_overrides(command, alone, monkeypatch):
     """The same program, started in the same way, with the same config."""
     alone = alone or {
         "O": "OMP_NUM_THREADS=1 python train.py -cn my pp=2",
@@ -390,6 +392,7 @@ def test_the_best_jobs_command_is_the_sweeps_with_its_own_overrides(command, alo
     }.get(command[:1])
     from titanlike.sweeps.rows import Row
 
+    monkeypatch.setenv("TITANLIKE_PROGRAM", "titanlike sweep")
     row = Row(Job(1, "1", ["pp=2"], []), Path(), "completed", None, 1.0, Summary(), 1.0, {})
     assert command_of(Plan(command, "loss"), row) == alone
 

@@ -54,7 +54,8 @@ def test_the_main_job_learns_in_two_minutes_and_says_how_to_go_on(tmp_path: Path
     assert (tmp_path / "run" / "checkpoints" / "step-00000300" / "COMMITTED").exists()
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
     last = done.stdout.strip().splitlines()[-1]
-    assert last == f"continue with: python train.py --config-path {tmp_path / 'run'} steps=600"
+    train = f"python {ROOT / 'train.py'}"
+    assert last == f"continue with: {train} --config-path {tmp_path / 'run'} steps=600"
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def test_the_line_that_a_run_ends_with_trains_on(finished: tuple[Path, str]) -> None:
     run, printed = finished
-    line = printed.strip().splitlines()[-1].removeprefix("continue with: python train.py ")
+    line = printed.strip().splitlines()[-1].removeprefix(f"continue with: python {ROOT / 'train.py'} ")
     before = losses(run)
     words = shlex.split(line)
     on = command(*words, "run_dir=../on", f"checkpoint.resume='{run}'", cwd=run)

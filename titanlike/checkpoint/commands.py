@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import warnings
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 from titanlike.checkpoint.describe import list_checkpoints, show
 from titanlike.checkpoint.integrity import DamagedCheckpoint, UnsafeCheckpoint
+from titanlike.config.program import program
 from titanlike.metrics.console import Console
 
 OK, DIFFERENT, INVALID = 0, 1, 2  # exit codes
@@ -41,7 +43,7 @@ def _fail(error: object, code: int) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="checkpoint.py", description=_DESCRIPTION)
+    parser = argparse.ArgumentParser(prog=shlex.join(program()), description=_DESCRIPTION)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(

@@ -1,13 +1,13 @@
-"""Keys, tokens and passwords: found before they are written anywhere, hidden where they turn up.
+"""Secrets (keys, tokens, passwords): refused in a config, replaced by *** in every other text.
 
-A config is kept (config.yaml, checkpoints, W&B), so it must hold none. What counts as one:
+A config is stored (config.yaml, checkpoints, W&B), so it must not contain any. A secret is:
 
 1. text under a key whose name says so (password, api_key, hf_token; not max_tokens, pad_token);
 2. user:password@ in a URL, or a query such as ?token=... or ?X-Amz-Signature=...;
-3. what looks like a well-known service's token (hf_..., sk-..., AKIA..., ghp_..., a private key);
+3. what has the form of a well-known service's token (hf_..., sk-..., AKIA..., a private key);
 4. the value of an environment variable whose name says so.
 
-Of texts that are made on the way (errors, tracebacks) `redact` replaces these by ***.
+`redact` replaces 2 to 4 by *** in errors, tracebacks and logs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import quote
 
 REDACTED = "***"
-_MIN_LENGTH = 8  # characters of an environment variable's value that is looked for
+_MIN_LENGTH = 8  # characters; shorter values of environment variables are not searched for
 
 # --- names: split into words at _ - . and capitals ---------------------------------------------
 
@@ -34,12 +34,12 @@ _SECRET_PAIRS = {  # neighbours
     *(("storage", "key"), ("auth", "key"), ("master", "key"), ("encryption", "key")),
     *(("signing", "key"), ("ssh", "key"), ("connection", "string"), ("connection", "str")),
 }
-# before `token`: a token without them may be one of a vocabulary (pad_token, eos_token)
+# beside `token`: without one of these it may be a vocabulary's (pad_token, eos_token)
 _ACCESS_WORDS = {
     *("auth", "access", "api", "bearer", "refresh", "session", "security", "sas", "aws", "ci"),
     *("hf", "hub", "huggingface", "gh", "git", "github", "gitlab", "wandb", "slack"),
 }
-# at the end: where a secret is, not what it is
+# at the end: the location of a secret
 _LOCATION_WORDS = {
     "file",
     "path",
@@ -86,13 +86,13 @@ _MAPPED = re.compile(rf"""([{{,]\s*['"]?[A-Za-z_][\w.-]*['"]?:\s*){_TEXT}""")  #
 
 
 def is_secret_name(name: str, environment: bool = False) -> bool:
-    """Whether what has this name is a secret. environment: the name of an environment variable,
-    of which a lone TOKEN at the end is never one of a vocabulary."""
+    """Whether a name is that of a secret. environment: of an environment variable, where TOKEN is
+    never a vocabulary's."""
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
     words = [word for word in re.split(r"[^a-z0-9]+", spaced) if word]
     if not words or words[-1] in _LOCATION_WORDS:
         return False
-    if "pwd" in words[1:]:  # by itself, the working directory
+    if "pwd" in words[1:]:  # pwd alone is the working directory
         return True
     if _SECRET_WORDS & set(words) or _SECRET_PAIRS & set(zip(words, words[1:], strict=False)):
         return True
@@ -102,7 +102,7 @@ def is_secret_name(name: str, environment: bool = False) -> bool:
 
 
 def redact(text: str) -> str:
-    """The text with *** for each credential in it: of kinds 2 to 4 above, and password=..."""
+    """The text with *** for each secret of kinds 2 to 4 above, and for password=..."""
     for _, value in _environment_secrets():
         for written in _encodings(value):
             text = text.replace(written, REDACTED)
@@ -115,22 +115,21 @@ def redact(text: str) -> str:
 
 
 def _redact_match(match: re.Match[str]) -> str:
-    """name=value with *** for a secret."""
     start, value = match.groups()
     secret = _has_secret_name(start) and _may_be_secret(start, value.strip("'\""))
     return start + REDACTED if secret else match[0]
 
 
 def redact_override(text: str) -> str:
-    """`redact` for key=value, whose value may have any form."""
-    key, is_, value = text.partition("=")
-    if is_ and _has_secret_name(key) and _may_be_secret(key, value.strip("'\"")):
+    """`redact` for an override, also by its key's name."""
+    key, equals, value = text.partition("=")
+    if equals and _has_secret_name(key) and _may_be_secret(key, value.strip("'\"")):
         return f"{key}={REDACTED}"
     return redact(text)
 
 
 def redact_value(key: str, value: Any) -> Any:
-    """A value of a config as it may be shown: with *** for what is a secret."""
+    """A value of a config with *** for each secret in it."""
     if isinstance(value, dict):
         return {
             redact(str(name)): redact_value(f"{key}.{name}", item) for name, item in value.items()
@@ -143,11 +142,11 @@ def redact_value(key: str, value: Any) -> Any:
 
 
 def find_secrets(plain: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted key, why) for each value of a plain config that is a secret, or holds one."""
+    """(dotted key, reason) for each value of a plain config that is or contains a secret."""
     if isinstance(plain, dict):
         for name, item in plain.items():
             if redact(str(name)) != str(name):
-                yield redact(f"{key}.{name}".lstrip(".")), "it looks like a token or a key itself"
+                yield redact(f"{key}.{name}".lstrip(".")), "it looks like a token or key itself"
             yield from find_secrets(item, f"{key}.{name}".lstrip("."))
     elif isinstance(plain, (list, tuple)):
         for index, item in enumerate(plain):
@@ -157,45 +156,45 @@ def find_secrets(plain: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _secret_reason(key: str, value: Any) -> str:
-    """Why a value is a secret, "" if it is none."""
+    """Why a value is a secret; "" if it is none."""
     if _has_secret_name(key) and _may_be_secret(key, value):
-        return "its name says that it is a secret"
+        return "it is a secret by its name"
     if not isinstance(value, str):
         return ""
     for name, secret in _environment_secrets():
         if any(written in value for written in _encodings(secret)):
-            return f"it holds the value of the environment variable {name}"
+            return f"it contains the value of the environment variable {name}"
     if _TOKENS.search(value):
-        return "it looks like a token or a key"
+        return "it looks like a token or key"
     if _USER.search(value) or any(
         _is_secret_parameter(match[1]) for match in _QUERY.finditer(value)
     ):
-        return "it is a URL with a password or a token"
+        return "it is a URL with a password or token"
     return ""
 
 
 def _has_secret_name(key: str) -> bool:
-    """Whether a dotted key, or one that it is below of, has a secret's name."""
+    """Whether any part of a dotted key is a secret's name."""
     return any(is_secret_name(re.sub(r"\[\d+\]", "", name)) for name in key.split("."))
 
 
 def _may_be_secret(key: str, value: Any) -> bool:
-    """Whether a value under a secret's name can be one: some text, or digits of a password."""
+    """Whether a value under a secret's name can be one."""
     if value is None or isinstance(value, bool) or value in ("", "null", "None", "???", REDACTED):
         return False
     if str(value).isdigit() and "token" in key.lower():
-        return False  # the number of a token in a vocabulary
+        return False  # an id in a vocabulary
     return not (isinstance(value, str) and (value in os.environ or _is_path(value)))
 
 
 def _is_secret_parameter(name: str) -> bool:
-    """Whether a parameter of a URL's query does."""
+    """Whether a parameter of a URL's query is a secret by its name."""
     word = name.lower()
     return word in ("sig", "key", "auth") or "signature" in word or is_secret_name(name)
 
 
 def _environment_secrets() -> list[tuple[str, str]]:
-    """(name, value) of the environment variables that are secrets, the longest first."""
+    """(name, value) of the environment variables that are secrets, longest first."""
     secrets = [
         (name, value.strip())
         for name, value in os.environ.items()
@@ -206,13 +205,13 @@ def _environment_secrets() -> list[tuple[str, str]]:
 
 
 def _encodings(secret: str) -> list[str]:
-    """As it is, each line by itself, in a URL, and in JSON or a Python string."""
+    """A secret verbatim, line by line, in a URL, in JSON and in a Python string."""
     lines = [line.strip() for line in secret.splitlines() if len(line.strip()) >= _MIN_LENGTH]
     return [secret, *lines, quote(secret, safe=""), json.dumps(secret)[1:-1], repr(secret)[1:-1]]
 
 
 def _is_path(value: str) -> bool:
-    """Whether it names a file, which may hold a secret: where, that may be told."""
+    """Whether a value is the path of an existing file, which may be shown."""
     try:
         return value.startswith(("/", "~", "./")) and Path(value).expanduser().exists()
     except (OSError, RuntimeError, ValueError):  # too long for a path

@@ -1,4 +1,4 @@
-"""What a user got wrong, in one form for every room: key, value, reason, and what to write instead."""
+"""Errors in a config, in one form: key, value, reason, and what to write instead."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from titanlike.config.credentials import REDACTED, redact, redact_value
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake in a config: `str()` gives `pp=3: <reason>; write <fix>`, secrets as ***.
+    """One error in a config: `str()` gives `pp=3: <reason>; write <fix>`, with secrets as ***.
 
-    `value` may be "" where there is none to show; `fix` is an override that works (`pp=2`), or "".
+    value: "" if there is none to show. fix: an override that works (`pp=2`), a sentence, or "".
     """
 
     key: str
@@ -25,7 +25,7 @@ class Problem:
 
     def __str__(self) -> str:
         value, reason, fix = redact_value(self.key, self.value), self.reason, self.fix
-        if [value] != [self.value]:  # a secret: what is said of it may quote it
+        if [value] != [self.value]:  # a secret, which the reason may quote
             reason, fix = reason.replace(str(self.value), REDACTED), ""
         shown = self.key if self.value == "" else f"{self.key}={override_text(value)}"
         write = "write " if "=" in fix else ""  # an override, or a sentence
@@ -33,9 +33,9 @@ class Problem:
 
     @classmethod
     def parse(cls, key: str, text: str) -> Problem:
-        """The problem that a ValueError's text tells, best written as `str()` above would.
+        """The problem in a ValueError's text, which should have the form that `str()` gives.
 
-        A text of another form becomes the reason of a problem of `key`.
+        A text of another form is the reason of a problem of `key`.
         """
         found = re.fullmatch(r"([\w.]+)=(.*?): (.*?)(?:; write (.*))?", text, re.DOTALL)
         if found is None:
@@ -45,18 +45,18 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """Every problem that was found in a config, a line each."""
+    """All problems of a config, a line each."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = list(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ConfigError, (self.problems,)  # exceptions are rebuilt from their arguments
+        return ConfigError, (self.problems,)  # pickle rebuilds exceptions from their arguments
 
 
 def override_text(value: Any) -> str:
-    """A value as it is written on the command line: null, true, [1,2], {a:1}."""
+    """A value in the syntax of overrides: null, true, [1,2], {a:1}."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -69,17 +69,17 @@ def override_text(value: Any) -> str:
 
 
 def quoted(text: str) -> str:
-    """A text as the value of an override, whatever is in it."""
+    """Any text, quoted for the syntax of overrides."""
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word most like `word`, or None where nothing is near."""
+    """The known word most similar to `word`; None if none is similar."""
 
-    def likeness(other: str) -> tuple[float, bool]:
+    def similarity(other: str) -> tuple[float, bool]:
         ratio = difflib.SequenceMatcher(None, word.lower(), other.lower()).ratio()
-        return ratio, other[:1] == word[:1]  # dpp: dp, and not pp
+        return ratio, other[:1] == word[:1]  # for dpp: dp, not pp
 
-    found = max(known, key=likeness, default=None)
-    return found if found is not None and likeness(found)[0] >= 0.6 else None
+    found = max(known, key=similarity, default=None)
+    return found if found is not None and similarity(found)[0] >= 0.6 else None

@@ -1,4 +1,4 @@
-"""Strict JSON (NaN and infinities as strings) and files that are replaced whole or not at all."""
+"""Strict JSON (NaN and infinities as strings) and atomic writes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 def dumps(record: dict[str, Any]) -> str:
     """One line of JSON; floats round-trip to the last bit, NaN is "nan", infinity "inf", "-inf".
 
-    JSON has no NaN: what Python would write for it is refused by most other readers.
+    JSON has no NaN; most readers reject what Python would write for it.
     """
     plain = {
         key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
@@ -25,7 +25,7 @@ def dumps(record: dict[str, Any]) -> str:
 
 
 def loads(text: str) -> dict[str, Any]:
-    """The record that `dumps` wrote. Raises ValueError for anything but a JSON object."""
+    """The inverse. Raises ValueError for anything but a JSON object."""
     record = json.loads(text)
     if not isinstance(record, dict):
         raise ValueError(f"a JSON object was expected, not {text!r}")
@@ -36,17 +36,17 @@ def loads(text: str) -> dict[str, Any]:
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """`atomic_write_bytes` with text, in UTF-8."""
+    """`atomic_write_bytes` in UTF-8."""
     atomic_write_bytes(path, text.encode())
 
 
 def atomic_write_bytes(path: Path, data: bytes) -> None:
-    """Write `path` so that a reader, or a crash, sees the old file or the new one, never a part."""
+    """Write `path` so that readers, also after a crash, see the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            os.fchmod(file.fileno(), 0o644)  # mkstemp's 0600 would hide it from colleagues
+            os.fchmod(file.fileno(), 0o644)  # mkstemp's 0600 would exclude other users
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

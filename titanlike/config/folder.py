@@ -1,14 +1,24 @@
-"""Where the shipped config files are."""
+"""Where the shipped files are: inside the package when installed, else in the checkout."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+_PACKAGE = Path(__file__).parents[1]
+
 
 def conf_dir() -> Path:
-    """The shipped config folder: inside the package when installed, else at the repository's root."""
-    package = Path(__file__).parents[1]
-    for folder in (package / "conf", package.parent / "conf"):
+    """The config files."""
+    return _first_folder(_PACKAGE / "conf", _PACKAGE.parent / "conf")
+
+
+def scripts_dir() -> Path:
+    """The job scripts, a folder for each scheduler."""
+    return _first_folder(_PACKAGE / "scripts", _PACKAGE.parent / "tools")
+
+
+def _first_folder(*folders: Path) -> Path:
+    for folder in folders:
         if folder.is_dir():
             return folder
-    raise FileNotFoundError(f"neither {package}/conf nor {package.parent}/conf exists")
+    raise FileNotFoundError(f"none of these folders exists: {', '.join(map(str, folders))}")

@@ -1,46 +1,82 @@
-"""`--help`: every key with its meaning and default, from the schema's own words; no torch, no Hydra."""
+"""`--help`: the commands, then every key with its default and meaning from the schema.
+
+Imports neither torch nor Hydra, so that it is quick.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import shutil
 import textwrap
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from titanlike.config.errors import override_text
 from titanlike.config.parse import to_plain
+from titanlike.config.program import train_program
 from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config, Custom
 
-_USAGE = [
-    ("python train.py", "one process, embedded defaults"),
-    ("python train.py pp=2 dp=2", "starts its 4 workers itself"),
-    ("torchrun --nproc-per-node 4 train.py pp=2 dp=2", "workers that torchrun started"),
-    ("python train.py -m schedule=gpipe,1f1b pp=2", "a sweep: a run for each combination"),
-    ("python train.py experiment=llama3_8b --cfg job", "show the config, start nothing"),
-    ("python train.py --config-path RUN_DIR steps=600", "launch a run again, changed"),
-]
 _FLAGS = [
-    ("-m", "sweep over values written with commas"),
-    ("--check", "find every mistake, start nothing; with -m in each job"),
-    ("--cfg job", "print the config that the overrides give"),
+    ("-m", "sweep over comma-separated values"),
+    ("--check", "find every error, start nothing; with -m in each job"),
+    ("--cfg job", "print the composed config, start nothing"),
     ("--config-dir DIR", "a folder of your own choices, laid out like conf/"),
     ("--hydra-help", "Hydra's other flags"),
-    ("-sc install=bash", 'tab completion: eval "$(python train.py -sc install=bash)"'),
 ]
 
 
-def help_text(conf_dirs: Iterable[Path], width: int | None = None) -> str:
-    """The help for a terminal of `width` columns (asked of the terminal where None).
+def help_text(
+    conf_dirs: Iterable[Path],
+    words: list[str],
+    commands: Mapping[str, str],
+    width: int | None = None,
+) -> str:
+    """The help for training. words: how the program was started, `python train.py`.
 
-    `conf_dirs` are the folders in which the choices of the groups are looked up.
+    conf_dirs: where the choices of the groups are looked up. commands: a line for each subcommand,
+    none where there are no subcommands. width: columns; None = the terminal's.
     """
     width = min(width or shutil.get_terminal_size().columns, 160)
-    conf_dirs = list(conf_dirs)
-    lines = ["usage: python train.py [key=value ...] [group=choice ...]", ""]
-    lines += [*_rows(_USAGE, width), "", "flags", *_rows(_FLAGS, width), ""]
+    conf_dirs, program = list(conf_dirs), shlex.join(words)
+    command = "[COMMAND] " if commands else ""
+    lines = [f"usage: {program} {command}[key=value ...] [group=choice ...]", ""]
+    if commands:
+        lines += ["commands (--help after one describes it)", *_rows(list(commands.items()), width)]
+        lines += [""]
+    completion = f'tab completion: eval "$({program} -sc install=bash)"'
+    flags = [*_FLAGS, ("-sc install=bash", completion)]
+    lines += ["examples", *_rows(_examples(words), width), "", "flags", *_rows(flags, width), ""]
+    return "\n".join([*lines, *_keys_and_groups(conf_dirs, width)]).rstrip()
+
+
+def command_help(words: list[str], description: str) -> str:
+    """The help for a command that takes the overrides of training."""
+    usage = f"usage: {shlex.join(words)} [key=value ...] [group=choice ...]"
+    keys = f"Takes the overrides of training: {shlex.join(train_program())} --help lists them."
+    width = min(shutil.get_terminal_size().columns, 100)
+    return "\n\n".join([usage, *(textwrap.fill(text, width) for text in (description, keys))])
+
+
+def _examples(words: list[str]) -> list[tuple[str, str]]:
+    program = shlex.join(words)
+    # torchrun starts `python SCRIPT` or `python -m MODULE` by itself
+    script = shlex.join(words[1:]) if words[0] == "python" else "-m titanlike"
+    return [
+        (program, "one process, shipped defaults"),
+        (f"{program} pp=2 dp=2", "launches its 4 workers itself"),
+        (f"torchrun --nproc-per-node 4 {script} pp=2 dp=2", "workers launched by torchrun"),
+        (f"{program} -m schedule=gpipe,1f1b pp=2", "a sweep: a run for each combination"),
+        (f"{program} experiment=llama3_8b --cfg job", "print the config, start nothing"),
+        (f"{program} --config-path RUN_DIR steps=600", "launch a run again, changed"),
+    ]
+
+
+def _keys_and_groups(conf_dirs: list[Path], width: int) -> list[str]:
+    """Every key of the config, then every group with its choices and their keys."""
+    lines = []
     hints, config = typing.get_type_hints(Config), to_plain(Config())
     scalars, nested, groups = [], [], []
     for field in dataclasses.fields(Config):
@@ -54,13 +90,12 @@ def help_text(conf_dirs: Iterable[Path], width: int | None = None) -> str:
     for field in nested:
         lines += [f"{field.name}: {field.metadata['doc']}"]
         lines += [*_keys(hints[field.name], f"{field.name}.", width), ""]
-    lines += ["groups (group=choice; a choice is a file in conf/ and has keys of its own)", ""]
+    lines += ["groups (group=choice; a choice is a file in conf/ with its own keys)", ""]
     for field in groups:
         lines += [f"{field.name}=  {field.metadata['doc']}"]
         lines += _group(field.name, conf_dirs, width) + [""]
     lines += ["experiment=  a file that sets many keys at once"]
-    lines += _choices("experiment", conf_dirs, width)
-    return "\n".join(lines).rstrip()
+    return lines + _choices("experiment", conf_dirs, width)
 
 
 def _group(group: str, conf_dirs: list[Path], width: int) -> list[str]:

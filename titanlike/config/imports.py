@@ -1,4 +1,4 @@
-"""Import paths: `package.module.attribute`, how a config names code of the user's own."""
+"""Import paths, `package.module.attribute`: how a config names the user's code."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ from typing import Any
 
 
 def import_object(path: str) -> Any:
-    """The object that an import path names.
-
-    Raises ValueError that says which part is missing, and where it was looked for.
-    """
+    """The object at an import path. Raises ValueError that names the missing part."""
     module_name, _, attribute = path.rpartition(".")
     if not module_name:
         raise ValueError(f"{path!r} is neither a built-in name nor package.module.attribute")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the module raises while it is imported
+    except Exception as error:  # whatever the module raises during its import
         raise ValueError(
             f"importing {module_name} failed with {type(error).__name__}: {error} "
             "(its folder must be the current one or on PYTHONPATH)"

@@ -1,11 +1,14 @@
-"""Overrides as a user types them, and as Hydra takes them: the model's keys are its constructor's to
-say, so that each may be a new one."""
+"""Overrides as the user types them and as Hydra reads them.
+
+A model's keys are its constructor's arguments, of which a config file need not list all: Hydra is
+told to add them.
+"""
 
 from __future__ import annotations
 
 
 def to_hydra(override: str) -> str:
-    """An override, or its key, that Hydra adds where the model's file does not have it."""
+    """`model.KEY=...` with the ++ that lets Hydra add the key; any other override unchanged."""
     return f"++{override}" if override.startswith("model.") else override
 
 

@@ -2,9 +2,9 @@
 
 1. `parse` walks the fields of `Config`. A group (`VARIANTS`) is read by the dataclass that its
    `name` chooses; a name with a dot in an open group is an import path and becomes `Custom`.
-2. Each value is converted by its annotation, strictly: 2.0 is no integer, true is no number.
-3. A wrong value is noted and its default stands in, so that the rest can still be checked: all
-   problems of a config are found in one go.
+2. Each value is converted by its annotation, strictly: 2.0 is not an integer, true not a number.
+3. A wrong value is a problem and its default is used, so that the rest can still be checked: all
+   problems of a config are found at once.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ MISSING = "???"  # how YAML files mark a value that the user must give
 
 
 def parse(plain: dict[str, Any]) -> tuple[Config, list[Problem]]:
-    """The config that `plain` describes, and every problem of form in it.
+    """The config that `plain` describes, and every unknown key and wrong type in it.
 
-    Only where the list is empty is the config what the user asked for; else defaults stand in
-    for what could not be read, which is good enough to look for further problems.
+    With problems, the config has defaults in place of the wrong values: enough for further checks.
     """
     problems: list[Problem] = []
     return _dataclass(Config, plain, "", problems), problems
@@ -72,7 +71,7 @@ def _dataclass(cls: type, plain: dict[str, Any], prefix: str, problems: list[Pro
             values[name] = value
     for name, field in fields.items():
         if name not in values and _default(field) is dataclasses.MISSING:
-            values[name] = {int: 1}.get(hints[name], "")  # its problem is noted
+            values[name] = {int: 1}.get(hints[name], "")  # its problem is recorded
     return cls(**values)
 
 
@@ -81,7 +80,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _group(group: str, plain: Any, problems: list[Problem]) -> Any:
-    """The dataclass of a group's choice, or None with a problem noted."""
+    """The dataclass of a group's choice; None, and a problem, if there is none."""
     variants = VARIANTS.get(group, {})
     if not isinstance(plain, dict) or not isinstance(plain.get("name"), str):
         example = next(iter(variants), "llama_tiny")
@@ -101,7 +100,7 @@ def _group(group: str, plain: Any, problems: list[Problem]) -> Any:
 
 
 def convert(annotation: Any, value: Any, key: str, problems: list[Problem]) -> Any:
-    """`value` as `annotation` says, or None with a problem noted."""
+    """`value` as the type `annotation`; None, and a problem, if it is not one."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (Union, types.UnionType):  # only `X | None` reaches this point
         if value is None:
@@ -111,7 +110,7 @@ def convert(annotation: Any, value: Any, key: str, problems: list[Problem]) -> A
     if dataclasses.is_dataclass(annotation):
         if isinstance(value, dict):
             return _dataclass(annotation, value, f"{key}.", problems)
-        expected, example = "has keys of its own", ""
+        expected, example = "has keys below it", ""
     elif origin is Literal:
         if any(value == choice and type(value) is type(choice) for choice in arguments):
             return value
@@ -131,7 +130,7 @@ def convert(annotation: Any, value: Any, key: str, problems: list[Problem]) -> A
     elif annotation is int:
         if isinstance(value, int) and not isinstance(value, bool):
             return value
-        expected, example = "must be an integer", _as_number(value, "1")
+        expected, example = "must be an integer", _rounded(value, "1")
     elif annotation is Seconds:
         if (seconds := _seconds(value)) is not None:
             return seconds
@@ -151,7 +150,7 @@ def convert(annotation: Any, value: Any, key: str, problems: list[Problem]) -> A
 
 
 def _seconds(value: Any) -> float | None:
-    """A number, 45s, 90m, 11h30m, 1d or 11:30:00 in seconds; None if it is none of them."""
+    """A number, 45s, 90m, 11h30m, 1d or 11:30:00 in seconds; None for anything else."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     text = str(value).strip().lower()
@@ -166,6 +165,6 @@ def _seconds(value: Any) -> float | None:
     )
 
 
-def _as_number(value: Any, otherwise: str) -> str:
-    """The integer nearest to a float, for the suggestion."""
+def _rounded(value: Any, otherwise: str) -> str:
+    """The nearest integer as text, if the value is a float."""
     return str(round(value)) if isinstance(value, float) and abs(value) < 1e15 else otherwise

@@ -25,7 +25,7 @@ class Context:
     folder: Path  # absolute
     settings: Sweep
     value: str  # what the jobs are compared by
-    program: list[str]  # python train.py, as the user has typed it
+    program: list[str]  # as the user typed it: titanlike train, python train.py
     options: list[str]  # of the command line that each job needs, too: --config-dir ...
     command: list[str]  # the sweep's own command line, after the program
     inner: str  # a tool's own place in a job's folder, or ""

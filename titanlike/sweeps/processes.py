@@ -39,7 +39,7 @@ class Command:
     """One job: what is run, and where its result will be."""
 
     name: str  # for the user: "3: schedule=gpipe"
-    function: str  # what `cli.main` takes
+    function: str  # of the job, as `cli.start_job` takes it
     inner: str
     arguments: list[str]  # of the command line
     overrides: list[str]  # for result.json, where the job itself leaves none
@@ -264,12 +264,12 @@ def _environment(command: Command, taken: list[str], parallel: int, total: int) 
 
 def _program(command: Command) -> str:
     """What a job's process runs: the same as the sweep's own, whatever that was started by."""
-    call = f"main({command.function!r}, {command.inner!r}, {str(command.folder)!r})"
+    call = f"start_job({command.function!r}, {command.inner!r}, {str(command.folder)!r})"
     return (
         f"import sys; sys.path[:] = {import_path()!r}; sys.argv[0] = {sys.argv[0]!r}; "
         "from signal import SIGTERM; from titanlike.launch.signals import die_with_parent; "
         f"die_with_parent({os.getpid()}, SIGTERM); "  # a stop request, if it trains
-        f"from titanlike.cli import main; {call}"
+        f"from titanlike.cli import start_job; {call}"
     )
 
 

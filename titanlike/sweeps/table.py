@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.config import files
+from titanlike.config.program import program_length, train_program
 from titanlike.metrics import units
 from titanlike.metrics.console import table_lines
 from titanlike.sweeps import rows as sweep_rows
@@ -305,12 +306,10 @@ def command_of(plan: Plan | None, row: Row) -> str:
     """The shell line that runs one job by itself; of a throughput search, that trains with it."""
     overrides = list(_without_search(row.job.overrides))
     words = _words(plan.command if plan else "")
-    ends = [
-        i for i, word in enumerate(words) if word.endswith(".py") or Path(word).name == "titanlike"
-    ]
-    if not ends:
-        return shlex.join(["python", "train.py", *overrides])
-    program, rest, options = words[: ends[0] + 1], words[ends[0] + 1 :], []
+    count = program_length(words)
+    if not count:
+        return shlex.join([*train_program(), *overrides])
+    program, rest, options = words[:count], words[count:], []
     for i, word in enumerate(rest):  # where the config is
         if word.startswith("--config") or word in ("-cp", "-cn", "-cd"):
             options += [word] if "=" in word else rest[i : i + 2]

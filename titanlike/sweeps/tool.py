@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from titanlike.config.program import program
 from titanlike.metrics.console import LOG_WIDTH, Console
 from titanlike.sweeps.rows import is_sweep
 from titanlike.sweeps.table import Table, read_table, terminal_lines, write_csv, write_markdown
@@ -43,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     """tools/sweep.py; the exit code: 0 where all is done, 1 where something is left, 2 for a folder
     that is no sweep's."""
     parser = argparse.ArgumentParser(
-        prog="sweep.py",
+        prog=shlex.join(program()),
         description="Print the table of a sweep, also while it runs, and write sweep.csv, sweep.md "
         "and the picture sweep.png into its directory. Exit code 0 if all jobs are done, else 1.",
     )

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable
 from typing import NamedTuple
 
+from titanlike.config.program import train_program
 from titanlike.metrics import units
 from titanlike.split.auto_split import AutoSplitResult
 from titanlike.split.best_split import CostedSplit
@@ -80,7 +81,7 @@ def closing(session: Session, start: int, stopped: str) -> None:
     run_dir = session.worker.run_dir
     if start >= progress.step and not stopped:
         console.line(f"nothing to do: the run is at step {start}, and steps={config.steps}")
-    more = ["python", "train.py", "--config-path", str(run_dir)]
+    more = [*train_program(), "--config-path", str(run_dir)]
     if not stopped:
         more.append(f"steps={2 * max(start, config.steps)}")
     if config.checkpoint.resume != "auto":

@@ -1,0 +1,232 @@
+"""Drive a command: check its overrides, let Hydra compose each job's config, run the jobs.
+
+1. `drive` parses the command line with Hydra's parser and completes it.
+2. Everything is checked before Hydra runs; all errors are shown at once. `--check` ends here.
+3. Hydra composes the config, once, or once for each job of a sweep (`-m`), and calls `Task`.
+4. `Task` runs the job (`job.run.JobRunner`), which leaves run_dir/result.json.
+5. A sweep ends with a table of its jobs (`Context.close`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import traceback
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+from hydra._internal.utils import _run_hydra, get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from titanlike.checkpoint.restart import resumed_config
+from titanlike.command.hydra_args import complete_args
+from titanlike.command.hydra_overrides import CheckedOverrides, check_overrides
+from titanlike.command.sweep_settings import open_sweep
+from titanlike.config.errors import ConfigError, Problem, quoted
+from titanlike.config.overrides import from_hydra
+from titanlike.config.validate import sweep_problems
+from titanlike.job import elastic
+from titanlike.job.check import removing_new_folders, secrets_in_command
+from titanlike.job.run import JobEnd, JobRunner, ResultReporter, config_problems, print_problems
+from titanlike.launch.external import ExternalRanks, record_for_torchrun
+from titanlike.launch.failures import JobFailed
+from titanlike.launch.slurm import adopt_slurm
+from titanlike.metrics.result import Status
+from titanlike.sweeps.context import Context
+from titanlike.sweeps.plan import FILE as PLAN_FILE
+
+ExitCode = int | str | None  # as sys.exit takes it
+
+
+def drive(runner: JobRunner, result_dir: str | None) -> ExitCode:
+    """Run the command line's job, or its sweep.
+
+    result_dir: where a sweep's job leaves result.json if it is refused before it has a run_dir.
+    """
+    parser = get_args_parser()
+    parser.add_argument("--check", action="store_true", help="find errors, start nothing")
+    args = parser.parse_intermixed_args()
+    modes = [flag for flag in ("run", "multirun", "cfg", "info") if getattr(args, flag)]
+    if len(modes) > 1:
+        print(f"only one of --{', --'.join(modes)} can be given", file=sys.stderr)
+        return 2
+    complete_args(args)
+    task = Task(runner)
+    if not (args.cfg or args.info or args.hydra_help or args.shell_completion):
+        code = _prepare(args, task, result_dir)
+        if code is not None:
+            return code
+    return _run(args, parser, task)
+
+
+class Task:
+    """What Hydra calls with a composed config: of a run, or of a sweep's job in this process."""
+
+    def __init__(self, runner: JobRunner) -> None:
+        self.runner = runner
+        self.context: Context | None = None  # of a sweep
+        self.end: JobEnd | None = None  # of a run
+        self._pid = os.getpid()
+
+    def __call__(self, composed: DictConfig) -> float | None:
+        """The value that a sweeper compares. Raises JobFailed if a sweep's job failed."""
+        hydra = HydraConfig.get()
+        run_dir = Path(hydra.runtime.output_dir)
+        overrides = [from_hydra(text) for text in hydra.overrides.task]
+        plain = OmegaConf.to_container(composed, resolve=True)
+        assert isinstance(plain, dict)
+        if self.context is None:
+            self.runner.restart_state.set_default("hydra.run.dir", str(run_dir))
+            self.runner.restart_state.set_default("started", str(time.time()))
+            self.end = self.runner.run(plain, run_dir, overrides)
+            return self.end.value
+        overrides = self.context.planned_here(overrides, hydra.job.num, run_dir)
+        name = self.context.group, self.context.name_of(overrides)
+        if os.getpid() != self._pid:  # a launcher like submitit pickled it to another machine
+            end = _run_elsewhere(self.runner, plain, run_dir, overrides, name)
+        else:
+            end = self.runner.run(plain, run_dir, overrides, name)
+        if end.ends_sweep:
+            raise SystemExit(end.code or 75)
+        if end.code in (0, 75):
+            return end.value
+        raise JobFailed(end.error, end.error)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "runner": JobRunner(self.runner.function, self.runner.folder)}
+
+
+def _run_elsewhere(
+    runner: JobRunner,
+    plain: dict[str, object],
+    run_dir: Path,
+    overrides: list[str],
+    name: tuple[str, str],
+) -> JobEnd:
+    """Run a job in a process without `drive`: alone, or as one of the ranks that srun started."""
+    adopt_slurm()
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return runner.run(plain, run_dir, overrides, name)
+    ranks = ExternalRanks()
+    if ranks.rank > 0:
+        return JobEnd(ranks.follow())
+    end = JobEnd(1)
+    try:
+        end = JobRunner(runner.function, runner.folder, ranks).run(plain, run_dir, overrides, name)
+        return end
+    finally:
+        ranks.release(end.code)
+
+
+def _prepare(args: argparse.Namespace, task: Task, result_dir: str | None) -> ExitCode:
+    """Check everything and open the sweep; the exit code if the command ends here, else None."""
+    first_folder = _folder_of_first_start(task.runner)
+    args.overrides += first_folder
+    runner = task.runner = replace(task.runner, restart=task.runner.restart or bool(first_folder))
+    checked = check_overrides(args)
+    try:
+        problems = _problems(args, checked, runner)
+        if checked.multirun and not problems:
+            assert checked.config is not None and checked.sweep is not None
+            task.context, problems = open_sweep(
+                *(args, sys.argv[1:], checked.config, checked.sweep),
+                inner=runner.folder,
+                restart=runner.restart,
+            )
+            runner.restart_state.set_default("hydra.sweep.dir", str(checked.sweep.folder))
+    except JobFailed as failed:
+        print(failed, file=sys.stderr)
+        record_for_torchrun(failed)
+        _write_result(result_dir, args, "failed", failed.error)
+        return 1
+    if problems:
+        _write_result(result_dir, args, "invalid", str(ConfigError(problems)))
+        return print_problems(problems)
+    if args.check and (task.context is None or not task.context.grid):
+        print("config OK; nothing was started (--check)")
+        return 0
+    return None
+
+
+def _folder_of_first_start(runner: JobRunner) -> list[str]:
+    """The overrides that make a restart write where the first start did."""
+    keys = ("hydra.run.dir", "hydra.sweep.dir")
+    paths = {key: runner.restart_state.get(key) for key in keys}
+    return [f"{key}={quoted(path)}" for key, path in paths.items() if path is not None]
+
+
+def _problems(
+    args: argparse.Namespace, checked: CheckedOverrides, runner: JobRunner
+) -> list[Problem]:
+    """Every problem of the command; the configs of a sweep's jobs are checked later, each by itself."""
+    if secrets := secrets_in_command(args.overrides, checked.config):
+        return secrets
+    config, known = checked.config, checked.problems
+    if config is None:
+        return known
+    if checked.multirun:
+        known = known + list(sweep_problems(config))
+        # the jobs of a search are not known: the first values stand for all
+        if args.check and checked.sweep is not None and not checked.sweep.grid:
+            with removing_new_folders(Path(config.run_dir)):
+                known = known + config_problems(config, None, known)
+        return known
+    if (Path(config.run_dir) / PLAN_FILE).exists():
+        fix = f"run_dir={config.run_dir}/NAME"
+        return [*known, Problem("run_dir", config.run_dir, "holds a sweep", fix)]
+    if runner.restart:
+        config, _ = resumed_config(config)
+    started = int(os.environ.get("WORLD_SIZE", "1"))  # or to be started, if this is a --check
+    ranks = elastic.available_ranks(config, started if started > 1 else None, runner.restart_state)
+    with removing_new_folders(Path(config.run_dir)) if args.check else nullcontext():
+        config, unfit = elastic.fit_mesh(config, ranks)
+        return known + (unfit or config_problems(config, ranks, known))
+
+
+def _write_result(
+    result_dir: str | None, args: argparse.Namespace, status: Status, error: str
+) -> None:
+    if result_dir is not None:
+        ResultReporter(Path(result_dir), args.overrides, 1).write(status, error=error)
+
+
+def _run(args: argparse.Namespace, parser: argparse.ArgumentParser, task: Task) -> ExitCode:
+    """Let Hydra compose and call `task`; the exit code."""
+    context = task.context
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors; they are shown here
+    code: ExitCode = 0
+    try:
+        _run_hydra(args, parser, task, args.config_path, args.config_name)
+        code = task.end.code if task.end is not None else 0
+    except SystemExit as end:
+        code = end.code
+    except JobFailed:
+        code = 1  # shown when it happened
+    except ConfigError as error:
+        code = print_problems(error.problems)
+    except Exception as error:
+        if not _is_user_error(error):
+            raise
+        text = " ".join(str(error).split())
+        if context is not None and context.planned:  # a search without a successful trial
+            print(f"the search ends: {text}", file=sys.stderr)
+            code = 1
+        else:
+            code = print_problems([Problem("config", "", text)])
+    finally:
+        del os.environ["HYDRA_FULL_ERROR"]
+        if context is not None:
+            code = context.close(code)
+    return code
+
+
+def _is_user_error(error: Exception) -> bool:
+    """Whether Hydra or Optuna raised an error for the user, and not this program."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    raised_in = str(frames[-1][0].f_globals.get("__name__")) if frames else ""
+    by_hydra = type(error).__module__.startswith(("hydra", "omegaconf"))
+    return by_hydra or raised_in.startswith("optuna")

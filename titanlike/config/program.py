@@ -1,0 +1,56 @@
+"""The command that started this program, for messages that name one to run next."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+_VARIABLE = "TITANLIKE_PROGRAM"  # inherited by workers and by the jobs of a sweep
+
+
+def set_program(command: str | None = None) -> None:
+    """Record how this process was started; `command`: the subcommand that the user typed."""
+    os.environ[_VARIABLE] = shlex.join([*_executable(), *([command] if command else [])])
+
+
+def program() -> list[str]:
+    """The words before the overrides: `titanlike verify`, `python train.py`."""
+    recorded = os.environ.get(_VARIABLE)
+    return shlex.split(recorded) if recorded else _executable()
+
+
+def train_program() -> list[str]:
+    """The same for training, whichever subcommand this is: `titanlike train`, `python train.py`."""
+    words = program()
+    last = Path(words[-1])
+    if last.suffix == ".py" and last.resolve().parent.name == "tools":
+        return [*words[:-1], os.path.normpath(last.parent / ".." / "train.py")]
+    has_command = last.suffix != ".py" and last.name != "titanlike"
+    return [*words[:-1], "train"] if has_command else words
+
+
+def program_length(words: Sequence[str]) -> int:
+    """How many words of a shell line name the program and its subcommand; 0 if it is none of ours."""
+    for i, word in enumerate(words):
+        if word.endswith(".py"):
+            return i + 1
+        if Path(word).name == "titanlike":
+            has_command = words[i + 1 : i + 2] and words[i + 1].replace("-", "").isalpha()
+            return i + 1 + bool(has_command and not words[i + 1].startswith("-"))
+    return 0
+
+
+def _executable() -> list[str]:
+    path = Path(sys.argv[0])
+    if path.name == "__main__.py":
+        return ["python", "-m", path.parent.name]
+    if path.suffix == ".py":
+        return ["python", sys.argv[0]]
+    found = shutil.which("titanlike")
+    if path.name == "titanlike" and (found is None or not path.samefile(found)):
+        return [sys.argv[0]]  # of an environment that is not on PATH
+    return ["titanlike"]
