@@ -70,7 +70,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def test_the_line_that_a_run_ends_with_trains_on(finished: tuple[Path, str]) -> None:
     run, printed = finished
-    line = printed.strip().splitlines()[-1].removeprefix(f"continue with: python {ROOT / 'train.py'} ")
+    line = (
+        printed.strip().splitlines()[-1].removeprefix(f"continue with: python {ROOT / 'train.py'} ")
+    )
     before = losses(run)
     words = shlex.split(line)
     on = command(*words, "run_dir=../on", f"checkpoint.resume='{run}'", cwd=run)
