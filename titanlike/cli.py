@@ -70,7 +70,9 @@ JOBS = {
     ),
 }
 TOOLS = {
-    "checkpoint": Command("titanlike.checkpoint.commands.main", "list, verify, convert checkpoints"),
+    "checkpoint": Command(
+        "titanlike.checkpoint.commands.main", "list, verify, convert checkpoints"
+    ),
     "sweep": Command("titanlike.sweeps.tool.main", "print and draw the table of a sweep"),
     "scripts": Command("titanlike.command.scripts.main", "copy the job scripts of a cluster"),
 }

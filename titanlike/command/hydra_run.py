@@ -31,7 +31,8 @@ from titanlike.config.overrides import from_hydra
 from titanlike.config.validate import sweep_problems
 from titanlike.job import elastic
 from titanlike.job.check import removing_new_folders, secrets_in_command
-from titanlike.job.run import JobEnd, JobRunner, ResultReporter, config_problems, print_problems
+from titanlike.job.report import ResultReporter, print_problems
+from titanlike.job.run import JobEnd, JobRunner, config_problems
 from titanlike.launch.external import ExternalRanks, record_for_torchrun
 from titanlike.launch.failures import JobFailed
 from titanlike.launch.slurm import adopt_slurm
