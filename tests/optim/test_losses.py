@@ -138,7 +138,7 @@ def test_logits_of_all_tokens_are_never_there(mesh: tuple, tmp_path: Path) -> No
     [
         (regression(own("mean")), "loss.name", "mean or another scalar; return the losses unred"),
         (regression(own("mean_of_one")), "loss.name", "1 losses for 16 sequences and 1 for 32"),
-        (regression(own("looking")), "loss.name", "looks at the values of tensors"),
+        (regression(own("looking")), "loss.name", "reads the values of tensors"),
         (regression(own("pair")), "loss.name", "it returns a tuple of 2 and not a tensor"),
         (regression(own("hubert")), "loss.name", "did you mean support.losses.huber?"),
         (regression(own("huber", detla=1)), "loss.detla", "no such key; write loss.delta=..."),

@@ -39,7 +39,7 @@ class Loss:
     output: what the model's forward returns. targets: of the batch, [B, ...].
     """
 
-    chunk: int | None = None  # tokens of which the logits are held at a time; None = of all
+    chunk: int | None = None  # tokens whose logits are in memory at a time; None = all
 
     def __init__(self) -> None:
         self.scale = torch.tensor(1.0)
@@ -54,7 +54,7 @@ class Loss:
     def count(self, targets: Tensor) -> Tensor | None:
         """How many terms there are: the loss that is reported is their mean.
 
-        None where the targets alone do not tell it: then it is `terms`.
+        None if it does not follow from the targets alone: then it is `terms`.
         """
         raise NotImplementedError
 
@@ -99,7 +99,7 @@ class Mse(Loss):
 
     def total(self, output: Any, targets: Tensor) -> Tensor:
         output = logits_of(output)
-        if output.shape != targets.shape:  # torch would broadcast, which is hardly ever meant
+        if output.shape != targets.shape:  # torch would broadcast, which is hardly ever intended
             raise OutputError(
                 f"it takes an output and targets of one shape, not {list(output.shape)} and "
                 f"{list(targets.shape)}"
@@ -110,7 +110,7 @@ class Mse(Loss):
         return torch.tensor(targets.numel(), device=targets.device)
 
 
-class Own(Loss):
+class CustomLoss(Loss):
     """A function of the user's own, `function(output, targets)`: losses, one by one."""
 
     def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
@@ -176,7 +176,7 @@ def build_loss(config: Settings, device: torch.device | None = None) -> Loss:
 
 
 def check_loss(config: Settings, output: Any, targets: Tensor, rows: int) -> list[Problem]:
-    """Try a loss on meta: a microbatch's output and targets [rows, ...]. Finds what is wrong."""
+    """What is wrong with a loss, by a call on meta; output and targets: of a microbatch [rows, ...]."""
 
     def wrong(reason: str, fix: str) -> list[Problem]:
         return [Problem("loss.name", config.name, reason, fix)]
@@ -185,7 +185,7 @@ def check_loss(config: Settings, output: Any, targets: Tensor, rows: int) -> lis
         loss = build_loss(config)
         with torch.device("meta"):
             loss.total(output, targets)
-        if not isinstance(loss, Own) or loss.counts:
+        if not isinstance(loss, CustomLoss) or loss.counts:
             return []
         one = loss.terms(output, targets)
         two = loss.terms(tree_map(output, lambda x: _twice(x, rows)), _twice(targets, rows))
@@ -198,7 +198,7 @@ def check_loss(config: Settings, output: Any, targets: Tensor, rows: int) -> lis
     except Exception as error:
         text = (str(error).strip().splitlines() or [""])[0]
         if "meta" in text:
-            reason = f"it looks at the values of tensors ({text}); tried here on shapes alone"
+            reason = f"it reads the values of tensors ({text}); it is called here on shapes alone"
             return wrong(reason, "write it without .item(), .tolist() and `if tensor:`")
         shapes = f"an output that is {describe(output)} and targets {list(targets.shape)}"
         return wrong(f"with {shapes} it raised {type(error).__name__}: {text}", _FIX)
@@ -250,7 +250,7 @@ def _own(config: Custom, device: torch.device | None) -> Loss:
             reason = f"cannot be called with (output, targets) and its keys: {error}"
             raise wrong("loss.name", config.name, reason, fix) from None
     if not inspect.isclass(found):
-        return Own(_with(found, config.args))
+        return CustomLoss(_with(found, config.args))
     try:
         made = found(**config.args)
     except Exception as error:
@@ -264,7 +264,7 @@ def _own(config: Custom, device: torch.device | None) -> Loss:
             reason = "has parameters, and only the model's are trained"
             raise wrong("loss.name", config.name, reason, "a model that holds them")
         made = made.to(device)
-    return Own(made)
+    return CustomLoss(made)
 
 
 def _with(function: Callable[..., Any], args: dict[str, Any]) -> Callable[[Any, Tensor], Any]:

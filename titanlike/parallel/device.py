@@ -1,4 +1,4 @@
-"""Devices: which one, its peak FLOP/s, what this process takes of its memory."""
+"""Devices: which one, its peak FLOP/s, the memory that this process uses."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def resident_memory(device: torch.device) -> int:
 def return_freed_memory() -> None:
     """Let glibc give large blocks back to the system as soon as they are freed.
 
-    FSDP frees a block's gathered parameters after each use. Left to itself, malloc keeps them as
-    holes between smaller blocks, and a rank that shards takes more memory than one that does not
+    FSDP frees a block's gathered parameters after each use. By default malloc keeps them as holes
+    between smaller blocks, and a rank that shards takes more memory than one that does not
     (8 blocks of 3M parameters: 470 MiB alone, 550 MiB with dp=2, 318 MiB with this). A lower
     limit saves more and slows activations down, which then fault in their pages again and again.
     """
@@ -79,15 +79,15 @@ def return_freed_memory() -> None:
             ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2 * 2**20)
 
 
-_M_MMAP_THRESHOLD = -3  # <malloc.h>; setting it also ends its own growth
+_M_MMAP_THRESHOLD = -3  # <malloc.h>; setting it also turns off its dynamic growth
 
 
 @contextlib.contextmanager
 def deterministic(on: bool) -> Iterator[None]:
     """Within it, torch uses deterministic kernels alone, and raises where an operation has none.
 
-    Afterwards all is as before, but for cuBLAS, which keeps the workspace that it began with: a
-    sweep's jobs share a process.
+    Afterwards the settings are restored (a sweep's jobs share a process), except that cuBLAS keeps
+    the workspace that it was initialized with.
     """
     if not on:
         yield
@@ -102,13 +102,13 @@ def deterministic(on: bool) -> Iterator[None]:
         os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
     )
     enabled, warn_only, cudnn_benchmark, cudnn_deterministic, fill, workspace = before
-    # cuBLAS asks for a workspace of a fixed size; another one of the user's is torch's to refuse
+    # cuBLAS needs a workspace of a fixed size; torch raises for a wrong one of the user's
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    cudnn.benchmark = False  # it would choose kernels by their speed of the day
+    cudnn.benchmark = False  # it would choose kernels by timings, which vary
     cudnn.deterministic = True
     torch.use_deterministic_algorithms(True)
-    # writing NaN into each new tensor would find kernels that read what nobody wrote, at the price
-    # of a write to all memory that is allocated
+    # NaN in each new tensor would show reads of uninitialized memory, at the cost of writing to all
+    # memory that is allocated
     filling.fill_uninitialized_memory = False
     try:
         yield

@@ -1,10 +1,10 @@
 """Initial weights, the same whatever the layout and the device.
 
-A model that has a method `initial(name) -> (mean, std)` never has all its weights in one place:
-they come from (seed, name) alone. A parameter is cut into rows (its first dimension, which FSDP shards) and rows into pieces of a
-fixed size; each piece has a random generator of its own, seeded with (seed, name, piece). So a rank
-draws the pieces that its shard touches and no others. Any other model starts as its constructor
-leaves it, with torch's generator at the run's seed; each rank keeps its shards of that.
+With a model's method `initial(name) -> (mean, std)` no rank needs all weights: they depend on
+(seed, name) alone. A parameter is cut along its first dimension, which FSDP shards, into pieces of
+a fixed size; each has its own random generator, seeded with (seed, name, piece). So a rank draws
+only the pieces that overlap its shard. Any other model starts as its constructor leaves it, with
+torch's generator at the run's seed; each rank copies its shards of that.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def draw(shape: torch.Size, rows: slice, seed: int, name: str, mean: float, std:
 
 
 class InitialWeights(Protocol):
-    """Where the values of parameters and buffers come from before the first step."""
+    """The values of parameters and buffers before the first step."""
 
-    origin: str  # in words
+    origin: str  # for the opening table
 
     def rows(self, name: str, shape: torch.Size, rows: slice) -> Tensor:
         """Rows of a parameter, fp32 on the CPU; `name` is its name in the whole model."""
@@ -79,7 +79,7 @@ class SeededWeights:
 
 
 class ConstructedWeights:
-    """As the model's constructor leaves them: the whole model is in this process's memory."""
+    """As the model's constructor leaves them; holds the whole model in memory."""
 
     origin = "the constructor's (each rank builds the whole model once)"
 
@@ -97,7 +97,7 @@ class ConstructedWeights:
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Within it torch's, numpy's and Python's generators begin at the seed; then they go on."""
+    """Within it torch's, numpy's and Python's generators start at the seed; afterwards they continue."""
     before = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -135,7 +135,7 @@ def parameters_on_meta(
 @torch.no_grad()
 def initialize(
     stage: nn.Module,
-    start: InitialWeights,
+    weights: InitialWeights,
     device: torch.device,
     names: Mapping[str, str] | None = None,
 ) -> None:
@@ -155,10 +155,10 @@ def initialize(
             module.register_parameter(other, first._parameters[name])
     for name, parameter in stage.named_parameters():
         rows, *others = local_slices(parameter) or (slice(0, 1),)
-        values = start.rows(names.get(name, name), parameter.shape, rows)
+        values = weights.rows(names.get(name, name), parameter.shape, rows)
         if others:
             values = values[:, *others]
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         local.copy_(values)
     for name, buffer in stage.named_buffers():
-        buffer.copy_(start.buffer(name))
+        buffer.copy_(weights.buffer(name))

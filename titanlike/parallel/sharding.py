@@ -3,8 +3,8 @@
 `zero` says what stays sharded while a step runs (arXiv 1910.02054):
 
 1. optimizer state: parameters are gathered and gradients reduced once a step, a stage at a time.
-   The least traffic. The only one that zero-bubble schedules allow: their backward comes in two
-   halves, and FSDP's hooks lose gradients between them.
+   The least traffic. The only one for zero-bubble schedules: their backward is split in two, and
+   FSDP's hooks lose gradients between the halves.
 2. also gradients: reduced block by block in every backward.
 3. also parameters: gathered block by block in every forward and backward. The least memory.
 """
@@ -29,27 +29,27 @@ def compute_dtype(config: Config) -> torch.dtype:
 
 
 def fill_missing_gradients(modules: Iterable[nn.Module]) -> None:
-    """Let every backward give all parameters of these modules a gradient, of zero where it has none.
+    """Let every backward give all parameters of these modules a gradient, zero where it has none.
 
-    For experts and layers that are left out now and then: FSDP reduces the gradients of a module in
-    one message, and what one rank has not, others would wait for, or take for another's.
-    To be called before the modules are sharded: hooks run in the order of their coming.
+    For experts and layers that a forward may skip: FSDP reduces the gradients of a module in one
+    message, and ranks whose messages differ in length hang or mix up gradients.
+    To be called before the modules are sharded: hooks run in the order of registration.
     """
     for module in modules:
-        module.register_forward_hook(_reach)
+        module.register_forward_hook(_touch_parameters)
 
 
-def _reach(module: nn.Module, _: Any, output: Any) -> Any:
+def _touch_parameters(module: nn.Module, _: Any, output: Any) -> Any:
     parameters = [p for p in module.parameters() if p.requires_grad]
     leaves, spec = pytree.tree_flatten(output)
     for at, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-            leaves[at] = _Reach.apply(leaf, *parameters)
+            leaves[at] = _TouchParameters.apply(leaf, *parameters)
             return pytree.tree_unflatten(leaves, spec)
     return output
 
 
-class _Reach(torch.autograd.Function):
+class _TouchParameters(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         ctx.parameters = [(p.shape, p.dtype, p.device) for p in parameters]
@@ -65,8 +65,8 @@ def shard_stage(
 ) -> None:
     """Apply `fully_shard` to a stage in place: each group of its modules, then the root.
 
-    Without anything to shard, cast or offload the stage stays a plain module. The batch's numbers
-    and what arrives from other stages are in the compute dtype already.
+    With nothing to shard, cast or offload the stage stays a plain module. Its inputs, from the batch
+    or from other stages, are in the compute dtype already.
     """
     if next(stage.parameters(), None) is None:
         return  # an empty stage

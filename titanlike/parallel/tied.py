@@ -1,8 +1,8 @@
 """Tied weights: one parameter of the model that several stages hold a copy of.
 
-The copies start equal (a weight starts from its name), and each step their gradients are added up:
-locally where they are on one rank, else by an all-reduce among the pipeline ranks that hold one. So
-they take the same updates and stay equal to the last bit.
+The copies are initialized equal (from the parameter's name), and each step their gradients are
+summed: locally where they are on one rank, else by an all-reduce among the pipeline ranks that hold
+one. So they take the same updates and stay equal to the last bit.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Copies:
     """This rank's copies of one parameter, and the ranks that have others."""
 
     parameters: list[nn.Parameter]
-    group: dist.ProcessGroup | None  # None: all copies are here
+    group: dist.ProcessGroup | None  # None: all copies are on this rank
 
 
 class Tied:
-    """The weights that this rank shares."""
+    """The tied weights of this rank."""
 
     def __init__(self, copies: Sequence[Copies]) -> None:
         self._copies = list(copies)
@@ -55,14 +55,14 @@ class Tied:
 def tie(
     stages: Mapping[str, Sequence[int]],
     place: Sequence[int],
-    here: Mapping[int, Mapping[str, nn.Parameter]],
+    local: Mapping[int, Mapping[str, nn.Parameter]],
     mesh: Mesh,
     timeout: float,
 ) -> Tied:
-    """Find this rank's shared weights, and make the groups that add up their gradients. Collective.
+    """Find this rank's tied weights, and make the groups that sum their gradients. Collective.
 
     stages: parameter -> the stages that hold it; place: the pipeline rank of each stage;
-    here: this rank's stages -> their parameters by name.
+    local: this rank's stages -> their parameters by name.
     """
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     copies = []
@@ -73,7 +73,7 @@ def tie(
         if len(holders) > 1 and holders not in groups:
             groups[holders] = _group(holders, mesh, timeout)
         if mesh.pp_rank in holders:
-            mine = [held[name] for held in here.values() if name in held]
+            mine = [parameters[name] for parameters in local.values() if name in parameters]
             copies.append(Copies(mine, groups.get(holders)))
     return Tied(copies)
 
@@ -83,7 +83,7 @@ def _group(pp_ranks: tuple[int, ...], mesh: Mesh, timeout: float) -> dist.Proces
 
     All ranks make the groups of all pipelines, also those that they are not in: with
     `use_local_synchronization` torch 2.15 counts groups differently on members and others, and the
-    next group of all ranks never comes to be.
+    next group of all ranks hangs.
     """
     mine = None
     for dp_rank in range(mesh.dp):

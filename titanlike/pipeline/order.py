@@ -1,13 +1,13 @@
 """An Order: what every pipeline rank computes, and when. Plain data, no torch.
 
-A pipeline schedule is nothing but an order of compute actions: one list a pipeline rank, and the
-rank that holds each stage. The same Order is run, evaluated (`forward_only`), simulated and drawn
-(`walk`, `needs`), and kept (`to_csv`). `check` says whether torch's pipeline runtime can run it
-to its end with the right gradients.
+A pipeline schedule is an order of compute actions: a list a pipeline rank, and the rank that holds
+each stage. The same Order is run, evaluated (`forward_only`), simulated and drawn (`walk`,
+`needs`), and written to a file (`to_csv`). `check` finds whether torch's pipeline runtime can run
+it to its end with the right gradients.
 
 Sends and receives are not part of it: they follow from the dependencies. torch inserts them in the
-order of one global walk, a send and its receive at once, so that between two ranks they are posted
-in the same order on both sides, whatever the Order.
+order of one global walk, a send and its receive at once, so that two ranks post their messages in
+the same order, whatever the Order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Act(NamedTuple):
 
     kind is F (forward), B (whole backward), I (gradient of the input alone) or W (gradient of the
     weights, any time after I). Splitting B into I and W is what zero-bubble schedules do
-    (arXiv 2401.10241): only I is on the way of the stage before.
+    (arXiv 2401.10241): only I is on the critical path of the stage before.
     """
 
     kind: str
@@ -151,7 +151,7 @@ class Order:
                     )
                 if act in at:
                     raise ValueError(
-                        f"{where} is there twice, first as action {at[act] + 1}; remove one"
+                        f"{where} is listed twice, first as action {at[act] + 1}; remove one"
                     )
                 at[act] = position
         return at
@@ -267,7 +267,7 @@ def walk(order: Order) -> Iterator[tuple[int, Act]]:
 
 
 def _deadlock(order: Order, at: list[int], done: set[Act]) -> str:
-    """The circle of ranks that wait for each other; `at` is where each rank stands."""
+    """The cycle of ranks that wait for each other; at: the next action of each rank."""
     position = {awaited(act): (act, i) for acts in order.ranks for i, act in enumerate(acts)}
     rank = next(rank for rank, acts in enumerate(order.ranks) if at[rank] < len(acts))
     lines: dict[int, str] = {}

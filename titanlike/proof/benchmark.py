@@ -2,7 +2,7 @@
 
 1. All ranks train in their layout, as `train` does with metrics.jsonl and nothing else.
 2. One process trains the same model on the same batches in a loop written straight on torch. With a
-   mesh of one process the two alternate step by step, so that the machine's moods hit both.
+   mesh of one process the two alternate step by step, so that noise of the machine hits both.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ STEPS = 40  # counted, unless the command line has steps=
 
 def bench(config: Config, worker: Worker) -> dict[str, Any]:
     """Measure; prints a table; {"value": tokens/s, ...the figures}."""
-    asked = any(text.startswith("steps=") for text in worker.overrides)
-    counted = max(2, config.steps) if asked else STEPS
+    steps_given = any(text.startswith("steps=") for text in worker.overrides)
+    counted = max(2, config.steps) if steps_given else STEPS
     config = replace(config, steps=1 + WARMUP + counted)
     data = open_data_on_every_rank(config, worker)
     mesh = open_mesh(config, worker)
@@ -63,7 +63,7 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
             next(rival)
         mine, plain, ratios = [], [], []
         for _ in range(counted // 2):
-            # ours, plain, plain, ours: who comes second finds other caches than who comes first
+            # ours, plain, plain, ours: the second of a pair finds warm caches
             a, b, c, d = next(ours), next(rival), next(rival), next(ours)
             mine, plain = [*mine, a, d], [*plain, b, c]
             ratios.append(_seconds(a, d) / _seconds(b, c))
@@ -109,7 +109,7 @@ def _framework(run: Run, config: Config, data: Data, worker: Worker) -> Iterator
 
 
 def _plain(config: Config, data: Data, device: torch.device) -> Iterator[dict[str, Any]]:
-    """The loop that one would write without a framework."""
+    """A training loop without a framework."""
     alone = replace(config, dp=1, replicate=1)
     resolved = resolve_model(config)
     model = build_model(resolved)

@@ -1,6 +1,6 @@
 """torch's pipeline runtime, driven by an Order.
 
-What differs between torch 2.11 and 2.15 is told by features, never by version numbers.
+Differences between torch 2.11 and 2.15 are detected by features, never by version numbers.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Run:
     stage_states: list[StageState]
     pipeline: Pipeline
     norms: BatchNorms
-    origin: str  # of the initial weights, in words
+    origin: str  # of the initial weights, for the opening table
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:

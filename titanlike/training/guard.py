@@ -1,9 +1,9 @@
 """Judges a step's numbers before they change the parameters: not finite, or a spike.
 
 A spike is a loss or a gradient norm more than `spike_zscore` standard deviations above the mean of
-the last `spike_window` good steps. The deviation counts as at least a share of the mean, so that
-after a very smooth stretch not every wiggle is a spike. Bad steps do not enter the window; but
-`MOST_IN_A_ROW` spikes one after another are the new level: the window begins anew with them.
+the last `spike_window` good steps. The deviation is at least a share of the mean, so that small
+noise after a very smooth stretch is no spike. Bad steps do not enter the window; but
+`MOST_IN_A_ROW` spikes one after another are the new level: the window restarts with them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class BadNumbers(ValueError):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is wrong with a step, and what the config says to do."""
+    """What is wrong with a step, and the action that the config asks for."""
 
     kind: Literal["nonfinite", "spike"]
     action: Literal["stop", "skip", "rollback"]
@@ -39,14 +39,14 @@ class Verdict:
 
 
 class Guard:
-    """Looks at every step of a run; knows the numbers of the last good ones."""
+    """Judges every step of a run by the numbers of the last good ones."""
 
     def __init__(self, config: Config, state: dict[str, Any]) -> None:
         self._config = config
         self.load(state)
 
     def judge(self, record: dict[str, Any], run: Run) -> Verdict | None:
-        """None for a good step. All ranks come to the same verdict. Collective where it is bad."""
+        """None for a good step. The same verdict on all ranks. Collective where it is bad."""
         if not all(math.isfinite(record[name]) for name in JUDGED):
             return self._not_finite(record, run)
         self._nonfinite = 0
@@ -69,7 +69,7 @@ class Guard:
         return None
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON: with it a run judges as if it had not been stopped."""
+        """For a checkpoint, as JSON: a resumed run judges as one that was not stopped."""
         return {
             **{name: list(window) for name, window in self._good.items()},
             "spikes": [dict(spike) for spike in self._spikes],
@@ -77,7 +77,7 @@ class Guard:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take back what `state` returned, {} for a fresh start."""
+        """Restore what `state` returned; {} for a new run."""
         size = self._config.spike_window
         self._good = {name: deque(state.get(name, []), size) for name in JUDGED}
         self._spikes = [dict(spike) for spike in state.get("spikes", [])]  # the last ones, in a row
@@ -88,7 +88,7 @@ class Guard:
             window.append(numbers[name])
 
     def _too_high(self, numbers: dict[str, float]) -> list[str]:
-        """What is a spike, in words."""
+        """A text for each number that is a spike."""
         found = []
         for name, window in self._good.items():
             if 2 * len(window) < self._config.spike_window:

@@ -22,7 +22,7 @@ def train_steps(s: Session) -> None:
     rollbacks: list[int] = []  # to these steps
     # the first step compiles, allocates, and opens connections to every peer
     timeout: float | None = config.launch.timeout
-    stall: float | None = None  # seconds that the last save held up training
+    stall: float | None = None  # seconds that training waited for the last save
     while s.progress.step < last and not s.stop_code:
         step = s.progress.step + 1
         final = step == last  # completed whatever stop request comes

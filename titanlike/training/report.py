@@ -1,4 +1,4 @@
-"""What a run says about itself before the first step and after the last."""
+"""What a run prints before the first step and after the last."""
 
 from __future__ import annotations
 
@@ -16,12 +16,7 @@ from titanlike.training.session import Session
 def opening(session: Session) -> None:
     """What will run: mesh, stages, parameters, tokens a step, where things are written."""
     console, config, run, data = session.console, session.config, session.run, session.data
-    worker, start, sinks = (
-        session.worker,
-        session.progress.step,
-        [sink.location for sink in session.sinks[1:]],
-    )
-    draft, mesh = run.draft, run.mesh
+    draft, mesh, start = run.draft, run.mesh, session.progress.step
     shape = f"pp {config.pp} x dp {config.dp}"
     if config.replicate > 1:
         shape += f" ({config.replicate} replicas)"
@@ -41,8 +36,8 @@ def opening(session: Session) -> None:
         ("microbatches", f"{cut} ({draft.why_microbatches})"),
         ("schedule", config.schedule.name),
         ("steps", f"{start + 1} to {config.steps}" if start < config.steps else "none left"),
-        ("output", str(worker.run_dir)),
-        ("", "; ".join(sinks)),
+        ("output", str(session.worker.run_dir)),
+        ("", "; ".join(sink.location for sink in session.sinks[1:])),
     ]
     if mesh.pp == 1:
         fields = [field for field in fields if field[0] != "schedule"]
@@ -104,7 +99,7 @@ class _Cost(NamedTuple):
 
     @classmethod
     def of(cls, found: AutoSplitResult | None) -> _Cost | None:
-        """None where the table has them without a column more."""
+        """None where the column of parameters has them."""
         if found is None or found.cost == "params":
             return None
         text = _TEXT[found.cost]
@@ -121,16 +116,16 @@ _TEXT: dict[str, Callable[[float], str]] = {
 
 
 def _splits(found: AutoSplitResult) -> list[tuple[str, str]]:
-    """What the heaviest rank has, and would have with split=even."""
+    """The load of the heaviest rank, here and with split=even."""
 
-    def told(split: CostedSplit) -> str:
+    def heaviest_rank(split: CostedSplit) -> str:
         heaviest = _TEXT[found.cost](max(split.ranks) * found.scale)
         return f"heaviest rank {heaviest}, {split.imbalance:.3f} x the mean"
 
     proven = "" if found.chosen.proven else " (not proven: there may be a lighter split)"
     return [
-        ("split", f"auto by {found.cost}: {told(found.chosen)}{proven}"),
-        ("", f"even would give: {told(found.even)}"),
+        ("split", f"auto by {found.cost}: {heaviest_rank(found.chosen)}{proven}"),
+        ("", f"even would give: {heaviest_rank(found.even)}"),
     ]
 
 
@@ -142,7 +137,7 @@ def _ranks(pp_rank: int, dp: int) -> str:
 def _span(names: list[str]) -> str:
     """embedding, layers.0 ... layers.3"""
     if not names:
-        return "none: sends on what arrives"
+        return "none: sends what it receives"
     blocks = [name for name in names if "." in name]
     if len(blocks) < 3:
         return ", ".join(names)
