@@ -27,8 +27,8 @@ from titanlike.config.overrides import to_hydra
 if TYPE_CHECKING:
     from titanlike.command.hydra_run import Task
     from titanlike.config.schema import Config
-    from titanlike.sweeps.context import Context
     from titanlike.sweeps.plan import Job
+    from titanlike.sweeps.sweep_run import SweepRun
 
 
 # what hydra.sweeper and hydra.launcher are; `params` are the overrides of a sweep that is written in
@@ -79,8 +79,8 @@ class GridSweeper(BasicSweeper):
         ]
         return self.launcher.launch(lists, initial_job_idx=0) if lists else []
 
-    def _todo(self, context: Context, combinations: list[list[str]]) -> list[Job]:
-        return context.todo(combinations)
+    def _todo(self, context: SweepRun, combinations: list[list[str]]) -> list[Job]:
+        return context.jobs_to_run(combinations)
 
     def _parse_config(self) -> list[str]:
         return [to_hydra(f"{key}={value}") for key, value in self.params.items()]
@@ -96,9 +96,9 @@ class LayoutSweeper(GridSweeper):
             for key, value in settings.items()
         }
 
-    def _todo(self, context: Context, combinations: list[list[str]]) -> list[Job]:
+    def _todo(self, context: SweepRun, combinations: list[list[str]]) -> list[Job]:
         from titanlike.launch.failures import JobFailed
-        from titanlike.sweeps.layouts import search
+        from titanlike.sweeps.layout_search import search
 
         def compose(overrides: list[str]) -> tuple[Config, list[Any]]:
             assert self.hydra_context is not None
@@ -106,7 +106,7 @@ class LayoutSweeper(GridSweeper):
             return _parsed(loader.load_sweep_config(self.config, overrides), context.folder)
 
         found = search(context, self.task.runner, compose, combinations, self.settings)
-        jobs = context.todo(found.combinations, found.left_out)
+        jobs = context.jobs_to_run(found.combinations, found.skipped)
         if not found.to_run:
             raise JobFailed("no layout can be run", "no layout can be run")
         return jobs
@@ -127,7 +127,7 @@ class JobLauncher(Launcher):
         """Run a batch of jobs to their ends; a failed one's return_value raises."""
         from titanlike.config.errors import ConfigError
         from titanlike.launch.failures import JobFailed
-        from titanlike.sweeps.run import Prepared, run_jobs
+        from titanlike.sweeps.run_jobs import Prepared, run_jobs
 
         setup_globals()
         context = self.task.context
@@ -145,7 +145,7 @@ class JobLauncher(Launcher):
 
         prepared = []
         for index, overrides in enumerate(map(list, job_overrides)):
-            job = context.job_of(overrides, context.base + initial_job_idx + index)
+            job = context.job_for(overrides, context.base + initial_job_idx + index)
             prepared.append(Prepared(job, partial(compose, overrides, job)))
 
         def here(item: Prepared) -> float | None:

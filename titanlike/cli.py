@@ -73,7 +73,7 @@ TOOLS = {
     "checkpoint": Command(
         "titanlike.checkpoint.commands.main", "list, verify, convert checkpoints"
     ),
-    "sweep": Command("titanlike.sweeps.tool.main", "print and draw the table of a sweep"),
+    "sweep": Command("titanlike.sweeps.report.main", "print and draw the table of a sweep"),
     "scripts": Command("titanlike.command.scripts.main", "copy the job scripts of a cluster"),
 }
 

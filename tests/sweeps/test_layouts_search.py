@@ -32,9 +32,10 @@ from titanlike.parallel.device import peak_memory, resident_memory, return_freed
 from titanlike.parallel.mesh import open_mesh
 from titanlike.pipeline.from_config import build_order
 from titanlike.pipeline.schedules import SCHEDULES, gpipe
-from titanlike.sweeps.estimate import estimate, step_time
-from titanlike.sweeps.layouts import Settings, judged, read_settings
-from titanlike.sweeps.machine import Machine
+from titanlike.planning.estimate import estimate, step_time
+from titanlike.planning.layouts import SearchSpace
+from titanlike.planning.machine import Machine
+from titanlike.sweeps.layout_search import filter_layouts, read_space
 from titanlike.sweeps.plan import read_plan
 from titanlike.training.build import build
 from titanlike.training.draft import draft
@@ -134,13 +135,13 @@ def test_mistakes_in_the_searchs_own_keys_are_told_at_once(tmp_path):
     + [("schedules", []), ("memory", "80 boxes"), ("ranks", "many")],
 )
 def test_a_setting_that_makes_no_sense_names_its_key_and_one_that_does(key, value):
-    plain = {one: getattr(Settings(), one) for one in Settings.__dataclass_fields__}
+    plain = {one: getattr(SearchSpace(), one) for one in SearchSpace.__dataclass_fields__}
     with pytest.raises(
         ConfigError, match=rf"hydra\.sweeper\.{key}=.*; write hydra\.sweeper\.{key}="
     ):
-        read_settings({**plain, key: value})
-    assert read_settings({**plain, "memory": "1.5GiB"}).bytes == 1.5 * 2**30
-    assert read_settings({**plain, "memory": "80G"}).bytes == 80 * 2**30
+        read_space({**plain, key: value})
+    assert read_space({**plain, "memory": "1.5GiB"}).bytes == 1.5 * 2**30
+    assert read_space({**plain, "memory": "80G"}).bytes == 80 * 2**30
 
 
 # --- which layouts -----------------------------------------------------------------------------
@@ -159,9 +160,9 @@ def test_every_layout_of_the_ranks_is_listed_once_and_runs(data):
         "fixed",
     )
     names = data.draw(st.sets(st.sampled_from(list(SCHEDULES)), min_size=1, max_size=3), "names")
-    search = Settings(schedules=sorted(names), stages_per_rank=[1, 2], most=1000)
+    search = SearchSpace(schedules=sorted(names), stages_per_rank=[1, 2], most=1000)
     overrides = [*MODEL, *fixed, f"batch_size={data.draw(st.sampled_from([12, 16]), 'batch')}"]
-    found = judged(composed, [overrides], search, Machine(ranks, None), RUNNER)
+    found = filter_layouts(composed, [overrides], search, Machine(ranks, None), RUNNER)
     layouts = set()
     for words in found.combinations:
         config = composed(words)
@@ -169,7 +170,7 @@ def test_every_layout_of_the_ranks_is_listed_once_and_runs(data):
         for text in fixed:
             key, _, value = text.partition("=")
             assert str(getattr(config, key, None)) == value or key not in ("pp", "dp")
-        if tuple(words) in found.left_out:
+        if tuple(words) in found.skipped:
             wrong_size = config.world_size != ranks
             assert wrong_size or config_problems(config, None, [])
             continue
@@ -186,9 +187,9 @@ def test_every_layout_of_the_ranks_is_listed_once_and_runs(data):
 def test_what_is_known_to_be_wrong_is_left_out_with_the_reason():
     """ZeRO 2 loses gradients where a backward is split; dp=4 does not divide 6 sequences."""
     overrides = [*MODEL, "fsdp.zero=2", "batch_size=6"]
-    search = Settings(schedules=["1f1b", "zbvzerobubble"])
-    found = judged(composed, [overrides], search, Machine(4, None), RUNNER)
-    reasons = {words[len(overrides) :][:3]: why for words, why in found.left_out.items()}
+    search = SearchSpace(schedules=["1f1b", "zbvzerobubble"])
+    found = filter_layouts(composed, [overrides], search, Machine(4, None), RUNNER)
+    reasons = {words[len(overrides) :][:3]: why for words, why in found.skipped.items()}
     assert "does not divide among dp=4" in reasons["pp=1", "dp=4", "schedule=1f1b"]
     assert "splits the backward" in reasons["pp=2", "dp=2", "schedule=zbvzerobubble"]
     assert ("pp=2", "dp=2", "schedule=1f1b") not in reasons
@@ -196,13 +197,13 @@ def test_what_is_known_to_be_wrong_is_left_out_with_the_reason():
 
 def test_a_layout_that_is_another_one_in_other_words_is_run_once():
     """Looped BFS with one stage a rank is GPipe; with one microbatch 1F1B is GPipe, too."""
-    search = Settings(schedules=["gpipe", "loopedbfs"], stages_per_rank=[1], microbatches=[2, 4])
-    found = judged(composed, [[*MODEL, "pp=2"]], search, Machine(2, None), RUNNER)
+    search = SearchSpace(schedules=["gpipe", "loopedbfs"], stages_per_rank=[1], microbatches=[2, 4])
+    found = filter_layouts(composed, [[*MODEL, "pp=2"]], search, Machine(2, None), RUNNER)
     assert [words[-1] for words in found.combinations] == [
         "schedule.microbatches=2", "schedule.microbatches=4",
     ]  # fmt: skip
-    search = Settings(schedules=["gpipe", "1f1b"], microbatches=[1])
-    found = judged(composed, [[*MODEL, "pp=2"]], search, Machine(2, None), RUNNER)
+    search = SearchSpace(schedules=["gpipe", "1f1b"], microbatches=[1])
+    found = filter_layouts(composed, [[*MODEL, "pp=2"]], search, Machine(2, None), RUNNER)
     assert found.to_run == len(found.combinations) == 1
 
 

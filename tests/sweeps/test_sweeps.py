@@ -23,9 +23,9 @@ from titanlike.config.schema import Sweep
 from titanlike.launch.run_dir_owner import lock_run_dir
 from titanlike.metrics.result import write_result
 from titanlike.metrics.sinks import read_jsonl
-from titanlike.sweeps.context import Context
 from titanlike.sweeps.plan import read_plan
 from titanlike.sweeps.processes import Command, Processes
+from titanlike.sweeps.sweep_run import SweepRun
 
 JOBS = ROOT / "tests" / "support" / "sweep_jobs.py"
 TINY = [
@@ -314,9 +314,9 @@ def test_a_listener_that_leaves_does_not_end_the_sweep(tmp_path: Path) -> None:
     assert statuses(tmp_path) == ["completed"] * 2
 
 
-def context(folder: Path, **changes: object) -> Context:
+def context(folder: Path, **changes: object) -> SweepRun:
     settings = Sweep(resume=True, **changes)
-    return Context(folder, settings, "loss", ["python", "train.py"], [], [], "", True, frozenset())
+    return SweepRun(folder, settings, "loss", ["python", "train.py"], [], [], "", True, frozenset())
 
 
 def test_a_job_is_the_same_in_any_order_and_is_not_run_where_somebody_has_it(
@@ -325,7 +325,7 @@ def test_a_job_is_the_same_in_any_order_and_is_not_run_where_somebody_has_it(
     first = context(tmp_path)
     assert first.open() == []
     grid = [["lr=wsd", f"seed={seed}", "sweep.parallel=2"] for seed in range(5)]
-    assert [job.number for job in first.todo(grid)] == [0, 1, 2, 3, 4]
+    assert [job.number for job in first.jobs_to_run(grid)] == [0, 1, 2, 3, 4]
     write_result(tmp_path / "0", status="completed", value=1.0, error=None, seconds=1, overrides=[])
     early = "stopped early by max_time, with a checkpoint"
     write_result(tmp_path / "1", status="stopped", value=1.0, error=early, seconds=1, overrides=[])
@@ -335,19 +335,19 @@ def test_a_job_is_the_same_in_any_order_and_is_not_run_where_somebody_has_it(
     (tmp_path / "3" / "config.yaml").touch()
     reordered = [["seed=9", f"seed={seed}", "lr=wsd"] for seed in (4, 3, 2, 1, 0)]
     with lock_run_dir(tmp_path / "3"):
-        assert [job.number for job in context(tmp_path).todo(reordered)] == [4]
+        assert [job.number for job in context(tmp_path).jobs_to_run(reordered)] == [4]
     told = capsys.readouterr().out
     assert "job 3 runs elsewhere" in told and "job 2 is submitted; to submit it again" in told
-    assert [job.number for job in context(tmp_path).todo(reordered)] == [4, 3]
+    assert [job.number for job in context(tmp_path).jobs_to_run(reordered)] == [4, 3]
 
 
 def test_a_task_whose_share_is_done_ends_well_whatever_became_of_the_others(tmp_path: Path) -> None:
     task = context(tmp_path, share="0/2")
     task.open()
-    task.todo([["seed=1"], ["seed=2"]])
+    task.jobs_to_run([["seed=1"], ["seed=2"]])
     for job, status in (("0", "completed"), ("1", "failed")):
         write_result(tmp_path / job, status=status, value=1.0, error="no", seconds=1, overrides=[])
     assert task.close(0) == 0
     whole = context(tmp_path)
-    whole.todo([["seed=1"], ["seed=2"]])
+    whole.jobs_to_run([["seed=1"], ["seed=2"]])
     assert whole.close(0) == 1

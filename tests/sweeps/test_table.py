@@ -31,15 +31,14 @@ from support.sweep_folders import (
 from titanlike.launch.heartbeat import Beat, Heartbeat
 from titanlike.metrics.events import Events
 from titanlike.metrics.summary import OBJECTIVES, Summary, objective_value, summarize
+from titanlike.sweeps.job_commands import job_command
 from titanlike.sweeps.picture import draw
 from titanlike.sweeps.plan import Job, Plan, add_jobs, read_plan, write_plan
 from titanlike.sweeps.table import (
-    command_of,
     read_table,
     terminal_lines,
-    write_csv,
-    write_markdown,
 )
+from titanlike.sweeps.table_files import write_csv, write_markdown
 
 TOOL = [sys.executable, str(ROOT / "tools" / "sweep.py")]
 
@@ -105,7 +104,7 @@ def test_the_tool_loads_neither_torch_nor_what_draws_unless_it_draws(tmp_path):
     """So that it answers at once."""
     every_status(tmp_path)
     code = (
-        "import sys; from titanlike.sweeps.tool import main; main(sys.argv[1:]);"
+        "import sys; from titanlike.sweeps.report import main; main(sys.argv[1:]);"
         "print({'torch', 'matplotlib', 'wandb', 'hydra'} & set(sys.modules))"
     )
     command = [sys.executable, "-c", code, str(tmp_path), "--no-picture"]
@@ -115,7 +114,7 @@ def test_the_tool_loads_neither_torch_nor_what_draws_unless_it_draws(tmp_path):
 
 def test_a_folder_that_cannot_be_written_still_shows_its_table(tmp_path, monkeypatch):
     """A full disk must not hide what a sweep came to."""
-    from titanlike.sweeps.tool import report
+    from titanlike.sweeps.report import report
 
     every_status(tmp_path)
     for name in ("sweep.csv", "sweep.md", "sweep.png"):
@@ -294,7 +293,7 @@ def test_any_override_is_written_so_that_it_can_be_read_again(tmp_path):
     assert len(rows) == 4
     assert len({len(re.findall(r"(?<!\\)\|", line)) for line in rows}) == 1
     assert "größe\\_\\*\\_\\`x\\`" in rows[3] and "\\<b>" in rows[3] and "字" in rows[3]
-    assert shlex.split(command_of(table.plan, table.rows[1])) == [
+    assert shlex.split(job_command(table.plan, table.rows[1])) == [
         *("python", "train.py", "pp=1"),
         *AWKWARD,
     ]
@@ -390,11 +389,11 @@ def test_the_best_jobs_command_is_the_sweeps_with_its_own_overrides(command, alo
         "O": "OMP_NUM_THREADS=1 python train.py -cn my pp=2",
         "t": "torchrun --nproc-per-node 2 train.py pp=2",
     }.get(command[:1])
-    from titanlike.sweeps.rows import Row
+    from titanlike.sweeps.job_status import JobRow
 
     monkeypatch.setenv("TITANLIKE_PROGRAM", "titanlike sweep")
-    row = Row(Job(1, "1", ["pp=2"], []), Path(), "completed", None, 1.0, Summary(), 1.0, {})
-    assert command_of(Plan(command, "loss"), row) == alone
+    row = JobRow(Job(1, "1", ["pp=2"], []), Path(), "completed", None, 1.0, Summary(), 1.0, {})
+    assert job_command(Plan(command, "loss"), row) == alone
 
 
 # --- the plan ----------------------------------------------------------------------------------
@@ -447,7 +446,7 @@ def test_the_picture_shows_every_jobs_curve(tmp_path, jobs):
     nothing on standard error, and changes nothing of the program's own pictures."""
     import matplotlib
 
-    from titanlike.sweeps.picture import _COLOURS, _GREY
+    from titanlike.sweeps.plot_style import COLOURS, GREY
 
     plan = [Job(i, str(i), [f"optimizer.lr={0.001 * i + 0.001}"], []) for i in range(jobs)]
     write_plan(tmp_path, Plan(COMMAND, "loss", "", plan))
@@ -465,7 +464,7 @@ def test_the_picture_shows_every_jobs_curve(tmp_path, jobs):
     image = imread(path)[:, :, :3]
     assert image.shape[1] > 1000 and image.shape[0] >= 400
     left = image[:, : int(image.shape[1] * 0.4)]  # the curves
-    expected = _COLOURS[:jobs] if jobs <= 10 else [_GREY]
+    expected = COLOURS[:jobs] if jobs <= 10 else [GREY]
     for colour in expected:
         near = (abs(left - to_rgb(colour)) < 0.06).all(axis=2)
         assert near.sum() > 20, f"{colour} is not in the picture"
@@ -474,7 +473,7 @@ def test_the_picture_shows_every_jobs_curve(tmp_path, jobs):
 
 def test_curves_that_coincide_are_all_seen(tmp_path):
     """Layouts of one model have the same losses to the last bit: none hides the others."""
-    from titanlike.sweeps.picture import _COLOURS
+    from titanlike.sweeps.plot_style import COLOURS
 
     jobs = [Job(i, str(i), [f"pp={2**i}"], []) for i in range(4)]
     write_plan(tmp_path, Plan(COMMAND, "loss", "", jobs))
@@ -483,7 +482,7 @@ def test_curves_that_coincide_are_all_seen(tmp_path):
         done(tmp_path / str(i))
     image = imread(draw(read_table(tmp_path)))[:, :, :3]
     curves = image[image.shape[0] // 3 :, : int(image.shape[1] * 0.4)]  # not the legend
-    for colour in _COLOURS[:4]:
+    for colour in COLOURS[:4]:
         assert (abs(curves - to_rgb(colour)) < 0.1).all(axis=2).sum() > 100, colour
 
 

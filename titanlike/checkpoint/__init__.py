@@ -1,0 +1,4 @@
+"""Checkpoints: saving, loading, checking, retention, conversion.
+
+Imports optim, data, metrics, config, torch_private; no model, pipeline or training.
+"""

@@ -4,7 +4,7 @@
 2. Everything is checked before Hydra runs; all errors are shown at once. `--check` ends here.
 3. Hydra composes the config, once, or once for each job of a sweep (`-m`), and calls `Task`.
 4. `Task` runs the job (`job.run.JobRunner`), which leaves run_dir/result.json.
-5. A sweep ends with a table of its jobs (`Context.close`).
+5. A sweep ends with a table of its jobs (`SweepRun.close`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from titanlike.launch.external import ExternalRanks, record_for_torchrun
 from titanlike.launch.failures import JobFailed
 from titanlike.launch.slurm import adopt_slurm
 from titanlike.metrics.result import Status
-from titanlike.sweeps.context import Context
 from titanlike.sweeps.plan import FILE as PLAN_FILE
+from titanlike.sweeps.sweep_run import SweepRun
 
 ExitCode = int | str | None  # as sys.exit takes it
 
@@ -69,7 +69,7 @@ class Task:
 
     def __init__(self, runner: JobRunner) -> None:
         self.runner = runner
-        self.context: Context | None = None  # of a sweep
+        self.context: SweepRun | None = None  # of a sweep
         self.end: JobEnd | None = None  # of a run
         self._pid = os.getpid()
 
@@ -85,8 +85,8 @@ class Task:
             self.runner.restart_state.set_default("started", str(time.time()))
             self.end = self.runner.run(plain, run_dir, overrides)
             return self.end.value
-        overrides = self.context.planned_here(overrides, hydra.job.num, run_dir)
-        name = self.context.group, self.context.name_of(overrides)
+        overrides = self.context.register(overrides, hydra.job.num, run_dir)
+        name = self.context.group, self.context.job_name(overrides)
         if os.getpid() != self._pid:  # a launcher like submitit pickled it to another machine
             end = _run_elsewhere(self.runner, plain, run_dir, overrides, name)
         else:

@@ -13,7 +13,7 @@ from titanlike.config.errors import Problem, quoted
 from titanlike.config.program import program
 from titanlike.config.schema import Config
 from titanlike.metrics.summary import OBJECTIVES
-from titanlike.sweeps.context import Context
+from titanlike.sweeps.sweep_run import SweepRun
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,13 @@ def open_sweep(
     *,
     inner: str,
     restart: bool,
-) -> tuple[Context, list[Problem]]:
+) -> tuple[SweepRun, list[Problem]]:
     """Start or resume a sweep; appends to args.overrides what its sweeper has to know.
 
     words: the command line as typed. inner: a job's subfolder of its run directory, or "".
     restart: whether this command was started before.
     """
-    context = Context(
+    context = SweepRun(
         folder=settings.folder,
         settings=config.sweep,
         value=config.value or ("val_loss" if config.validation.every else "loss"),

@@ -7,6 +7,11 @@ told to add them.
 from __future__ import annotations
 
 
+def key_of(override: str) -> str:
+    """The key that an override sets."""
+    return override.partition("=")[0].lstrip("+~").partition("@")[0]
+
+
 def to_hydra(override: str) -> str:
     """`model.KEY=...` with the ++ that lets Hydra add the key; any other override unchanged."""
     return f"++{override}" if override.startswith("model.") else override

@@ -23,13 +23,19 @@ def workers_environment(workers: int) -> Iterator[None]:
     before = dict(os.environ)
     for name in before.keys() - without_rank_variables(before).keys():
         del os.environ[name]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // workers)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // workers)))
     try:
         yield
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def available_cores() -> int:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def without_rank_variables(env: Mapping[str, str]) -> dict[str, str]:

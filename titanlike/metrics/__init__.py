@@ -1,1 +1,4 @@
-"""What a run says and keeps: console, metrics.jsonl, result.json, W&B, TensorBoard. Rank 0 only."""
+"""What rank 0 prints and writes: console, metrics.jsonl, events.jsonl, result.json, W&B, TensorBoard.
+
+Imports config alone.
+"""

@@ -19,7 +19,7 @@ from titanlike.config import files
 from titanlike.config.credentials import redact, redact_override
 
 FILE = "sweep.jsonl"
-_PATIENCE = 10.0  # seconds for another process's few lines
+_LOCK_TIMEOUT = 10.0  # seconds for another process's few lines
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _job(line: str) -> Job | None:
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """One writer at a time. Where the file system has no locks, appended lines must do."""
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + _LOCK_TIMEOUT
     handle = os.open(folder / f".{FILE}.lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         while True:

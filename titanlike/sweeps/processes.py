@@ -21,7 +21,7 @@ from math import inf
 from pathlib import Path
 from typing import IO
 
-from titanlike.launch.environment import import_path, without_rank_variables
+from titanlike.launch.environment import available_cores, import_path, without_rank_variables
 from titanlike.launch.failures import describe_exit
 from titanlike.launch.signals import Interrupted, interruptible
 from titanlike.launch.stop_request import StopRequest
@@ -29,7 +29,7 @@ from titanlike.metrics.result import ended_by_max_time, read_result, write_resul
 
 OUTPUT = "output.log"  # of a job that has no terminal
 _LOOK = 0.05  # seconds between looks
-_PATIENCE = 30.0  # seconds that a job gets to end after a second signal
+_KILL_AFTER = 30.0  # seconds that a job gets to end after a second signal
 _STOPPED = 75  # exit code of a run that has stopped with a checkpoint
 _LAST = 2000  # characters of a job's output that are shown where it left no result
 
@@ -49,7 +49,7 @@ class Command:
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedJob:
     """How a job's process ended."""
 
     command: Command
@@ -69,21 +69,21 @@ class Processes:
     """Runs commands, at most `parallel` at a time (0 = as many as there are devices for)."""
 
     def __init__(
-        self, parallel: int, begun: Callable[[Command], None], ended: Callable[[Ended], None]
+        self, parallel: int, begun: Callable[[Command], None], ended: Callable[[EndedJob], None]
     ) -> None:
         self._parallel, self._begun, self._told = parallel, begun, ended
         self._running: dict[int, _Running] = {}  # by the command's place
 
-    def run(self, builders: list[Callable[[], Command]]) -> list[Ended]:
+    def run(self, builders: list[Callable[[], Command]]) -> list[EndedJob]:
         """Run all commands, each made when its turn comes; how each ended, in their order.
 
         Raises SystemExit(75) where a signal has stopped the jobs that ran, and Interrupted where it
         has ended them.
         """
-        ended: dict[int, Ended] = {}
+        ended: dict[int, EndedJob] = {}
         waiting = dict(enumerate(builders))
         made: dict[int, Command] = {}
-        stop = _PassedOn(self._pass_on)
+        stop = _ForwardedStop(self._forward)
         free, total = list[str](), 0
         with interruptible(stop=stop):
             try:
@@ -109,7 +109,7 @@ class Processes:
                         ended[number] = self._end(running)
                     if stop.received and not self._running:
                         break
-                    stop.lose_patience(self._running.values())
+                    stop.kill_late(self._running.values())
                     time.sleep(_LOOK)
             finally:
                 for running in self._running.values():  # an error of our own
@@ -140,7 +140,7 @@ class Processes:
         except OSError as error:
             running.error = f"could not be started: {error.strerror}: {error.filename}"
 
-    def _end(self, running: _Running) -> Ended:
+    def _end(self, running: _Running) -> EndedJob:
         command, seconds = running.command, time.monotonic() - running.start
         if running.output is not None:
             running.output.close()
@@ -161,11 +161,11 @@ class Processes:
                     overrides=command.overrides,
                 )
         error = result["error"] or ""
-        ended = Ended(command, running.code, result["status"], error, result["value"], seconds)
+        ended = EndedJob(command, running.code, result["status"], error, result["value"], seconds)
         self._told(ended)
         return ended
 
-    def _pass_on(self, signum: int) -> bool:
+    def _forward(self, signum: int) -> bool:
         for running in list(self._running.values()):
             if running.process is not None:
                 running.process.send_signal(signum)
@@ -195,12 +195,12 @@ class _Running:
             self.process.kill()  # its workers end with it
 
 
-class _PassedOn(StopRequest):
+class _ForwardedStop(StopRequest):
     """Signals go on to the jobs, which end by themselves: first after a step, then at once."""
 
-    def __init__(self, pass_on: Callable[[int], bool]) -> None:
+    def __init__(self, forward: Callable[[int], bool]) -> None:
         super().__init__()
-        self._pass_on = pass_on
+        self._forward = forward
         self._last, self._times, self._code = -inf, 0, 0
 
     def receive(self, signum: int) -> bool:
@@ -210,7 +210,7 @@ class _PassedOn(StopRequest):
             return True
         self._last, self._code = now, signum
         self._times += 1
-        return self._pass_on(signum)
+        return self._forward(signum)
 
     @property
     def received(self) -> bool:
@@ -219,9 +219,9 @@ class _PassedOn(StopRequest):
     def code(self, max_time: float | None = None) -> int:
         return self._code
 
-    def lose_patience(self, jobs: Iterable[_Running]) -> None:
+    def kill_late(self, jobs: Iterable[_Running]) -> None:
         """Kill what has not ended long after a second signal."""
-        if self._times > 1 and time.monotonic() - self._last > _PATIENCE:
+        if self._times > 1 and time.monotonic() - self._last > _KILL_AFTER:
             for running in jobs:
                 running.kill()
 
@@ -239,14 +239,7 @@ def devices(device: str, parallel: int) -> list[str]:
         if torch.cuda.is_available():
             named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
             return named or [str(index) for index in range(torch.cuda.device_count())]
-    return [] if parallel else [f"core {index}" for index in range(cores())]
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return [] if parallel else [f"core {index}" for index in range(available_cores())]
 
 
 def _environment(command: Command, taken: list[str], parallel: int, total: int) -> dict[str, str]:
@@ -258,7 +251,7 @@ def _environment(command: Command, taken: list[str], parallel: int, total: int) 
         at_once = max(1, total // command.ranks)
     else:
         at_once = parallel or max(1, total // command.ranks)
-    env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // (at_once * command.ranks))))
+    env.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // (at_once * command.ranks))))
     return env
 
 

@@ -20,10 +20,10 @@ from titanlike.job.report import ResultReporter
 from titanlike.job.run import JobRunner, config_problems, with_run_name
 from titanlike.launch.failures import JobFailed
 from titanlike.metrics.result import ended_by_max_time, read_result
-from titanlike.sweeps.context import Context
+from titanlike.sweeps.job_status import SUBMITTED
 from titanlike.sweeps.plan import Job
-from titanlike.sweeps.processes import Command, Ended, Processes
-from titanlike.sweeps.rows import SUBMITTED
+from titanlike.sweeps.processes import Command, EndedJob, Processes
+from titanlike.sweeps.sweep_run import SweepRun
 
 _SUBMITTING = 120.0  # seconds that a submit command may take
 _ANSWER = 200  # characters of what it prints that are shown
@@ -61,31 +61,31 @@ End = float | None | Exception
 Here = Callable[[Prepared], float | None]  # runs a job in this process; raises JobFailed
 
 
-def run_jobs(context: Context, runner: JobRunner, jobs: list[Prepared], here: Here) -> list[End]:
+def run_jobs(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared], here: Here) -> list[End]:
     """Run jobs to their ends (or, submitted without waiting, to their beginnings)."""
     for item in jobs:
-        context.ran.add(item.job.number)
-    if context.check:
-        return [_looked_at(context, runner, item) for item in jobs]
+        sweep.ran.add(item.job.number)
+    if sweep.check:
+        return [_check(sweep, runner, item) for item in jobs]
     if runner.ranks is not None:
-        return [_run_here(context, item, here) for item in jobs]
-    if context.settings.submit is not None:
-        return _submitted(context, runner, jobs)
-    return _as_processes(context, runner, jobs)
+        return [_run_here(sweep, item, here) for item in jobs]
+    if sweep.settings.submit is not None:
+        return _submitted(sweep, runner, jobs)
+    return _as_processes(sweep, runner, jobs)
 
 
-def _looked_at(context: Context, runner: JobRunner, item: Prepared) -> End:
-    with removing_new_folders(context.folder / item.job.folder):
-        problems = _problems(context, runner, item)
+def _check(sweep: SweepRun, runner: JobRunner, item: Prepared) -> End:
+    with removing_new_folders(sweep.folder / item.job.folder):
+        problems = _problems(sweep, runner, item)
     if not problems:
         return None
     error = ConfigError(problems)
-    context.wrong += 1
-    context.complain(f"job {item.name}\n" + _indented(str(error)))
+    sweep.wrong += 1
+    sweep.say_error(f"job {item.name}\n" + _indented(str(error)))
     return JobFailed(str(error), str(error))
 
 
-def _problems(context: Context, runner: JobRunner, item: Prepared) -> list[Problem]:
+def _problems(sweep: SweepRun, runner: JobRunner, item: Prepared) -> list[Problem]:
     if item.config is None:
         return item.problems
     try:
@@ -97,84 +97,84 @@ def _problems(context: Context, runner: JobRunner, item: Prepared) -> list[Probl
     return item.problems + found
 
 
-def _run_here(context: Context, item: Prepared, here: Here) -> End:
-    context.say(f"\njob {item.name}")
+def _run_here(sweep: SweepRun, item: Prepared, here: Here) -> End:
+    sweep.say(f"\njob {item.name}")
     try:
         return here(item)
     except JobFailed as failed:  # was told when it happened
         return failed
 
 
-def _as_processes(context: Context, runner: JobRunner, jobs: list[Prepared]) -> list[End]:
+def _as_processes(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> list[End]:
     count = 0
 
     def begun(command: Command) -> None:
         nonlocal count
         count += 1
         of = f"  ({count} of {len(jobs)})" if len(jobs) > 1 else ""
-        alone = context.settings.parallel == 1
-        context.say(f"\njob {command.name}{of}" if alone else f"job {command.name} begins{of}")
+        alone = sweep.settings.parallel == 1
+        sweep.say(f"\njob {command.name}{of}" if alone else f"job {command.name} begins{of}")
 
-    def ended(end: Ended) -> None:
-        if end.good and context.settings.parallel == 1:
+    def ended(end: EndedJob) -> None:
+        if end.good and sweep.settings.parallel == 1:
             return  # it has said so itself
         what = {"completed": "is done"}.get(end.status, end.status)
         value = f", value {end.value:.6g}" if end.value is not None else ""
         line = f"job {end.command.name} {what} after {end.seconds:.0f} s{value}"
         if end.good:
-            context.say(line)
+            sweep.say(line)
         else:
-            context.complain(f"{line}\n{_indented(end.error)}" if end.error else line)
+            sweep.say_error(f"{line}\n{_indented(end.error)}" if end.error else line)
 
     def command(item: Prepared) -> Command:
         return Command(
             name=item.name,
             function=runner.function,
             inner=runner.folder,
-            arguments=arguments(context, item),
+            arguments=arguments(sweep, item),
             overrides=item.job.overrides,
-            folder=context.folder_of(item.job),
+            folder=sweep.job_folder(item.job),
             ranks=item.config.world_size if item.config else 1,
             device=item.config.device if item.config else "auto",
         )
 
-    processes = Processes(context.settings.parallel, begun, ended)
+    processes = Processes(sweep.settings.parallel, begun, ended)
     ends = processes.run([partial(command, item) for item in jobs])
     return [end.value if end.good else JobFailed(end.error, end.error) for end in ends]
 
 
-def _submitted(context: Context, runner: JobRunner, jobs: list[Prepared]) -> list[End]:
+def _submitted(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> list[End]:
     """Hand each job to the submit command; wait for their results where that was asked for."""
-    assert context.settings.submit is not None
+    assert sweep.settings.submit is not None
     ends: dict[int, End] = {}
     for item in jobs:
-        folder = context.folder_of(item.job)
+        folder = sweep.job_folder(item.job)
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            context.complain(f"job {item.name} is not submitted\n  {error}")
+            sweep.say_error(f"job {item.name} is not submitted\n  {error}")
             ends[item.job.number] = JobFailed(str(error), str(error))
             continue
         report = ResultReporter(folder, item.job.overrides, 1)  # removes an earlier result
-        if problems := _problems(context, runner, item):
+        if problems := _problems(sweep, runner, item):
             error = ConfigError(problems)
             report.write("invalid", error=str(error))
-            context.complain(f"job {item.name} is not submitted\n{_indented(str(error))}")
+            sweep.say_error(f"job {item.name} is not submitted\n{_indented(str(error))}")
             ends[item.job.number] = JobFailed(str(error), str(error))
             continue
-        command = submit_command(context.settings.submit, arguments(context, item))
+        command = submit_command(sweep.settings.submit, arguments(sweep, item))
         answer, error_text = _answer(command)
         if error_text:
             report.write("failed", error=error_text)
-            context.complain(f"job {item.name} is not submitted\n{_indented(error_text)}")
+            sweep.say_error(f"job {item.name} is not submitted\n{_indented(error_text)}")
             ends[item.job.number] = JobFailed(error_text, error_text)
         else:
             told = answer[:_ANSWER] or "(the command printed nothing)"
             with contextlib.suppress(OSError):
                 (folder / SUBMITTED).write_text(f"{time.ctime()}: {told}\n", encoding="utf-8")
-            context.say(f"job {item.name} submitted: {told}")
-    if context.settings.wait is not None:
-        ends |= _waited_for(context, [item for item in jobs if item.job.number not in ends])
+            sweep.say(f"job {item.name} submitted: {told}")
+    if sweep.settings.wait is not None:
+        ends |= _wait_for(sweep, [item for item in jobs if item.job.number not in ends])
     return [ends.get(item.job.number) for item in jobs]
 
 
@@ -200,25 +200,25 @@ def _answer(command: list[str]) -> tuple[str, str]:
     return redact(printed), ""
 
 
-def _waited_for(context: Context, jobs: list[Prepared]) -> dict[int, End]:
+def _wait_for(sweep: SweepRun, jobs: list[Prepared]) -> dict[int, End]:
     ends: dict[int, End] = {}
-    assert context.settings.wait is not None
-    deadline = time.monotonic() + context.settings.wait
+    assert sweep.settings.wait is not None
+    deadline = time.monotonic() + sweep.settings.wait
     while len(ends) < len(jobs):
         for item in jobs:
             if item.job.number in ends:
                 continue
-            result = _final_result(context.folder_of(item.job))
-            text = f"has not ended after {context.settings.wait:g} s (sweep.wait)"
+            result = _final_result(sweep.job_folder(item.job))
+            text = f"has not ended after {sweep.settings.wait:g} s (sweep.wait)"
             if result is None and time.monotonic() <= deadline:
                 continue
             if result is not None and result["status"] in ("completed", "stopped"):
                 ends[item.job.number] = result["value"]
-                context.say(f"job {item.name} is done")
+                sweep.say(f"job {item.name} is done")
                 continue
             text = text if result is None else result["error"]
             ends[item.job.number] = JobFailed(text, text)
-            context.complain(f"job {item.name} failed\n{_indented(text)}")
+            sweep.say_error(f"job {item.name} failed\n{_indented(text)}")
         time.sleep(_POLL if len(ends) < len(jobs) else 0)
     return ends
 
@@ -239,15 +239,13 @@ def _final_result(folder: Path) -> dict[str, Any] | None:
     return result
 
 
-def arguments(context: Context, item: Prepared) -> list[str]:
+def arguments(sweep: SweepRun, item: Prepared) -> list[str]:
     """The command line of a job by itself, after the program's name."""
-    words = [*context.options, *item.job.overrides, "hydra.mode=RUN"]
+    words = [*sweep.options, *item.job.overrides, "hydra.mode=RUN"]
     words.append(f"hydra.job.num={item.job.number}")
-    words.append(f"run_dir={quoted(str(context.folder / item.job.folder))}")
+    words.append(f"run_dir={quoted(str(sweep.folder / item.job.folder))}")
     if item.config is not None and isinstance(item.config.logger, Wandb):
-        logger = with_run_name(
-            item.config, context.group, context.name_of(item.job.overrides)
-        ).logger
+        logger = with_run_name(item.config, sweep.group, sweep.job_name(item.job.overrides)).logger
         words += [f"logger.group={quoted(logger.group)}"]
         words += [f"logger.run_name={quoted(logger.run_name)}"]
     return words

@@ -34,7 +34,7 @@ _LEFT_BY_RUNS = ("result.json", "config.yaml", "metrics.jsonl")
 
 
 @dataclass(frozen=True)
-class Row:
+class JobRow:
     """A job and what it came to. Statuses:
 
     completed, failed, interrupted and stopped (early by a stop request: it can be resumed), as result.json says;
@@ -58,7 +58,7 @@ class Row:
         return self.status in DONE or ended_by_max_time(self.status, self.error)
 
 
-def read_rows(folder: Path, plan: Plan | None, ended: Collection[int] = ()) -> list[Row]:
+def read_job_rows(folder: Path, plan: Plan | None, ended: Collection[int] = ()) -> list[JobRow]:
     """A row a job: those of the plan, and others that are found in the folder, by number.
 
     ended: numbers of jobs whose processes are known to have ended; they are not taken for running.
@@ -78,7 +78,7 @@ def read_rows(folder: Path, plan: Plan | None, ended: Collection[int] = ()) -> l
     return _with_settings(sorted(rows, key=lambda row: row.job.number))
 
 
-def _row(job: Job, run_dir: Path, value: str, place: _Place, ended: bool) -> Row:
+def _row(job: Job, run_dir: Path, value: str, place: _Place, ended: bool) -> JobRow:
     result = _result(run_dir)
     numbers = summarize(run_dir)
     error: str | None = result.get("error")
@@ -98,7 +98,7 @@ def _row(job: Job, run_dir: Path, value: str, place: _Place, ended: bool) -> Row
     if not isinstance(own, (int, float)):
         own = objective_value(value, numbers) if value in OBJECTIVES else None
     overrides = job.overrides or list(result.get("overrides") or ())
-    return Row(
+    return JobRow(
         replace(job, overrides=overrides),
         run_dir,
         status,
@@ -110,7 +110,7 @@ def _row(job: Job, run_dir: Path, value: str, place: _Place, ended: bool) -> Row
     )
 
 
-def best(rows: Iterable[Row], value: str) -> Row | None:
+def best(rows: Iterable[JobRow], value: str) -> JobRow | None:
     """The job that is done with the best objective; None where there is none to be compared."""
     if value not in OBJECTIVES:
         return None
@@ -123,7 +123,7 @@ def best(rows: Iterable[Row], value: str) -> Row | None:
     return min(finite)[2] if finite else None
 
 
-def left(rows: Iterable[Row]) -> list[Row]:
+def left(rows: Iterable[JobRow]) -> list[JobRow]:
     """The jobs that are not done: all but the completed and the skipped ones."""
     return [row for row in rows if not row.done]
 
@@ -212,7 +212,7 @@ def _changed(path: Path) -> float:
 # --- what differs ------------------------------------------------------------------------------
 
 
-def _with_settings(rows: list[Row]) -> list[Row]:
+def _with_settings(rows: list[JobRow]) -> list[JobRow]:
     """Give each row those of its overrides that are not the same in all."""
     own = [_parse(row.job.overrides) for row in rows]
     keys = dict.fromkeys(key for settings in own for key in settings)
@@ -236,7 +236,7 @@ def _parse(overrides: list[str]) -> dict[str, str]:
     return {key: v for key, v in settings.items() if not key.startswith(("sweep.", "hydra."))}
 
 
-def _from_configs(rows: list[Row], unknown: list[Row]) -> list[Row]:
+def _from_configs(rows: list[JobRow], unknown: list[JobRow]) -> list[JobRow]:
     """Give `unknown` overrides from their config.yaml: of the keys that the others override.
 
     Where there are no others, of the keys that differ.

@@ -1,4 +1,4 @@
-"""The machine that layouts are for: how many ranks it has, and how much memory is free on each."""
+"""The machine that layouts are searched for: its ranks, and the free memory of each."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ import torch
 
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config
-from titanlike.job.run import JobRunner
+from titanlike.launch.environment import available_cores
 from titanlike.parallel.device import resident_memory
-from titanlike.sweeps.processes import cores
 
-_PROBING = 120.0  # seconds that a look at the GPUs may take
-_LIBRARIES = 64 << 20  # bytes of a CPU rank besides what it trains with, once it trains
+_PROBE_TIMEOUT = 120.0  # seconds
+_LIBRARIES = 64 << 20  # bytes that libraries allocate in a CPU rank once it trains
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What layouts are for."""
-
     ranks: int
-    memory: int | None  # bytes that training may take on each; None = nobody knows
+    memory: int | None  # bytes that training may take on each; None = unknown
 
 
-def machine(config: Config, ranks: int | None, memory: int | None, runner: JobRunner) -> Machine:
-    """The ranks that were started, or else what this machine has.
+def find_machine(
+    config: Config, ranks: int | None, memory: int | None, started: int | None
+) -> Machine:
+    """The given ranks and memory, or else what was started, or what this machine has.
+
+    started: ranks that torchrun or srun started, None where there are none.
 
     Raises ConfigError where more ranks are asked for than there are GPUs to run them on.
     """
     gpus = torch.cuda.device_count() if config.device != "cpu" else 0
-    started = runner.ranks.world_size if runner.ranks else None
-    ranks = ranks or started or gpus or cores()
+    ranks = ranks or started or gpus or available_cores()
     if gpus and ranks > gpus and started is None and config.sweep.submit is None:
         reason = f"there are {gpus} GPUs on this machine"
         fix = f"hydra.sweeper.ranks={gpus}, or device=cpu"
@@ -47,14 +47,14 @@ def machine(config: Config, ranks: int | None, memory: int | None, runner: JobRu
 
 
 def _free_on_gpus() -> int | None:
-    """Of the fullest GPU. Asked by another process, since asking takes memory there for good."""
+    """On the fullest GPU. Asked in another process: a CUDA context keeps GPU memory."""
     code = (
         "import torch; "
         "print(min(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())))"
     )
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=_PROBING
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=_PROBE_TIMEOUT
         )
         return int(done.stdout)
     except (OSError, ValueError, subprocess.TimeoutExpired):
@@ -68,10 +68,10 @@ def _free_on_cpu(ranks: int) -> int | None:
         free = next(int(x.split()[1]) << 10 for x in lines if x.startswith("MemAvailable:"))
     except (OSError, StopIteration, ValueError):
         return None
-    try:  # a container's own limit
+    try:  # the container's limit
         group = Path("/sys/fs/cgroup")
         most, used = ((group / f"memory.{name}").read_text() for name in ("max", "current"))
         free = min(free, int(most) - int(used))
     except (OSError, ValueError):
-        pass  # there is none
+        pass  # no limit
     return max(0, free // ranks - resident_memory(torch.device("cpu")) - _LIBRARIES)

@@ -11,15 +11,15 @@ from pathlib import Path
 
 from titanlike.config.credentials import redact_override
 from titanlike.config.errors import Problem
-from titanlike.config.overrides import from_hydra
+from titanlike.config.overrides import from_hydra, key_of
 from titanlike.config.schema import Sweep
 from titanlike.config.validate import parse_share
+from titanlike.sweeps.job_status import SUBMITTED, read_job_rows
 from titanlike.sweeps.plan import Job, Plan, add_jobs, read_plan, write_plan
-from titanlike.sweeps.rows import SUBMITTED, read_rows
 
 
 @dataclass
-class Context:
+class SweepRun:
     """A sweep. Plain data, so that a launcher may take it to another machine."""
 
     folder: Path  # absolute
@@ -46,7 +46,7 @@ class Context:
         return name if any(map(str.isalpha, name)) else f"{parent}/{name}"
 
     @property
-    def goes_on(self) -> bool:
+    def resumes(self) -> bool:
         """Whether what is done is left alone, and the rest of the plan run."""
         return self.settings.resume or self.settings.share is not None or self.restart
 
@@ -75,24 +75,24 @@ class Context:
             return []
         if plan.inner != self.inner:
             return [Problem("run_dir", str(self.folder), "holds the sweep of another program", fix)]
-        if not self.goes_on:
+        if not self.resumes:
             reason = f"holds a sweep of {_count(len(plan.jobs))} already"
             fix = "sweep.resume=true to run what is not done, or another run_dir"
             return [Problem("run_dir", str(self.folder), reason, fix)]
         if plan.jobs and not self.grid:
             self.base = plan.jobs[-1].number + 1
-            self.done = sum(row.done for row in read_rows(self.folder, plan))
+            self.done = sum(row.done for row in read_job_rows(self.folder, plan))
         return []
 
     def swept(self, overrides: Iterable[str]) -> list[str]:
         """Those of a job's overrides that the sweep varies."""
         return [text for text in overrides if key_of(text) not in self.fixed]
 
-    def name_of(self, overrides: Iterable[str]) -> str:
+    def job_name(self, overrides: Iterable[str]) -> str:
         """What a job is called: the overrides that the sweep varies."""
-        return ",".join(self.swept(of_job(overrides)))
+        return ",".join(self.swept(job_overrides(overrides)))
 
-    def folder_of(self, job: Job) -> Path:
+    def job_folder(self, job: Job) -> Path:
         """Where a job writes its result.json and metrics.jsonl."""
         return self.folder / job.folder / self.inner
 
@@ -101,13 +101,13 @@ class Context:
         if not self.check:
             add_jobs(self.folder, jobs)
 
-    def todo(
-        self, combinations: list[list[str]], left_out: Mapping[tuple[str, ...], str] | None = None
+    def jobs_to_run(
+        self, combinations: list[list[str]], skipped: Mapping[tuple[str, ...], str] | None = None
     ) -> list[Job]:
         """The jobs of a grid that this command is to run; all of them are put into the plan.
 
         A job keeps its number and folder when the sweep is run again, also with more values, or
-        with its overrides in another order. left_out: combinations that are not to be started, and
+        with its overrides in another order. skipped: combinations that are not to be started, and
         why.
         """
         plan = None if self.check else read_plan(self.folder)
@@ -116,7 +116,7 @@ class Context:
         jobs: dict[int, Job] = {}
         new = []
         for combination in combinations:
-            overrides, why = of_job(combination), (left_out or {}).get(tuple(combination))
+            overrides, why = job_overrides(combination), (skipped or {}).get(tuple(combination))
             key = _identity(overrides)
             if key not in known:
                 known[key] = Job(number, str(number), overrides, self.swept(overrides), why)
@@ -131,7 +131,7 @@ class Context:
         if self.settings.share is not None and (part := parse_share(self.settings.share)):
             jobs = {at: job for at, job in jobs.items() if at % part[1] == part[0]}
         self.planned = {job.folder: job for job in jobs.values()}
-        if not self.goes_on or self.check:
+        if not self.resumes or self.check:
             if not self.check:
                 self.say(f"a sweep of {_count(len(jobs))}, in {self.folder}")
             return list(jobs.values())
@@ -140,7 +140,7 @@ class Context:
     def _left(self, jobs: dict[int, Job]) -> list[Job]:
         """Those of the jobs that are neither done nor in somebody else's hands."""
         plan = read_plan(self.folder)
-        rows = [row for row in read_rows(self.folder, plan) if row.job.number in jobs]
+        rows = [row for row in read_job_rows(self.folder, plan) if row.job.number in jobs]
         done = [row for row in rows if row.done]
         elsewhere = [row for row in rows if row.status in ("running", "submitted")]
         told = f", {len(done)} of them done before" if done else ""
@@ -150,27 +150,27 @@ class Context:
             if row.status == "submitted":
                 where = f"is submitted; to submit it again, remove {row.run_dir / SUBMITTED}"
             self.say(f"job {row.job.number} {where}")
-        left_out = {row.job.number for row in (*done, *elsewhere)}
-        jobs = {at: job for at, job in jobs.items() if at not in left_out}
+        skipped = {row.job.number for row in (*done, *elsewhere)}
+        jobs = {at: job for at, job in jobs.items() if at not in skipped}
         if self.restart and not self.settings.resume:  # what has failed may fail again: it is last
             ended = {row.job.number for row in rows if row.status in ("failed", "invalid")}
             return sorted(jobs.values(), key=lambda job: job.number in ended)
         return list(jobs.values())
 
-    def job_of(self, overrides: list[str], number: int) -> Job:
+    def job_for(self, overrides: list[str], number: int) -> Job:
         """The job with these overrides: of the grid, or a new one that a search has thought of."""
         for text in overrides:
             key, _, folder = text.partition("=")
             if key == "hydra.sweep.subdir" and folder in self.planned:
                 return self.planned[folder]
-        own = of_job(overrides)
+        own = job_overrides(overrides)
         job = self.planned[str(number)] = Job(number, str(number), own, self.swept(own))
         self.add([job])
         return job
 
-    def planned_here(self, overrides: list[str], number: int, run_dir: Path) -> list[str]:
+    def register(self, overrides: list[str], number: int, run_dir: Path) -> list[str]:
         """A job's own overrides, also of a job that another launcher than ours begins."""
-        own = of_job(overrides)
+        own = job_overrides(overrides)
         folder = str(run_dir.relative_to(self.folder)) if run_dir != self.folder else "."
         if folder not in self.planned:
             self.planned[folder] = Job(self.base + number, folder, own, self.swept(own))
@@ -179,7 +179,7 @@ class Context:
 
     def close(self, code: int | str | None) -> int | str | None:
         """Show how the sweep stands, and write its table; the exit code, where so far it was `code`."""
-        from titanlike.sweeps.tool import report
+        from titanlike.sweeps.report import report
 
         if self.check:
             if not code and not self.wrong:
@@ -205,14 +205,14 @@ class Context:
         with contextlib.suppress(OSError):  # nobody listens any more: the jobs run on
             print(line, flush=True)
 
-    def complain(self, line: str) -> None:
+    def say_error(self, line: str) -> None:
         """Tell the user of something that went wrong."""
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             print(line, file=sys.stderr, flush=True)
 
 
-def of_job(overrides: Iterable[str]) -> list[str]:
+def job_overrides(overrides: Iterable[str]) -> list[str]:
     """A job's own overrides as a user would write them: without those of the sweep and of Hydra."""
     ours = ("sweep.", "run_dir=", "hydra.", "hydra/")
     return [text for text in map(from_hydra, overrides) if not text.lstrip("+~").startswith(ours)]
@@ -221,11 +221,6 @@ def of_job(overrides: Iterable[str]) -> list[str]:
 def _identity(overrides: Iterable[str]) -> tuple[str, ...]:
     """The same for jobs whose overrides say the same; of a key that is given twice, the last counts."""
     return tuple(sorted({key_of(text): redact_override(text) for text in overrides}.values()))
-
-
-def key_of(override: str) -> str:
-    """What an override sets."""
-    return override.partition("=")[0].lstrip("+~").partition("@")[0]
 
 
 def _count(number: int) -> str:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from titanlike.config.program import program
 from titanlike.metrics.console import LOG_WIDTH, Console
-from titanlike.sweeps.rows import is_sweep
-from titanlike.sweeps.table import Table, read_table, terminal_lines, write_csv, write_markdown
+from titanlike.sweeps.job_status import is_sweep
+from titanlike.sweeps.table import Table, read_table, terminal_lines
+from titanlike.sweeps.table_files import write_csv, write_markdown
 
 DONE, LEFT, WRONG = 0, 1, 2  # exit codes
 

@@ -1,9 +1,9 @@
-"""What a layout takes: memory on its fullest rank, and the time of a step beside others'.
+"""A layout's memory on its fullest rank, and its relative time of a step.
 
-Told from a draft: nothing is allocated, no process is started. Memory is what training adds to a
-process: parameters, gradients and optimizer state as `fsdp.zero` shards them, what FSDP gathers of
-one block at a time, the activations of all microbatches that the schedule has in flight at once,
-the messages between stages, and what one backward works with, the logits' gradients above all.
+Estimated from a draft: nothing is allocated, no process is started. Memory is what training adds to
+a process: parameters, gradients and optimizer state as `fsdp.zero` shards them, what FSDP gathers of
+one block at a time, the activations of all microbatches that are in flight at once,
+the messages between stages, and the buffers of one backward, mainly the logits' gradients.
 
 Measured on 2 CPU cores, 15 layouts of models of 1M to 25M parameters, the fullest rank's growth was
 0.98 to 1.57 times the estimate, and 0.94 to 1.25 times without the 45 MiB that libraries and gloo
@@ -27,8 +27,8 @@ from titanlike.pipeline.order import Act, Order, awaited, needs, walk
 from titanlike.split.unit_costs import CostError, UnitCosts, state_bytes
 from titanlike.training.draft import Draft
 
-# An action reads its weights, whatever the number of tokens: as long as it computes so many of them
-# (a GPU does 200 to 300 FLOPs in the time in which it reads a byte). So small microbatches cost.
+# An action reads its weights, whatever its number of tokens: that takes as long as computing this
+# many tokens (a GPU does 200 to 300 FLOPs per byte read). So small microbatches are slower.
 _TOKENS_TO_READ_WEIGHTS = 256
 # FSDP's buffers for a block: gathered, copied, the next one's, and its gradients, per parameter
 _GATHERED = {1: 10, 2: 10, 3: 20}
@@ -36,16 +36,14 @@ _GATHERED = {1: 10, 2: 10, 3: 20}
 
 @dataclass(frozen=True)
 class Estimate:
-    """What is expected of a layout."""
-
     memory: int  # bytes that training takes on the fullest rank
     time: float  # of a step, in FLOPs of one rank: with the bubble, without traffic
 
 
 def estimate(config: Config, draft: Draft) -> Estimate:
-    """Of a layout that was drafted from this config.
+    """Estimate a layout, drafted from this config.
 
-    A unit that cannot be costed alone counts as nothing but its parameters.
+    A unit whose costs cannot be measured alone counts only with its parameters.
     """
     rows = config.batch_size // config.dp // draft.microbatches
     stages = [draft.stage_numel(stage) for stage in range(draft.order.stages)]
@@ -57,12 +55,12 @@ def estimate(config: Config, draft: Draft) -> Estimate:
     if not isinstance(config.split, TraceSplit):
         targets = example_batch(config)["targets"].repeat_interleave(rows, 0)
         unit_costs = UnitCosts(draft.model_graph, targets, build_loss(config.loss))
-        held = unit_costs.parameter_table(lambda parameter: parameter.numel())
-        block = max(int(held[at, at + 1]) for at in range(units))
+        numel = unit_costs.parameter_table(lambda parameter: parameter.numel())
+        block = max(int(numel[at, at + 1]) for at in range(units))
         try:
             saved, flops = unit_costs.saved_bytes(), unit_costs.flops()
         except CostError:
-            flops = [int(held[at, at + 1]) for at in range(units)]
+            flops = [int(numel[at, at + 1]) for at in range(units)]
     each = state_bytes(config, draft.zero)
     state = [parameters * each for parameters in stages]
     graphs = draft.model_graph.graphs(draft.fields, True)
@@ -74,20 +72,20 @@ def estimate(config: Config, draft: Draft) -> Estimate:
     memory = []
     for rank in range(len(draft.order.ranks)):
         local = draft.order.local(rank)
-        resting = sum(state[stage] for stage in local)
+        steady = sum(state[stage] for stage in local)
         received = sum(flows[stage][0] for stage in local if stage)
         answered = sum(flows[stage][1] for stage in local if stage < len(stages) - 1)
-        resting += (received + answered) * draft.microbatches
-        resting += _GATHERED[draft.zero] * block if sharing else 0
-        resting += max(working[stage] for stage in local)
-        memory.append(resting + _most_waiting(draft.order.ranks[rank], waiting))
+        steady += (received + answered) * draft.microbatches
+        steady += _GATHERED[draft.zero] * block if sharing else 0
+        steady += max(working[stage] for stage in local)
+        memory.append(steady + _max_waiting(draft.order.ranks[rank], waiting))
     read = 1 + _TOKENS_TO_READ_WEIGHTS / (rows * config.seq_len)
     durations = [read * sum(flops[a:b]) for a, b in edges]
     return Estimate(int(max(memory)), step_time(draft.order, durations))
 
 
 def _chunk_bytes(config: Config, draft: Draft, rows: int) -> int:
-    """What a chunk of logits takes in its backward: themselves, their softmax, their gradient."""
+    """Bytes of a chunk of logits in its backward: logits, softmax, gradient."""
     logits = draft.model_graph.meta_output(draft.fields, True)
     if not isinstance(config.loss, ChunkedCrossEntropy) or not isinstance(logits, Tensor):
         return 0
@@ -101,7 +99,7 @@ def least_memory(config: Config, parameters: int) -> int:
 
 
 def step_time(order: Order, durations: Sequence[float]) -> float:
-    """When the last rank is done, where a stage's forward and backward take durations[stage].
+    """When the last rank is done, if a stage's forward and backward take durations[stage].
 
     A forward is a third of it, as is either half of a split backward. Messages take no time.
     """
@@ -114,8 +112,8 @@ def step_time(order: Order, durations: Sequence[float]) -> float:
     return max(clock)
 
 
-def _most_waiting(acts: Sequence[Act], waiting: Sequence[int]) -> int:
-    """The most bytes that wait for backwards on a rank at a time; waiting: of a microbatch."""
+def _max_waiting(acts: Sequence[Act], waiting: Sequence[int]) -> int:
+    """The most bytes that wait for backwards at once; waiting: bytes of a microbatch by stage."""
     now = most = 0
     for act in acts:
         if act.kind == "F":
