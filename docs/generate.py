@@ -71,7 +71,7 @@ def _key(field: dataclasses.Field, prefix: str) -> tuple[str, ...]:
 def schedules() -> str:
     """Bubble, activations and messages of each schedule, walked through its Order."""
     from titanlike.pipeline.schedules import SCHEDULES
-    from titanlike.sweeps.estimate import step_time
+    from titanlike.planning.estimate import step_time
 
     rows = []
     for name, schedule in SCHEDULES.items():
