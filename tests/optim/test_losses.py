@@ -117,7 +117,7 @@ def largest_tensors(config: Config, worker: Worker) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("mesh", [(1, 1), (2, 1, "zbvzerobubble")])
-def test_logits_of_all_tokens_are_never_there(mesh: tuple, tmp_path: Path) -> None:
+def test_logits_of_all_tokens_are_never_in_memory(mesh: tuple, tmp_path: Path) -> None:
     vocabulary, chunk = 4096, 8
     data = SyntheticData(vocab_size=vocabulary)
     config = tiny(*mesh, data=data, batch_size=8 if mesh[0] == 1 else 32, layers=4)
@@ -134,7 +134,7 @@ def test_logits_of_all_tokens_are_never_there(mesh: tuple, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "config, key, told",
+    "config, key, reason",
     [
         (regression(own("mean")), "loss.name", "mean or another scalar; return the losses unred"),
         (regression(own("mean_of_one")), "loss.name", "1 losses for 16 sequences and 1 for 32"),
@@ -170,10 +170,10 @@ def test_logits_of_all_tokens_are_never_there(mesh: tuple, tmp_path: Path) -> No
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_a_loss_cannot_take_is_refused(config: Config, key: str | None, told: str) -> None:
+def test_what_a_loss_cannot_take_is_refused(config: Config, key: str | None, reason: str) -> None:
     problems = preflight(config)
     if key is None:
         assert not problems
         return
     (problem,) = problems
-    assert problem.key == key and told in str(problem), str(problem)
+    assert problem.key == key and reason in str(problem), str(problem)

@@ -1,4 +1,4 @@
-"""Batch norm: running statistics of the whole batch, once a step, saved and gone on with."""
+"""Batch norm: running statistics of the whole batch, once a step, saved and resumed."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def curve(folder: Path) -> list[tuple[float, float]]:
     return [(row["loss"], row["val_loss"]) for row in read_jsonl(folder / "metrics.jsonl")]
 
 
-def test_statistics_go_on_after_a_stop_in_the_same_layout_and_in_another(tmp_path: Path) -> None:
+def test_statistics_continue_after_a_stop_in_the_same_layout_and_in_another(tmp_path: Path) -> None:
     saving = {**EVERY_STEP, "checkpoint": Checkpoint(every=1)}
     bare = of_images("ResNet", 3, 1, Schedule("1f1b", 6), **BARE, **saving)
     # six groups of two rows here, too
@@ -122,18 +122,18 @@ class Instances(nn.Sequential):
 
 
 @pytest.mark.parametrize(
-    "model, changes, told",
+    "model, changes, reason",
     [
         ("Synced", {}, "its 1 is a SyncBatchNorm.*; nn.BatchNorm2d"),
         ("Instances", {}, "its 1 is an instance norm.*write track_running_stats=False"),
         ("ResNet", {"precision": Precision("bf16")}, "precision=bf16: its bn1.*precision=fp32"),
     ],
 )
-def test_norms_that_cannot_be_right_are_refused(model: str, changes: dict, told: str) -> None:
+def test_norms_that_cannot_be_right_are_refused(model: str, changes: dict, reason: str) -> None:
     config = of_images(model, 2, 1, **changes)
     if model != "ResNet":
         config.model.name = f"test_batchnorm.{model}"
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=reason):
         draft(config)
 
 

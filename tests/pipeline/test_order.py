@@ -203,7 +203,7 @@ def test_evaluation_runs_every_forward_once_on_any_placement(place, microbatches
     assert everything == [Act("F", s, m) for s in range(len(place)) for m in range(microbatches)]
 
 
-def test_evaluation_has_as_many_microbatches_as_training_unless_told_otherwise():
+def test_evaluation_has_as_many_microbatches_as_training_by_default():
     assert one_f_one_b(2, 5).forward_only().microbatches == 5
 
 

@@ -191,7 +191,7 @@ def test_five_steps_in_any_two_layouts_give_the_same_curve(tmp_path: Path) -> No
             assert norm == pytest.approx(right_norm, rel=1e-4), name
 
 
-def test_a_run_goes_on_where_it_stopped_to_the_last_bit(tmp_path: Path) -> None:
+def test_a_run_resumes_to_the_last_bit(tmp_path: Path) -> None:
     saving = Checkpoint(every=2, last=True)
     whole = tiny(2, 2, checkpoint=saving, steps=6)
     run_world(train, whole, tmp_path / "whole")
@@ -207,7 +207,7 @@ class Stop(Exception):
     pass
 
 
-def test_what_a_model_draws_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_random_numbers_of_a_model_are_resumed(tmp_path: Path) -> None:
     """Dropout: masks differ from step to step, and a resumed run draws what it would have drawn."""
     settings = {"dim": 32, "layers": 4, "vocab_size": None}
     model = Custom("support.data.Dropping", settings)
@@ -270,7 +270,7 @@ def stop_after_three(config: Config, worker: Worker) -> None:
         tiny(2, 2, "zbvzerobubble", replicate=2, tied=True),
     ],
 )
-def test_a_run_goes_on_in_another_layout(other: Config, tmp_path: Path) -> None:
+def test_a_run_resumes_in_another_layout(other: Config, tmp_path: Path) -> None:
     settings = {"checkpoint": Checkpoint(every=3), "lr": ConstantLr(warmup=0)}
     whole, part = tmp_path / "whole", tmp_path / "part"
     run_world(train, tiny(steps=6, tied=True, **settings), whole)

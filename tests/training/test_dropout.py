@@ -96,7 +96,7 @@ def test_recomputation_changes_no_gradient_and_no_statistics(schedule: str, tmp_
     assert not torch.allclose(plain["stem.weight"], right["stem.weight"])  # dropout was on
 
 
-def test_masks_go_on_after_a_stop(tmp_path: Path) -> None:
+def test_masks_continue_after_a_stop(tmp_path: Path) -> None:
     saving = {"checkpoint": Checkpoint(every=1), "args": {"dropout": 0.3, "recompute": True}}
     config = of_images("Tower", 2, 1, **saving)
     for steps, folder in ((2, "whole"), (1, "part"), (2, "part")):

@@ -1,4 +1,4 @@
-"""Bad numbers: what counts as such, and what a run does: stop, skip the update, or go back.
+"""Bad numbers: what counts as such, and what a run does: stop, skip the update, or roll back.
 
 Whole runs are compared with a plain loop over one unsharded model that never saw the bad batches.
 """
@@ -205,7 +205,7 @@ def test_a_rollback_ends_where_a_run_without_those_batches_ends(layout, tmp_path
 
 
 def test_a_spike_is_skipped_and_judged_alike_after_a_restart(tmp_path: Path) -> None:
-    """The window is in the checkpoint: a run that goes on from step 4 still knows steps 1 to 4."""
+    """The window is in the checkpoint: a run resumed from step 4 still has steps 1 to 4."""
     config = replace(touchy(2, 2), on_spike="skip", spike_window=8)
     config = spoil(config, loud=[5, 6])
     run_world(train, config, tmp_path / "whole")

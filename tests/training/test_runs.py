@@ -1,4 +1,4 @@
-"""Whole commands, as a user types them: the main job, the proof, the bench, and going on."""
+"""Whole commands, as a user types them: the main job, verify, the bench, and resuming."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def losses(run_dir: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").open()]
 
 
-def test_the_main_job_learns_in_two_minutes_and_says_how_to_go_on(tmp_path: Path) -> None:
+def test_the_main_job_learns_in_two_minutes_and_prints_how_to_continue(tmp_path: Path) -> None:
     start = time.monotonic()
     done = subprocess.run(
         [sys.executable, str(ROOT / "train.py"), "run_dir=run"],
@@ -68,7 +68,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder / "a run", done.stdout
 
 
-def test_the_line_that_a_run_ends_with_trains_on(finished: tuple[Path, str]) -> None:
+def test_the_last_line_of_a_run_is_a_command_that_continues_it(finished: tuple[Path, str]) -> None:
     run, printed = finished
     line = (
         printed.strip().splitlines()[-1].removeprefix(f"continue with: python {ROOT / 'train.py'} ")
@@ -119,7 +119,7 @@ def test_the_framework_costs_at_most_3_percent(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(
+def test_a_damaged_checkpoint_is_named_and_the_run_resumes_from_the_one_before(
     finished: tuple[Path, str], tmp_path: Path
 ) -> None:
     shutil.copytree(finished[0], tmp_path / "run")
@@ -132,7 +132,7 @@ def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(
 
 
 @pytest.mark.parametrize("resume", ["never", "run/checkpoints/step-00000002"])
-def test_a_run_does_not_start_before_checkpoints_that_are_there(
+def test_a_run_does_not_start_before_existing_checkpoints(
     resume: str, finished: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(finished[0], tmp_path / "run")
@@ -142,7 +142,7 @@ def test_a_run_does_not_start_before_checkpoints_that_are_there(
         select_resume(config)
 
 
-def test_a_named_checkpoint_is_gone_on_from_in_another_folder(
+def test_a_named_checkpoint_is_resumed_in_another_folder(
     finished: tuple[Path, str], tmp_path: Path
 ) -> None:
     run, _ = finished
@@ -160,7 +160,7 @@ def test_a_folder_that_cannot_be_written_is_a_mistake_of_one_line(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_run_that_is_started_twice_goes_on_in_the_newest_start_alone(tmp_path: Path) -> None:
+def test_a_run_that_is_started_twice_continues_in_the_newest_start_alone(tmp_path: Path) -> None:
     """Else both would write to one metrics.jsonl and one folder of checkpoints."""
     words = [sys.executable, str(ROOT / "train.py"), *TINY, "model.layers=2", "run_dir=run"]
     words += ["steps=1000", "checkpoint.every=50"]

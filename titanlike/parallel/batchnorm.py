@@ -1,25 +1,23 @@
 """Batch norm in a pipeline: running statistics of the whole batch, updated once a step.
 
 In training each microbatch is normalized by its own mean and variance. The running statistics, which
-evaluation uses, must not depend on the layout: they move once a step, by the mean and variance of
-all microbatches of all data-parallel ranks, which are those of the batch before it was split (the
-idea of torchgpipe's DeferredBatchNorm). A step that is not applied moves nothing.
+evaluation uses, must not depend on the layout: they are updated once a step, by the mean and
+variance over all microbatches of all data-parallel ranks, which are those of the undivided batch
+(the idea of torchgpipe's DeferredBatchNorm). A skipped step updates nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from titanlike.config.errors import Problem
-from titanlike.config.schema import Config, TraceSplit
 from titanlike.parallel.mesh import Mesh
 from titanlike.torch_private.autograd import in_backward
-from titanlike.torch_private.base_classes import BatchNorm, InstanceNorm
+from titanlike.torch_private.base_classes import BatchNorm
 
 
 def has_statistics(module: nn.Module) -> bool:
@@ -27,61 +25,15 @@ def has_statistics(module: nn.Module) -> bool:
     return isinstance(module, BatchNorm) and module.running_mean is not None
 
 
-def leave_statistics(model: nn.Module) -> list[nn.Module]:
-    """Let training forwards leave running statistics alone from now on; the batch norms that have some.
+def freeze_statistics(model: nn.Module) -> list[nn.Module]:
+    """Stop training forwards from updating running statistics; the batch norms that have some.
 
-    As before they normalize by the batch's statistics in training, by the running ones in evaluation.
+    They still normalize by the batch's statistics in training, by the running ones in evaluation.
     """
     norms = [module for module in model.modules() if has_statistics(module)]
     for norm in norms:
         norm.track_running_stats = False
     return norms
-
-
-def norm_problems(config: Config, model: nn.Module) -> list[Problem]:
-    """Norms that would give statistics that depend on the layout, or hang."""
-    problems = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.SyncBatchNorm):
-            reason = (
-                f"its {name} is a SyncBatchNorm, which talks to all ranks in its forward, also to "
-                "those of other stages"
-            )
-            fix = "nn.BatchNorm2d there: its running statistics are those of the whole batch"
-        elif isinstance(module, InstanceNorm) and module.running_mean is not None:
-            reason = f"its {name} is an instance norm that keeps running statistics"
-            fix = "track_running_stats=False there, or a batch norm"
-        elif has_statistics(module) and isinstance(config.split, TraceSplit):
-            reason = f"the tracer cannot see that {name} is a batch norm and keeps statistics"
-            fix = "split=points or split=even, which leave modules whole"
-            problems.append(Problem("split", "trace", reason, fix))
-            break
-        elif has_statistics(module) and config.precision.name == "bf16":
-            reason = f"its {name} is a batch norm, whose running statistics are too fine for bf16"
-            problems.append(Problem("precision", "bf16", reason, "precision=fp32, or a group norm"))
-            break
-        else:
-            continue
-        problems.append(Problem("model.name", config.model.name, reason, fix))
-    return problems
-
-
-def shared_norm_problems(
-    config: Config, model: nn.Module, stages: Sequence[Sequence[str]]
-) -> list[Problem]:
-    """Batch norms that several stages would keep statistics of, each its own.
-
-    stages: the units of each.
-    """
-    seen: set[str] = set()
-    for unit in [name for names in stages for name in names]:
-        norms = [norm for norm in model.get_submodule(unit).modules() if has_statistics(norm)]
-        if unit in seen and norms:
-            reason = f"two stages call {unit}, whose batch norm has one set of running statistics"
-            fix = "split=points with both calls in one stage, or a module for each"
-            return [Problem("split", config.split.name, reason, fix)]
-        seen.add(unit)
-    return []
 
 
 class Moments:
@@ -99,43 +51,43 @@ class Moments:
         dims = [dim for dim in range(x.dim()) if dim != 1]
         variance, mean = torch.var_mean(x.float(), dims, correction=0)
         total = self.count + count
-        away = mean.double() - self.mean
-        self.mean += away * (count / total)
-        self.squares += variance.double() * count + away**2 * (self.count * count / total)
+        offset = mean.double() - self.mean
+        self.mean += offset * (count / total)
+        self.squares += variance.double() * count + offset**2 * (self.count * count / total)
         self.count = total
 
     def sums_about(self, center: Tensor) -> Tensor:
         """Count, sum and sum of squares of what was added, less a center: [1 + 2 * channels].
 
-        They add up over ranks; near to the center they do so without losing digits.
+        They are summed over ranks; close to the center no digits are lost.
         """
-        away = self.mean - center
+        offset = self.mean - center
         count = self.mean.new_full((1,), self.count)
-        return torch.cat([count, self.count * away, self.squares + self.count * away**2])
+        return torch.cat([count, self.count * offset, self.squares + self.count * offset**2])
 
 
 class BatchNorms:
     """The batch norms of this rank's stages that have running statistics."""
 
     def __init__(self, stages: Iterable[nn.Module], mesh: Mesh) -> None:
-        """From now on training forwards leave the modules' running statistics alone."""
+        """Stops training forwards from updating the modules' running statistics."""
         self._mesh = mesh
         self._modules: list[nn.Module] = []
         # of each module, one for each of its calls in a forward, over all microbatches
         self._moments: dict[nn.Module, list[Moments]] = {}
-        self._calls: dict[nn.Module, int] = {}  # in the forward that runs
+        self._calls: dict[nn.Module, int] = {}  # in the current forward
         self._collecting = False
         for stage in stages:
-            own = leave_statistics(stage)
+            own = freeze_statistics(stage)
             for module in own:
-                module.register_forward_pre_hook(self._look)
+                module.register_forward_pre_hook(self._collect)
             if own:
-                stage.register_forward_pre_hook(self._beginning(own))
+                stage.register_forward_pre_hook(self._reset_calls(own))
             self._modules += own
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Forwards within belong to the next update; what was collected before is forgotten."""
+        """Forwards within count in the next update; earlier ones are dropped."""
         self._moments = {module: [] for module in self._modules}
         self._collecting = True
         try:
@@ -145,12 +97,12 @@ class BatchNorms:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move the running statistics by what was collected. Collective over dp."""
+        """Update the running statistics by what was collected. Collective over dp."""
         collected = [(module, m) for module in self._modules for m in self._moments.get(module, ())]
         self._moments = {}
         if not collected:
             return
-        # all ranks have the same running mean: it serves as a center, and is moved afterwards
+        # the running mean, the same on all ranks, serves as the center of the sums
         centers = [module.running_mean.to(m.mean) for module, m in collected]
         pairs = zip(collected, centers, strict=True)
         parts = [m.sums_about(center) for (_, m), center in pairs]
@@ -161,10 +113,10 @@ class BatchNorms:
         sums = flat.split([len(part) for part in parts])
         for (module, _), center, part in zip(collected, centers, sums, strict=True):
             count, first, second = part.split([1, len(center), len(center)])
-            away = first / count
-            _move(module, center + away, (second - count * away**2) / (count - 1))
+            offset = first / count
+            _update_running(module, center + offset, (second - count * offset**2) / (count - 1))
 
-    def _look(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+    def _collect(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         # a module that is recomputed (activation checkpointing) runs again in the backward
         if not (self._collecting and module.training) or in_backward():
             return
@@ -175,14 +127,14 @@ class BatchNorms:
         with torch.no_grad():
             moments[call].add(args[0].detach())
 
-    def _beginning(self, own: list[nn.Module]) -> Callable[[nn.Module, Any], None]:
+    def _reset_calls(self, own: list[nn.Module]) -> Callable[[nn.Module, Any], None]:
         def hook(*_: Any) -> None:
             self._calls |= dict.fromkeys(own, 0)
 
         return hook
 
 
-def _move(module: nn.Module, mean: Tensor, variance: Tensor) -> None:
+def _update_running(module: nn.Module, mean: Tensor, variance: Tensor) -> None:
     """One step of the running statistics, as nn.BatchNorm makes it. variance: unbiased."""
     share: Any = module.momentum
     if module.num_batches_tracked is not None:

@@ -50,44 +50,45 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
     mesh = open_mesh(config, worker)
     before = resident_memory(mesh.device)
     run = build(config, mesh, data)
-    ours = _framework(run, config, data, worker)
-    next(ours)
-    ready = time.time() - _started(worker)
+    titanlike_loop = _titanlike_loop(run, config, data, worker)
+    next(titanlike_loop)
+    ready = time.time() - _start_time(worker)
 
     for _ in range(WARMUP):
-        next(ours)
+        next(titanlike_loop)
     memory = peak_memory(mesh.device)
     if mesh.world_size == 1:
-        rival = _plain(config, data, mesh.device)
+        plain_loop = _plain_loop(config, data, mesh.device)
         for _ in range(WARMUP):
-            next(rival)
-        mine, plain, ratios = [], [], []
+            next(plain_loop)
+        ours, plain, ratios = [], [], []
         for _ in range(counted // 2):
             # ours, plain, plain, ours: the second of a pair finds warm caches
-            a, b, c, d = next(ours), next(rival), next(rival), next(ours)
-            mine, plain = [*mine, a, d], [*plain, b, c]
+            loops = (titanlike_loop, plain_loop, plain_loop, titanlike_loop)
+            a, b, c, d = map(next, loops)
+            ours, plain = [*ours, a, d], [*plain, b, c]
             ratios.append(_seconds(a, d) / _seconds(b, c))
         ratio = median(ratios)
     else:
-        mine = list(ours)
+        ours = list(titanlike_loop)
         memory = peak_memory(mesh.device)
-        plain, ratio = _plain_on_rank_0(config, data, run, worker, counted), None
-    grown = [0] * mesh.world_size
-    dist.all_gather_object(grown, (memory, memory - before))
+        plain, ratio = _plain_loop_on_rank_0(config, data, run, worker, counted), None
+    each_memory = [(0, 0)] * mesh.world_size
+    dist.all_gather_object(each_memory, (memory, memory - before))
 
-    seconds = median(record["step_seconds"] for record in mine)
+    seconds = median(record["step_seconds"] for record in ours)
     tokens = config.batch_size * config.seq_len
     figures = {
         "value": tokens / seconds,
         "step_seconds": seconds,
         "first_step_seconds": ready,
-        "memory_bytes": [peak for peak, _ in grown],
-        "memory_of_training_bytes": [own for _, own in grown],
+        "memory_bytes": [peak for peak, _ in each_memory],
+        "memory_of_training_bytes": [own for _, own in each_memory],
         "plain_step_seconds": median(r["step_seconds"] for r in plain) if plain else None,
         "ratio": ratio,
     }
     if worker.rank == 0:
-        _print(figures, mine)
+        _print(figures, ours)
     close_mesh()
     return figures
 
@@ -96,8 +97,10 @@ def _seconds(*records: dict[str, Any]) -> float:
     return sum(record["step_seconds"] for record in records)
 
 
-def _framework(run: Run, config: Config, data: Data, worker: Worker) -> Iterator[dict[str, Any]]:
-    """Records of training steps, as `train` takes them."""
+def _titanlike_loop(
+    run: Run, config: Config, data: Data, worker: Worker
+) -> Iterator[dict[str, Any]]:
+    """Records of training steps, as `train` makes them."""
     stream = batches(data.train, config, dp_rank=run.mesh.dp_rank)
     guard = Guard(config, {})
     sink = JsonlSink(worker.run_dir / "metrics.jsonl") if worker.rank == 0 else None
@@ -108,7 +111,7 @@ def _framework(run: Run, config: Config, data: Data, worker: Worker) -> Iterator
         yield record
 
 
-def _plain(config: Config, data: Data, device: torch.device) -> Iterator[dict[str, Any]]:
+def _plain_loop(config: Config, data: Data, device: torch.device) -> Iterator[dict[str, Any]]:
     """A training loop without a framework."""
     alone = replace(config, dp=1, replicate=1)
     resolved = resolve_model(config)
@@ -136,7 +139,7 @@ def _plain(config: Config, data: Data, device: torch.device) -> Iterator[dict[st
         yield {"loss": value, "step_seconds": time.perf_counter() - begin}
 
 
-def _plain_on_rank_0(
+def _plain_loop_on_rank_0(
     config: Config, data: Data, run: Run, worker: Worker, counted: int
 ) -> list[dict[str, Any]]:
     """The plain loop with the whole machine's cores, while the other ranks wait.
@@ -148,7 +151,7 @@ def _plain_on_rank_0(
         threads = torch.get_num_threads()
         torch.set_num_threads(len(os.sched_getaffinity(0)))
         try:
-            loop = _plain(config, data, run.mesh.device)
+            loop = _plain_loop(config, data, run.mesh.device)
             records = [next(loop) for _ in range(WARMUP + counted)][WARMUP:]
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
@@ -157,7 +160,7 @@ def _plain_on_rank_0(
     return records
 
 
-def _started(worker: Worker) -> float:
+def _start_time(worker: Worker) -> float:
     """When the command was started: this process, or the launcher that is its parent."""
     pid = os.getpid() if worker.world_size == 1 else os.getppid()
     with open(f"/proc/{pid}/stat") as stat:

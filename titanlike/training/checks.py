@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from titanlike.config.errors import Problem
@@ -9,10 +11,57 @@ from titanlike.config.schema import AutoSplit, Config, Custom, TraceSplit
 from titanlike.graph.cut import StageGraph, message_problem, same_messages
 from titanlike.graph.find_units import find_units
 from titanlike.graph.model_graph import ModelGraph
-from titanlike.parallel.batchnorm import shared_norm_problems
+from titanlike.parallel.batchnorm import has_statistics
 from titanlike.pipeline.from_config import stage_count
 from titanlike.pipeline.order import Order
 from titanlike.split.partition import SplitError, partition
+from titanlike.torch_private.base_classes import InstanceNorm
+
+
+def norm_problems(config: Config, model: nn.Module) -> list[Problem]:
+    """Norms that would give statistics that depend on the layout, or hang."""
+    problems = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            reason = (
+                f"its {name} is a SyncBatchNorm, which communicates with all ranks in its forward, also with "
+                "those of other stages"
+            )
+            fix = "nn.BatchNorm2d there: its running statistics are those of the whole batch"
+        elif isinstance(module, InstanceNorm) and module.running_mean is not None:
+            reason = f"its {name} is an instance norm that keeps running statistics"
+            fix = "track_running_stats=False there, or a batch norm"
+        elif has_statistics(module) and isinstance(config.split, TraceSplit):
+            reason = f"the tracer cannot see that {name} is a batch norm and keeps statistics"
+            fix = "split=points or split=even, which leave modules whole"
+            problems.append(Problem("split", "trace", reason, fix))
+            break
+        elif has_statistics(module) and config.precision.name == "bf16":
+            reason = f"its {name} is a batch norm, whose running statistics are too fine for bf16"
+            problems.append(Problem("precision", "bf16", reason, "precision=fp32, or a group norm"))
+            break
+        else:
+            continue
+        problems.append(Problem("model.name", config.model.name, reason, fix))
+    return problems
+
+
+def shared_norm_problems(
+    config: Config, model: nn.Module, stages: Sequence[Sequence[str]]
+) -> list[Problem]:
+    """Batch norms that several stages would keep statistics of, each its own.
+
+    stages: the units of each.
+    """
+    seen: set[str] = set()
+    for unit in [name for names in stages for name in names]:
+        norms = [norm for norm in model.get_submodule(unit).modules() if has_statistics(norm)]
+        if unit in seen and norms:
+            reason = f"two stages call {unit}, whose batch norm has one set of running statistics"
+            fix = "split=points with both calls in one stage, or a module for each"
+            return [Problem("split", config.split.name, reason, fix)]
+        seen.add(unit)
+    return []
 
 
 def sharding_problems(config: Config, order: Order) -> list[Problem]:

@@ -29,7 +29,7 @@ from titanlike.models.checks import model_problems
 from titanlike.models.registry import build_model, resolve_model
 from titanlike.optim.chunked_loss import HeadNested, find_head, with_chunked_loss
 from titanlike.optim.loss import Loss, build_loss, check_loss
-from titanlike.parallel.batchnorm import leave_statistics, norm_problems
+from titanlike.parallel.batchnorm import freeze_statistics
 from titanlike.parallel.sharding import compute_dtype
 from titanlike.pipeline.from_config import build_order, declared_microbatches
 from titanlike.pipeline.microbatches import NoDivision, derive_microbatches
@@ -38,6 +38,7 @@ from titanlike.split.auto_split import AutoSplitResult, MeasureTimes, find_auto_
 from titanlike.split.partition import SplitError, partition
 from titanlike.split.unit_costs import UnitCosts
 from titanlike.training.checks import (
+    norm_problems,
     sharding_problems,
     split_problem,
     split_problems,
@@ -171,7 +172,7 @@ def _record_model(
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(compute_dtype(config))
-    leave_statistics(model)  # meta tensors have none
+    freeze_statistics(model)  # meta tensors have none
     batch = example_batch(config, data)
     fields = fields_of(batch)
     if problems := field_problems(config, model, fields):
