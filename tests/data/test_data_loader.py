@@ -21,14 +21,8 @@ from hypothesis import strategies as st
 
 from support.paths import ROOT
 from titanlike.config.schema import Config, Custom, SyntheticData, TextData, TokenData
-from titanlike.data.loader import (
-    batches,
-    loader,
-    open_data,
-    problems,
-    validation_batches,
-    vocab_size,
-)
+from titanlike.data.checks import problems, vocab_size
+from titanlike.data.loader import batches, make_loader, open_data, validation_batches
 
 
 def token_config(folder: Path, count: int = 1000, **changes: object) -> Config:
@@ -96,13 +90,13 @@ def test_the_loaders_own_state_goes_on_too(tmp_path: Path, workers: int) -> None
     expected = run_of(config, steps=9)[5:, :, 0]
     config.data.workers = workers
     source = open_data(config).train
-    first = loader(source, config, dp_rank=0)
+    first = make_loader(source, config, dp_rank=0)
     list(islice(first, 5))
     state = first.state_dict()
     config.dp = 2
     ranks = []
     for r in range(2):
-        resumed = loader(source, config, dp_rank=r)
+        resumed = make_loader(source, config, dp_rank=r)
         resumed.load_state_dict(state)
         ranks.append(torch.stack([batch["inputs"] for batch in islice(resumed, 4)]))
     assert torch.equal(torch.cat(ranks, 1), expected)

@@ -160,9 +160,9 @@ def test_a_model_without_documents_is_told_what_to_write(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({}, "data.boundary=null: documents=true needs to know"),
-        ({"boundary": 50}, "data.boundary=50: is no token of the 50"),
-        ({"boundary": -1}, "data.boundary=-1: is no token of the 50"),
+        ({}, "data.boundary=null: documents=true needs the boundary"),
+        ({"boundary": 50}, "data.boundary=50: is not a token id below data.vocab_size=50"),
+        ({"boundary": -1}, "data.boundary=-1: is not a token id below data.vocab_size=50"),
         ({"boundary": 49}, "data.boundary=49: is not among the first 400 tokens"),
         ({"boundary": 48}, ""),
         ({"documents": False}, ""),

@@ -313,14 +313,14 @@ def test_a_field_without_an_argument_is_named_with_those_that_there_are(tmp_path
 @pytest.mark.parametrize(
     "mistake, said",
     {
-        "tuple": "is a tuple and no dict",
+        "tuple": "is a tuple and not a dict",
         "no targets": "has no 'targets' (it has inputs, labels)",
         "number": "has a float as 'scale'",
-        "longer": "has 32 tokens, more than seq_len=16. Cut it, or write seq_len=32",
+        "longer": "has 32 tokens, more than seq_len=16. Truncate it, or write seq_len=32",
         "dtype": "has 'targets' of torch.float32, and sample 0 of torch.int64",
         "more": "and sample 0 do not both have 'mask'",
-        "shorter": "has 'inputs' of shape [15], sample 0 [16]. Give all samples the same shapes, "
-        "or the Data a variable=VariableLength()",
+        "shorter": "has 'inputs' of shape [15], sample 0 [16]. Return samples of equal shapes, "
+        "or give Data a variable=VariableLength()",
     }.items(),
 )
 def test_a_sample_that_cannot_be_used_is_named(mistake: str, said: str) -> None:
@@ -362,7 +362,7 @@ def test_lengths_that_vary_have_limits(mistake: str, said: str) -> None:
         (data_of("badly_declared", mistake="padding"), "VariableLength has -100 as padding of"),
         (data_of("badly_declared", mistake="lengths"), "VariableLength has 3 lengths for 500"),
         (data_of("badly_declared", mistake="inputs"), "VariableLength has no padding for 'inputs'"),
-        (data_of("badly_declared", mistake="nothing"), "sample 0 has no 'weights', which is to be"),
+        (data_of("badly_declared", mistake="nothing"), "sample 0 has no 'weights', which Variable"),
         (data_of("empty"), "its validation part is empty"),
     ],
     ids=lambda value: value.args.get("mistake", "empty") if isinstance(value, Custom) else "",

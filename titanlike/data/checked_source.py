@@ -1,6 +1,6 @@
-"""A user's own samples: each is checked against the first, and padded where lengths differ.
+"""A user's own source: each sample is checked against the first, and padded if lengths differ.
 
-Legend of shapes: B samples of a batch, T tokens of a sample or of the longest of a batch.
+Shapes: B samples in a batch, T tokens of a sample or of the longest in a batch.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ REQUIRED = ("inputs", "targets")
 
 
 def with_checked_samples(data: Data, name: str, seq_len: int) -> Data:
-    """The same data, whose samples are checked when they are read.
+    """The same data, with samples that are checked when they are read.
 
-    name: of the function that made it. Raises DataError where there are no samples, and for what is
-    wrong with `data.variable`.
+    name: of the user's function. Raises DataError for an empty part and an invalid `data.variable`.
     """
     if isinstance(data.train, CheckedSource):
         return data
@@ -30,7 +29,7 @@ def with_checked_samples(data: Data, name: str, seq_len: int) -> Data:
     for part, source in sources.items():
         if len(source) < 1:
             raise DataError(
-                "data.name", name, f"its {part} part is empty", "Let it have a sequence"
+                "data.name", name, f"its {part} part is empty", "It needs at least one sample"
             )
     variable = data.variable
     if variable is not None:
@@ -43,9 +42,9 @@ def with_checked_samples(data: Data, name: str, seq_len: int) -> Data:
 
 
 class CheckedSource:
-    """A source of a user's own. Its samples raise DataError where one is not like the first."""
+    """Reads a user's source. Raises DataError for an invalid sample, or one unlike the first."""
 
-    lengths: Sequence[int] | None = None  # of the samples, where batches are to be of similar ones
+    lengths: Sequence[int] | None = None  # of all samples, if batches should have similar lengths
 
     def __init__(
         self, source: Source, name: str, part: str, seq_len: int, variable: VariableLength | None
@@ -68,7 +67,7 @@ class CheckedSource:
         return sample
 
     def batch(self, samples: list[Batch]) -> Batch:
-        """The samples as one, [B, ...], those that differ in length padded."""
+        """The samples as one batch [B, ...], padded where lengths differ."""
         if self._variable is None:
             return stack(samples)
         bucket = self._variable.bucket
@@ -76,7 +75,7 @@ class CheckedSource:
         return self._padded(samples, min(-(-longest // bucket) * bucket, self._seq_len))
 
     def example(self) -> Batch:
-        """A batch of one sample, as long as one can be."""
+        """A batch of one sample, of the maximal length."""
         return (
             stack([self[0]]) if self._variable is None else self._padded([self[0]], self._seq_len)
         )
@@ -89,8 +88,8 @@ class CheckedSource:
                 batch[name] = torch.stack([sample[name] for sample in samples])
                 continue
             shape = (*(tokens,) * pad.dims, *first.shape[pad.dims :])
-            batch[name] = whole = first.new_full((len(samples), *shape), pad.value)
-            for row, sample in zip(whole, samples, strict=True):
+            batch[name] = padded = first.new_full((len(samples), *shape), pad.value)
+            for row, sample in zip(padded, samples, strict=True):
                 row[tuple(slice(size) for size in sample[name].shape)] = sample[name]
         return batch
 
@@ -98,35 +97,39 @@ class CheckedSource:
         return DataError("data.name", self._name, f"{self._part} sample {i} {reason}", remedy)
 
     def _read(self, i: int) -> Batch:
-        """A sample that can be used by itself."""
+        """A sample, checked by itself."""
         sample = self._source[i]
-        form = "Let it be dict(inputs=tensor, targets=tensor), and more where the model takes it"
+        form = (
+            "Return dict(inputs=tensor, targets=tensor), with the other fields that the model takes"
+        )
         if not isinstance(sample, Mapping):
-            raise self._wrong(i, f"is a {type(sample).__name__} and no dict", form)
+            raise self._wrong(i, f"is a {type(sample).__name__} and not a dict", form)
         if missing := [name for name in REQUIRED if name not in sample]:
             reason = f"has no {missing[0]!r} (it has {', '.join(map(str, sample)) or 'nothing'})"
             raise self._wrong(i, reason, form)
         for name, value in sample.items():
             if not isinstance(value, Tensor):
-                remedy = "Make a tensor of it with torch.as_tensor"
+                remedy = "Convert it with torch.as_tensor"
                 raise self._wrong(i, f"has a {type(value).__name__} as {name!r}", remedy)
         inputs = sample["inputs"]
         longer = inputs.dim() and inputs.size(0) > self._seq_len
-        # inputs that are no tokens, such as images, may have any size
+        # inputs other than tokens, such as images, may have any size
         tokens = self._padding or (inputs.dim() == 1 and not inputs.is_floating_point())
         if longer and tokens:
             reason = f"has {inputs.size(0)} tokens, more than seq_len={self._seq_len}"
-            remedy = f"Cut it, or write seq_len={inputs.size(0)}"
+            remedy = f"Truncate it, or write seq_len={inputs.size(0)}"
             raise self._wrong(i, reason, remedy)
         for name, pad in self._padding.items():
             if name not in sample:
-                remedy = "Leave it out of the padding of VariableLength"
-                raise self._wrong(i, f"has no {name!r}, which is to be padded", remedy)
+                remedy = "Remove it from the padding of VariableLength"
+                raise self._wrong(i, f"has no {name!r}, which VariableLength pads", remedy)
             shape = list(sample[name].shape)
             if shape[: pad.dims] != [inputs.size(0) if inputs.dim() else None] * pad.dims:
                 reason = f"has {name!r} of shape {shape} and inputs of {list(inputs.shape)}"
                 size = ", ".join(["T"] * pad.dims)
-                remedy = f"With its padding the shape must be [{size}, ...], inputs being [T, ...]"
+                remedy = (
+                    f"With its padding its shape must be [{size}, ...] where inputs are [T, ...]"
+                )
                 raise self._wrong(i, reason, remedy)
         return dict(sample)
 
@@ -134,23 +137,26 @@ class CheckedSource:
         if sample.keys() != first.keys():
             odd = ", ".join(sorted(map(repr, sample.keys() ^ first.keys())))
             reason = f"and sample 0 do not both have {odd}"
-            raise self._wrong(i, reason, "Give all samples the same keys")
+            raise self._wrong(i, reason, "Return the same keys in all samples")
         for name, value in sample.items():
             other = first[name]
             if value.dtype != other.dtype:
                 reason = f"has {name!r} of {value.dtype}, and sample 0 of {other.dtype}"
-                raise self._wrong(i, reason, "Give all samples the same dtypes")
-            free = self._padding[name].dims if name in self._padding else 0
-            if value.shape[free:] != other.shape[free:] or value.dim() != other.dim():
+                raise self._wrong(i, reason, "Return the same dtypes in all samples")
+            variable_dims = self._padding[name].dims if name in self._padding else 0
+            if (
+                value.shape[variable_dims:] != other.shape[variable_dims:]
+                or value.dim() != other.dim()
+            ):
                 reason = f"has {name!r} of shape {list(value.shape)}, sample 0 {list(other.shape)}"
-                remedy = "Give all samples the same shapes, or the Data a variable=VariableLength()"
+                remedy = "Return samples of equal shapes, or give Data a variable=VariableLength()"
                 if self._variable is not None:
-                    remedy = f"Give all the same, or VariableLength a padding for {name!r}"
+                    remedy = f"Return equal shapes, or give VariableLength a padding for {name!r}"
                 raise self._wrong(i, reason, remedy)
 
 
 def stack(samples: list[Batch]) -> Batch:
-    """Samples of one shape as a batch, [B, ...]."""
+    """Samples of equal shapes as a batch [B, ...]."""
     return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
 
 
@@ -167,4 +173,4 @@ def _check_variable(variable: VariableLength, name: str, size: int) -> None:
         raise wrong("no padding for 'inputs'", 'Write padding={"inputs": Pad(), ...}')
     if variable.lengths is not None and len(variable.lengths) != size:
         reason = f"{len(variable.lengths)} lengths for {size} training samples"
-        raise wrong(reason, "Give the length of each, or lengths=None")
+        raise wrong(reason, "Give the length of each sample, or lengths=None")

@@ -1,4 +1,4 @@
-"""What can be said about a config's data before a worker starts: quick, and without torch."""
+"""Checks of a config's data before a worker starts: quick, and without importing torch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from titanlike.data.errors import DataError
 from titanlike.data.token_file import open_tokens, token_spans
 from titanlike.data.tokenizer import open_tokenizer
 
-MOST_SEARCHED = 1 << 24  # tokens, for the boundary of documents
-PIECE = 1 << 20  # of them at once
+_MAX_SEARCHED = 1 << 24  # tokens, for the document boundary
+_CHUNK = 1 << 20  # tokens searched at once
 
 
 def vocab_size(config: Config) -> int:
-    """Number of token ids that the model must know. The corpus is not tokenized for it.
+    """The number of token ids in the data, without tokenizing the corpus.
 
-    A user's own data (Custom) is opened. Raises DataError where it cannot be told.
+    A user's own data (Custom) is opened. Raises DataError where that fails.
     """
     data = config.data
     if isinstance(data, TextData):
@@ -30,7 +30,7 @@ def vocab_size(config: Config) -> int:
 
 
 def problems(config: Config) -> list[tuple[str, object, str, str]]:
-    """(key, value, reason, what to write instead) for every mistake that can be found cheaply."""
+    """(key, value, reason, what to write instead) of every error that is quick to find."""
     checks = {
         TextData: (_fraction, _workers, _tokenizer, _text_files),
         TokenData: (_fraction, _workers, _vocabulary, _token_file, _boundary),
@@ -48,19 +48,19 @@ def call_custom(data: Custom, seq_len: int):
     """The `titanlike.data.sources.Data` that the user's function returns.
 
     It is called with `data.args` and `seq_len`; the argument `workers` is the loader's. Raises
-    DataError where that is none, or has no samples. Samples are checked when they are read.
+    DataError where the result is not a Data or is empty. Samples are checked when they are read.
     """
     function = _custom_function(data)
     arguments = {name: value for name, value in data.args.items() if name != "workers"}
     try:
         result = function(**arguments, seq_len=seq_len)
     except TypeError as error:
-        if error.__traceback__.tb_next is not None:  # raised inside of the function
+        if error.__traceback__.tb_next is not None:  # raised inside the function
             raise
         raise DataError(
             "data.name", data.name, f"cannot be called ({error})", "Give its arguments as data.NAME"
         ) from None
-    from titanlike.data.sources import Data  # here, for it imports torch
+    from titanlike.data.sources import Data  # here: it imports torch
 
     if not isinstance(result, Data):
         raise DataError(
@@ -75,7 +75,7 @@ def call_custom(data: Custom, seq_len: int):
 
 
 def too_short(spans: dict[str, tuple[int, int]], seq_len: int) -> Iterator[DataError]:
-    """The parts of the data (part -> first token, end) that have not one sequence."""
+    """An error for each part of the data (part -> first token, end) shorter than one sequence."""
     more = {
         "train": "Give more text with data.path",
         "validation": "Give more text with data.path, or raise data.validation_fraction",
@@ -118,7 +118,7 @@ def loader_workers(config: Config) -> int:
     data = config.data
     if isinstance(data, Custom):
         return data.args.get("workers", 0)
-    return getattr(data, "workers", 0)  # synthetic data has none
+    return getattr(data, "workers", 0)  # synthetic data has no such key
 
 
 def _vocabulary(config: Config) -> Iterator[DataError]:
@@ -146,21 +146,24 @@ def _token_file(config: Config) -> Iterator[DataError]:
 
 
 def _boundary(config: Config) -> Iterator[DataError]:
-    """With documents=true, a token that is in the file (where there are any, there is one soon)."""
+    """documents=true needs a boundary token that occurs in the file; its beginning is searched."""
     data = config.data
     if not data.documents:
         return
-    boundary, remedy = data.boundary, "Write the id of the token that begins each, data.boundary=0"
+    boundary, remedy = (
+        data.boundary,
+        "Write the id of the token that begins a document, data.boundary=0",
+    )
     if boundary is None:
-        yield DataError("data.boundary", "null", "documents=true needs to know documents", remedy)
+        yield DataError("data.boundary", "null", "documents=true needs the boundary token", remedy)
     elif not 0 <= boundary < data.vocab_size:
-        reason = f"is no token of the {data.vocab_size} of data.vocab_size"
+        reason = f"is not a token id below data.vocab_size={data.vocab_size}"
         yield DataError("data.boundary", boundary, reason, remedy)
     else:
         tokens = open_tokens(Path(data.path).expanduser(), data.dtype)
-        searched = range(0, min(len(tokens), MOST_SEARCHED), PIECE)
-        if not any((tokens[at : at + PIECE] == boundary).any() for at in searched):
-            reason = f"is not among the first {min(len(tokens), MOST_SEARCHED):,} tokens"
+        searched = range(0, min(len(tokens), _MAX_SEARCHED), _CHUNK)
+        if not any((tokens[at : at + _CHUNK] == boundary).any() for at in searched):
+            reason = f"is not among the first {min(len(tokens), _MAX_SEARCHED):,} tokens"
             yield DataError("data.boundary", boundary, reason, f"{remedy}, or data.documents=false")
 
 
@@ -176,5 +179,5 @@ def _custom_function(data: Custom) -> Callable:
     except ValueError as error:
         raise DataError("data.name", data.name, str(error), remedy) from None
     if not callable(function):
-        raise DataError("data.name", data.name, "is no function", remedy)
+        raise DataError("data.name", data.name, "is not a function", remedy)
     return function

@@ -1,8 +1,8 @@
-"""Find text under a path, and read it document by document.
+"""Find text files under a path, and read them document by document.
 
 A document is a text file, a line of a JSONL file, or a row of a Parquet file. Without a path the
-corpus is what every machine already has: the source files of Python's own standard library.
-Files come in sorted order, so that the order of documents is a matter of the files alone.
+corpus is the source files of Python's standard library, which every machine has. Files are sorted,
+so that the order of documents depends on the files alone.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pathlib import Path
 
 from titanlike.data.errors import DataError, missing_extra
 
-# What is read from a folder; a path that names a file is read whatever its ending.
+# Files read from a folder; a path of a single file may have any suffix.
 SUFFIXES = frozenset(
     (".jsonl", ".parquet", ".txt", ".text", ".md", ".rst", ".tex", ".html", ".xml", ".csv", ".tsv")
     + (".json", ".yaml", ".yml", ".toml", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu")
     + (".java", ".js", ".ts", ".go", ".rs", ".rb", ".sh", ".sql")
 )
 
-# Folders of the standard library that are left out: what was installed into it, and tests.
+# Folders of the standard library that are skipped: installed packages and tests.
 SKIPPED = frozenset(
     ("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__")
 )
@@ -32,8 +32,8 @@ SKIPPED = frozenset(
 def find_files(path: str | None) -> list[Path]:
     """The files of `data.path` (null: the standard library's), absolute and sorted.
 
-    Hidden files and folders, and links to folders, are left out. Raises DataError where no
-    file is found.
+    Hidden files and folders, and links to folders, are skipped. Raises DataError where no file is
+    found.
     """
     if path is None:
         root, suffixes, skipped = Path(sysconfig.get_paths()["stdlib"]), {".py"}, SKIPPED
@@ -68,17 +68,17 @@ def find_files(path: str | None) -> list[Path]:
 
 
 def describe(path: str | None) -> str:
-    """What `data.path` is, in words."""
+    """`data.path` in words."""
     if path is None:
         return f"the sources of Python {platform.python_version()}'s standard library"
     return str(path)
 
 
 def documents(files: list[Path], text_key: str) -> Iterator[str]:
-    """The texts in `files`, in order; empty and null ones are left out.
+    """The texts in `files`, in order, without empty and null ones.
 
-    `text_key` is the field (JSONL) or column (Parquet) with the text. Raises DataError for what
-    cannot be read, naming file and line.
+    text_key: the field (JSONL) or column (Parquet) of the text. Raises DataError with file and line
+    for what cannot be read.
     """
     readers = {".jsonl": _jsonl, ".parquet": _parquet}
     for file in files:
@@ -94,8 +94,8 @@ def documents(files: list[Path], text_key: str) -> Iterator[str]:
             raise DataError(
                 "data.path",
                 file,
-                f"is no UTF-8 text (byte {error.start})",
-                "Convert the file to UTF-8, or keep it out of the folder",
+                f"is not UTF-8 text (byte {error.start})",
+                "Convert the file to UTF-8, or remove it from the folder",
             ) from None
 
 
@@ -114,11 +114,13 @@ def _jsonl(file: Path, text_key: str) -> Iterator[str | None]:
                 raise DataError(
                     "data.path",
                     file,
-                    f"line {number} is no JSON ({error})",
-                    "Mend or delete that line; each line must be one JSON object",
+                    f"line {number} is not JSON ({error})",
+                    "Fix or delete that line; each line must be one JSON object",
                 ) from None
             if not isinstance(row, dict) or text_key not in row:
-                found = f"its fields are {', '.join(row)}" if isinstance(row, dict) else "no object"
+                found = (
+                    f"its fields are {', '.join(row)}" if isinstance(row, dict) else "not an object"
+                )
                 raise DataError(
                     "data.text_key",
                     text_key,
@@ -132,7 +134,7 @@ def _jsonl(file: Path, text_key: str) -> Iterator[str | None]:
                     f"line {number} of {file} holds {type(row[text_key]).__name__} there, not text",
                     "Name the field that holds the text",
                 )
-            # JSON can spell half a surrogate pair, which is no character: it becomes "?".
+            # JSON can contain half a surrogate pair, which is not a character: it becomes "?".
             yield row[text_key] and row[text_key].encode(errors="replace").decode()
 
 
@@ -167,5 +169,5 @@ def parquet_file(file: Path):
         return parquet.ParquetFile(file)
     except ArrowInvalid as error:
         raise DataError(
-            "data.path", file, f"is no Parquet file ({error})", "Give a whole Parquet file"
+            "data.path", file, f"is not a Parquet file ({error})", "Give a complete Parquet file"
         ) from None

@@ -1,4 +1,4 @@
-"""The one exception of this package: a mistake in the config or in the user's files."""
+"""DataError: an error in the data's config keys or in the user's files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class DataError(ValueError):
         self.key, self.value, self.reason, self.remedy = key, value, reason, remedy
 
     def __reduce__(self) -> tuple:
-        """Pickled by its parts, so that it may be raised in another process."""
+        """Pickle by arguments: loader processes pass it to the training process."""
         return type(self), (self.key, self.value, self.reason, self.remedy)
 
 

@@ -1,4 +1,4 @@
-"""What is in a batch, before there is one."""
+"""The fields, shapes and dtypes of a batch, known before any is loaded."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from titanlike.data.sources import Data
 
 
 def example_batch(config: Config, data: Data | None = None) -> dict[str, torch.Tensor]:
-    """A batch of one sequence on the meta device, in the dtypes in which the model gets it.
+    """A batch of one sequence on the meta device, in the dtypes that the model receives.
 
-    Where lengths vary it is the longest that may come. Raises DataError for a sample of the user's
-    own that cannot be used.
-    data: where it is open already; else a user's own data is opened.
+    Where lengths vary, with the maximal length. data: if already open; otherwise a user's own data
+    is opened. Raises DataError for an invalid sample of the user's.
     """
     if isinstance(config.data, Custom):
         opened = data or call_custom(config.data, config.seq_len)
@@ -42,7 +41,7 @@ def example_batch(config: Config, data: Data | None = None) -> dict[str, torch.T
 
 
 def field_problems(config: Config, model: nn.Module, fields: Iterable[str]) -> list[Problem]:
-    """Fields of the batch, beside the inputs, that the model's forward has no argument for."""
+    """A problem for each field of the batch that the model's forward has no argument for."""
     parameters = list(inspect.signature(model.forward).parameters.values())
     if any(p.kind == p.VAR_KEYWORD for p in parameters):
         return []
@@ -50,13 +49,13 @@ def field_problems(config: Config, model: nn.Module, fields: Iterable[str]) -> l
         p.name for p in parameters[1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     ]
     takes = (
-        f"beside its inputs it takes {', '.join(by_name)}" if by_name else "it takes inputs alone"
+        f"beside its inputs it takes {', '.join(by_name)}" if by_name else "it takes inputs only"
     )
     problems = []
     for name in fields:
         if name == "inputs" or name in by_name:
             continue
-        key, value, fix = _origin(config, name)
+        key, value, fix = _source_of(config, name)
         reason = (
             f"gives the batch a field {name}, which the forward of model.name={config.model.name} "
             f"does not take ({takes})"
@@ -65,8 +64,8 @@ def field_problems(config: Config, model: nn.Module, fields: Iterable[str]) -> l
     return problems
 
 
-def _origin(config: Config, name: str) -> tuple[str, Any, str]:
-    """The key that gives a field, its value, and what to write so that there is none."""
+def _source_of(config: Config, name: str) -> tuple[str, Any, str]:
+    """(config key of a field of the batch, its value, what to write to remove the field)."""
     if isinstance(config.data, Custom):
         fix = f"samples without it, or a forward with an argument {name}"
         return "data.name", config.data.name, fix

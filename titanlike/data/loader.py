@@ -1,16 +1,17 @@
 """From the config to batches.
 
-1. `problems` and `vocab_size` (checks.py) look at the config before any worker starts.
-2. `open_data` makes a source (sources.py) for training and one for validation: text is tokenized
-   into a cache first (prepare.py), a token file is mapped, random tokens are made on demand, and a
-   function of the user's own is called, whose samples are checked and padded (samples.py).
-3. `batches` reads the training source in the run's global order (order.py): step s is samples
+1. checks.py checks the config before any worker starts.
+2. `open_data` opens a source (sources.py) for training and one for validation: text is tokenized
+   into a cache first (tokenized_corpus.py), a token file is mapped (token_file.py), random tokens
+   are generated, or the user's function is called, whose samples are checked and padded
+   (checked_source.py).
+3. `batches` reads the training source in the run's global order (shuffle.py): step s is samples
    [s * batch_size, (s + 1) * batch_size) of that order, and dp rank r reads the r-th of dp equal,
    contiguous slices of them. So the order depends on seed and step alone, not on the mesh, and a
-   run goes on at any step in any layout.
+   run can be resumed at any step in any layout.
 4. `validation_batches` reads the first sequences of the validation source, the same each time.
 
-Shapes: B sequences of this dp rank = batch_size // dp, T = seq_len.
+Shapes: B = batch_size // dp sequences on this dp rank, T = seq_len.
 """
 
 from __future__ import annotations
@@ -30,9 +31,7 @@ from titanlike.data.checked_source import CheckedSource, stack
 from titanlike.data.checks import (
     call_custom,
     loader_workers,
-    problems,
     too_short,
-    vocab_size,
 )
 from titanlike.data.corpus import describe
 from titanlike.data.shuffle import shuffled_index
@@ -42,19 +41,17 @@ from titanlike.data.tokenized_corpus import tokenize_corpus
 from titanlike.data.tokenizer import open_tokenizer
 from titanlike.launch.signals import die_with_parent
 
-__all__ = ["batches", "loader", "open_data", "problems", "validation_batches", "vocab_size"]
-
-BLOCK = 1024  # samples
-WINDOW = 64  # steps among which samples are sorted by length
+_BLOCK = 1024  # samples whose order is computed at once
+_WINDOW = 64  # steps within which samples are sorted by length
 Batch = dict[str, torch.Tensor]
 
 
 def open_data(config: Config) -> Data:
     """The training and validation sources of the config.
 
-    Text is tokenized on the first call; several processes may call this at once, and it saves work
-    when one of them does so first. Raises ValueError (DataError) for what cannot be read, and where
-    a part has less than one sequence of `seq_len`.
+    Text is tokenized on the first call; several processes may call this concurrently, but then each
+    tokenizes. Raises DataError for files that cannot be read, and for a part shorter than one
+    sequence of `seq_len`.
     """
     data = config.data
     if isinstance(data, TextData):
@@ -66,29 +63,29 @@ def open_data(config: Config) -> Data:
             SyntheticSource(data.vocab_size, config.seq_len, config.seed, stream)
             for stream in (0, 1)
         )
-        return Data(train, validation, data.vocab_size, "random tokens, made on demand")
+        return Data(train, validation, data.vocab_size, "random tokens, generated on demand")
     return call_custom(data, config.seq_len)
 
 
-def loader(
+def make_loader(
     source: Source, config: Config, *, dp_rank: int, start_step: int = 0
 ) -> StatefulDataLoader:
-    """Endless loader of the training batches of a dp rank; its state is the step alone.
+    """An endless loader of the training batches of a dp rank; its state is the step alone.
 
-    So the state may be loaded into a loader of another dp rank or dp, as long as
-    `data.workers` stays (torchdata keeps a state for each loader process).
+    So the state can be loaded on another dp rank or with another dp, but only with the same
+    `data.workers` (torchdata stores a state for each loader process).
     """
     pinned = config.device != "cpu" and torch.cuda.is_available()
-    with warnings.catch_warnings():  # torchdata 0.11 calls what torch 2.13 deprecates
+    with warnings.catch_warnings():  # torchdata 0.11 calls a function that torch 2.13 deprecates
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")
         return StatefulDataLoader(
             source,
-            batch_sampler=_order(source, config, dp_rank, start_step),
+            batch_sampler=_batch_sampler(source, config, dp_rank, start_step),
             collate_fn=_collate(source),
             num_workers=loader_workers(config),
             pin_memory=pinned,
-            worker_init_fn=_enter_worker,
-            # The loader draws a number when it starts: not from the generator that dropout uses.
+            worker_init_fn=_init_worker,
+            # The loader draws a number when it starts: not from the generator of dropout.
             generator=torch.Generator(),
         )
 
@@ -96,18 +93,18 @@ def loader(
 def batches(
     source: Source, config: Config, *, dp_rank: int, start_step: int = 0
 ) -> Iterator[Batch]:
-    """The training batches of a dp rank from `start_step` on, without end.
+    """The training batches of a dp rank from `start_step`, endless.
 
     Each is dict(inputs=[B, T], targets=[B, T]), int64, on the CPU (pinned where a GPU is used), with
-    what else the source's samples have.
+    the other fields of the source's samples.
     """
-    return iter(loader(source, config, dp_rank=dp_rank, start_step=start_step))
+    return iter(make_loader(source, config, dp_rank=dp_rank, start_step=start_step))
 
 
 def validation_batches(source: Source, config: Config, *, dp_rank: int) -> Iterator[Batch]:
     """The `validation.batches` batches of a dp rank, shaped as in training.
 
-    They are the first sequences of the source, which begins again where it is too short.
+    They are the first sequences of the source, which is repeated where it is too short.
     """
     local = config.batch_size // config.dp
     for step in range(config.validation.batches):
@@ -115,10 +112,10 @@ def validation_batches(source: Source, config: Config, *, dp_rank: int) -> Itera
         yield _collate(source)([source[i % len(source)] for i in range(first, first + local)])
 
 
-class GlobalOrder:
-    """Batch sampler: the sample numbers of a dp rank's slice of each step, without end.
+class GlobalBatchSampler:
+    """The sample numbers of a dp rank's slice of each step, endless.
 
-    They are computed for `BLOCK` samples or more at once, which costs hardly more than one step's.
+    Computed for `_BLOCK` samples or more at once, which takes hardly longer than for one step.
     """
 
     def __init__(self, size: int, config: Config, dp_rank: int, step: int) -> None:
@@ -127,10 +124,10 @@ class GlobalOrder:
         self._global, self._local = config.batch_size, config.batch_size // config.dp
         self._offset = dp_rank * self._local
         self._step = step
-        self._steps = max(1, BLOCK // self._local)  # steps in a block
-        self._block: tuple[int, list[list[int]]] = (-1, [])  # its number, samples of each step
+        self._steps = max(1, _BLOCK // self._local)  # steps in a block
+        self._block: tuple[int, list[list[int]]] = (-1, [])  # (its number, samples of each step)
 
-    def __iter__(self) -> GlobalOrder:
+    def __iter__(self) -> GlobalBatchSampler:
         return self
 
     def __next__(self) -> list[int]:
@@ -153,11 +150,11 @@ class GlobalOrder:
         self._step = state["step"]
 
 
-class SimilarLengths(GlobalOrder):
-    """The same samples in every `WINDOW` steps, dealt so that those of a step are of similar length.
+class SimilarLengthBatchSampler(GlobalBatchSampler):
+    """The same samples in every `_WINDOW` steps, but those of a step have similar lengths.
 
-    A window's samples are sorted by length and cut into its steps, which then come in a random
-    order. So the order is one of seed and step, as without, and of the lengths.
+    A window's samples are sorted by length and cut into steps, whose order is then shuffled. So the
+    order depends on seed, step and the lengths alone.
     """
 
     def __init__(
@@ -165,22 +162,22 @@ class SimilarLengths(GlobalOrder):
     ) -> None:
         super().__init__(size, config, dp_rank, step)
         self._lengths = np.asarray(lengths)
-        self._steps = WINDOW
+        self._steps = _WINDOW
 
     def _samples(self, steps: np.ndarray) -> np.ndarray:
         positions = steps[:, None] * self._global + np.arange(self._global)
         samples = shuffled_index(positions.reshape(-1), self._size, self._seed)
         by_length = samples[np.argsort(self._lengths[samples], kind="stable")]
-        turns = shuffled_index(steps, len(steps), self._seed)  # a shuffle of each window's own
+        turns = shuffled_index(steps, len(steps), self._seed)  # another shuffle in each window
         mine = slice(self._offset, self._offset + self._local)
         return by_length.reshape(len(steps), self._global)[turns, mine]
 
 
-def _order(source: Source, config: Config, dp_rank: int, step: int) -> GlobalOrder:
+def _batch_sampler(source: Source, config: Config, dp_rank: int, step: int) -> GlobalBatchSampler:
     lengths = source.lengths if isinstance(source, CheckedSource) else None
     if lengths is None:
-        return GlobalOrder(len(source), config, dp_rank, step)
-    return SimilarLengths(len(source), config, dp_rank, step, lengths)
+        return GlobalBatchSampler(len(source), config, dp_rank, step)
+    return SimilarLengthBatchSampler(len(source), config, dp_rank, step, lengths)
 
 
 def _collate(source: Source) -> Callable[[list[Batch]], Batch]:
@@ -189,24 +186,24 @@ def _collate(source: Source) -> Callable[[list[Batch]], Batch]:
 
 def _open_text(data: TextData, seq_len: int) -> Data:
     tokenizer = open_tokenizer(data.tokenizer)
-    prepared = tokenize_corpus(data, tokenizer)
-    spans = {part: (0, count) for part, count in prepared.tokens.items()}
+    corpus = tokenize_corpus(data, tokenizer)
+    spans = {part: (0, count) for part, count in corpus.tokens.items()}
     for error in too_short(spans, seq_len):
         raise error
-    boundary = prepared.boundary if data.documents else None
+    boundary = corpus.boundary if data.documents else None
     sources = {
         part: PackedSource(
-            prepared.path(part), prepared.dtype, *span, seq_len, prepared.vocab_size, boundary
+            corpus.path(part), corpus.dtype, *span, seq_len, corpus.vocab_size, boundary
         )
         for part, span in spans.items()
     }
-    train, held_out = (f"{prepared.tokens[part]:,}" for part in ("train", "validation"))
+    train, validation = (f"{corpus.tokens[part]:,}" for part in ("train", "validation"))
     return Data(
         **sources,
-        vocab_size=prepared.vocab_size,
-        description=f"{describe(data.path)} in {data.tokenizer}: {train} tokens to train on, "
-        f"{held_out} for validation" + _kept_apart(data),
-        boundary=prepared.boundary,
+        vocab_size=corpus.vocab_size,
+        description=f"{describe(data.path)} in {data.tokenizer}: {train} tokens for training, "
+        f"{validation} for validation" + _documents_note(data),
+        boundary=corpus.boundary,
         decode=tokenizer.decode,
     )
 
@@ -225,21 +222,21 @@ def _open_tokens(data: TokenData, seq_len: int) -> Data:
     return Data(
         **sources,
         vocab_size=data.vocab_size,
-        description=f"{data.path}: {counts}" + _kept_apart(data),
+        description=f"{data.path}: {counts}" + _documents_note(data),
         boundary=data.boundary,
     )
 
 
-def _kept_apart(data: TextData | TokenData) -> str:
-    return ", each document by itself" if data.documents else ""
+def _documents_note(data: TextData | TokenData) -> str:
+    return ", attention within documents" if data.documents else ""
 
 
-def _enter_worker(worker_id: int) -> None:
-    """A loader process leaves signals to the training process, and dies with it.
+def _init_worker(worker_id: int) -> None:
+    """Detach a loader process from signals to the process group; it dies with its parent.
 
-    Ctrl-C, and the signals that torchrun sends to a process group, are for the training process
-    alone, which may need its loader for a last step. (torch has set the handler of SIGTERM, by
-    which the training process ends its loader.)
+    Ctrl-C and torchrun's signals to the process group are handled by the training process alone,
+    which may need its loader for a last step. (torch has set the SIGTERM handler with which the
+    training process ends its loader.)
     """
     os.setsid()
     die_with_parent(os.getppid(), signal.SIGKILL)

@@ -1,8 +1,8 @@
-"""Which sample is the j-th of a run: a shuffle that needs no memory, whatever the data's size.
+"""Shuffle a data set of any size without memory: position in the run -> sample.
 
 An epoch's order is a pseudo-random permutation of 0..size-1, computed for one position at a time:
-a Feistel network permutes the smallest domain of 4^k numbers that holds `size`, and numbers that
-fall outside of `size` are permuted again until they fall inside (cycle walking; Black and Rogaway,
+a Feistel network permutes the smallest domain of 4^k numbers that contains `size`, and numbers
+outside of 0..size-1 are permuted again until they are inside (cycle walking; Black and Rogaway,
 "Ciphers with Arbitrary Finite Domains", 2002). So the order depends on (seed, size, position)
 alone: not on the mesh, and not on what was read before.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-ROUNDS = 8  # four make large permutations strong (Luby, Rackoff); small ones are fair from eight
+_ROUNDS = 8  # four suffice for large domains (Luby, Rackoff), small ones need eight to be uniform
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MASK64 = (1 << 64) - 1
 
@@ -26,10 +26,10 @@ def splitmix64(x: np.ndarray) -> np.ndarray:
 def shuffled_index(position: int | np.ndarray, size: int, seed: int) -> int | np.ndarray:
     """The sample at `position` of the run, in 0..size-1; the epoch is position // size.
 
-    `position` is an int >= 0 (gives an int) or an array of them (gives an int64 array of its
-    shape). Every epoch of every seed has a permutation of its own.
+    position: an int >= 0 (returns an int) or an array (returns an int64 array of its shape). Every
+    epoch of every seed has another permutation.
     """
-    assert size >= 1, "an empty data set has no order"
+    assert size >= 1, "the data set is empty"
     shape = np.shape(position)
     epoch, x = np.divmod(np.atleast_1d(np.asarray(position, np.uint64)), np.uint64(size))
     key = splitmix64(splitmix64(np.array([seed & _MASK64], np.uint64)) + epoch * _GOLDEN)
@@ -44,8 +44,8 @@ def _permute(x: np.ndarray, key: np.ndarray, half: int) -> np.ndarray:
     """A Feistel network on 2 * half bits; its round function is a splitmix64 stream of `key`."""
     bits, mask = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = x >> bits, x & mask
-    for turn in range(ROUNDS):
-        # element (turn, right) of the stream: right has at most 32 bits
+    for turn in range(_ROUNDS):
+        # element (turn, right) of the stream; right has at most 32 bits
         element = right | np.uint64(turn << 32)
         left, right = right, left ^ (splitmix64(key + element * _GOLDEN) & mask)
     return left << bits | right

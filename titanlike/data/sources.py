@@ -1,12 +1,12 @@
-"""Sequences by number: what every kind of data becomes.
+"""The interface of all data: map-style sources of samples. What your own data returns: `Data`.
 
-A source has `len(source)` sequences; `source[i]` is dict(inputs=[T], targets=[T]), int64 tensors of
+A source has `len(source)` samples; `source[i]` is dict(inputs=[T], targets=[T]), int64 tensors of
 `seq_len` T, where targets[t] is the token after inputs[t]. With `data.documents=true` there is also
 document_ids=[T], int64, which changes where a document begins.
 
-A source of your own may give other inputs and targets (IGNORE where there is no loss), and more keys
-with tensors of any shape: stacked to [B, ...] each is an argument of the model's forward. All samples
-have the same keys, dtypes and shapes; see `VariableLength` for those that differ in length.
+Your own source may return other inputs and targets (IGNORE where there is no loss), and more fields
+with tensors of any shape: stacked to [B, ...], each is an argument of the model's forward. All
+samples have the same keys, dtypes and shapes; see `VariableLength` for different lengths.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import torch
 
 from titanlike.data.token_file import open_tokens
 
-IGNORE = -100  # a target that has no loss (torch's cross_entropy has the same default)
+IGNORE = -100  # a target without a loss, as in torch's cross_entropy
 
 
 class Source(Protocol):
-    """A sequence of samples, any of which can be read at any time, in any process."""
+    """Samples by index; any sample can be read at any time, in any process."""
 
     def __len__(self) -> int: ...
 
@@ -34,23 +34,23 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Pad:
-    """How the end of a field is filled: with `value`, its first `dims` dimensions."""
+    """The padding of a field: `value`, at the end of its first `dims` dimensions."""
 
     value: float = 0
-    dims: int = 1  # 2 of a mask [T, T]
+    dims: int = 1  # 2 for a mask [T, T]
 
 
 @dataclass
 class VariableLength:
-    """Samples that differ in length T, the first dimension of their inputs, and T <= seq_len.
+    """Samples of different lengths T <= seq_len; T is the first dimension of `inputs`.
 
     Each dp rank's batch is padded to its longest sample, rounded up to a multiple of `bucket` (but
-    never over seq_len). The pipeline prepares itself once for each length, and keeps the latest 32.
-    Fields that are not in `padding` have one shape in all samples. Without a mask, padding at the
-    end is seen by a model whose attention is not causal: give one (true, padded with 0).
+    never above seq_len). The pipeline is set up once for each length; the latest 32 are cached.
+    Fields that are not in `padding` have the same shape in all samples. A model whose attention is
+    not causal attends to the padding unless the samples have a mask (True, padded with 0).
 
-    lengths: of the training samples, where they are known: then the batches of a step are of
-    similar samples. The order still depends on the seed and the step alone.
+    lengths: of the training samples, if known: then the samples of a step have similar lengths. The
+    order still depends on the seed and the step alone.
     """
 
     bucket: int = 64
@@ -62,10 +62,10 @@ class VariableLength:
 
 @dataclass
 class Data:
-    """What a run is trained on. A function of your own (`data.name=package.function`) returns one.
+    """Training and validation data; your own function (`data.name=package.function`) returns one.
 
-    `boundary` is the id of the token that begins a document (null: there is none), `decode` makes
-    text of ids (null: there is no text). `variable`: see there (null: samples have one shape).
+    boundary: the id of the token that begins a document, if any; decode: ids to text, if any;
+    variable: for samples of different lengths.
     """
 
     train: Source
@@ -80,13 +80,12 @@ class Data:
 class PackedSource:
     """Tokens start..stop of a memory-mapped file, cut into sequences without gap or overlap.
 
-    Sequence i reads tokens [i * seq_len, i * seq_len + seq_len]: the last one is a target only, and
-    the next sequence's first input. A rest shorter than a sequence is not used.
+    Sequence i reads tokens [i * seq_len, i * seq_len + seq_len]: the last is a target only, and the
+    first input of the next sequence. A remainder shorter than a sequence is not used.
 
-    boundary: the token that begins a document; with it, samples have document_ids: how many of them
-    there are up to each token. Targets are the same with and without: the target of a document's
-    last token is the next one's boundary, by which the model learns to end, and nothing of the next
-    document can be seen there.
+    boundary: the token that begins a document; if given, samples have document_ids, the number of
+    boundaries up to each token. Targets do not change: the target of a document's last token is the
+    next document's boundary, from which the model learns to end a document.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class PackedSource:
         self._tokens = open_tokens(path, dtype)
 
     def __reduce__(self) -> tuple:
-        # A spawned loader process maps the file again; pickling the map would copy it whole.
+        # A spawned loader process maps the file again: pickling the map would copy its content.
         return type(self), self._arguments
 
     def __len__(self) -> int:
@@ -130,7 +129,7 @@ class PackedSource:
 
 
 class SyntheticSource:
-    """Uniform random tokens that depend on (seed, stream, i) alone; in effect endless."""
+    """Uniform random tokens that depend on (seed, stream, i) alone; practically endless."""
 
     def __init__(self, vocab_size: int, seq_len: int, seed: int, stream: int) -> None:
         self._vocab_size, self._seq_len = vocab_size, seq_len
@@ -140,7 +139,7 @@ class SyntheticSource:
         return 1 << 40
 
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        # Philox is counter based: a key has 2^256 numbers, the stream is the counter's top word.
+        # Philox is counter-based: 2^256 numbers per key; the stream is the counter's top word.
         bits = np.random.Philox(key=self._seed << 64 | i, counter=self._stream << 192)
         tokens = np.random.Generator(bits).integers(self._vocab_size, size=self._seq_len + 1)
         ids = torch.from_numpy(tokens)

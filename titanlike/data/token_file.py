@@ -13,8 +13,8 @@ from titanlike.data.errors import DataError
 def open_tokens(path: Path, dtype: str) -> np.ndarray:
     """The ids in the file [tokens], mapped read-only.
 
-    `dtype` ("uint16", "uint32") is that of a raw file; a .npy file has its own. Raises DataError
-    where the file is missing, empty, or not of that form.
+    dtype: "uint16" or "uint32", of a raw file; a .npy file contains its own. Raises DataError where
+    the file is missing, empty, or of another format.
     """
     if not path.is_file():
         raise DataError(
@@ -28,8 +28,8 @@ def open_tokens(path: Path, dtype: str) -> np.ndarray:
         raise DataError(
             "data.path",
             path,
-            f"{size} bytes are no whole number of {dtype} token ids of {itemsize} bytes",
-            "Give a whole file, and data.dtype=uint16 or data.dtype=uint32 as it was written",
+            f"{size} bytes are not a multiple of the {itemsize} bytes of a {dtype} token id",
+            "Give a complete file, and data.dtype=uint16 or data.dtype=uint32 as it was written",
         )
     # A plain array over the map: slicing np.memmap itself is several times slower.
     return np.asarray(np.memmap(path, mode="r", dtype=np.dtype(dtype).newbyteorder("<")))
@@ -40,7 +40,7 @@ def _open_npy(path: Path) -> np.ndarray:
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
-        raise DataError("data.path", path, f"is no .npy file ({error})", remedy) from None
+        raise DataError("data.path", path, f"is not a .npy file ({error})", remedy) from None
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         form = f"an array of {tokens.dtype} and shape {tokens.shape}"
         raise DataError("data.path", path, f"is {form}, not a list of token ids", remedy)
@@ -48,7 +48,7 @@ def _open_npy(path: Path) -> np.ndarray:
 
 
 def token_spans(data: TokenData) -> dict[str, tuple[int, int]]:
-    """Part -> (its first token, the one after its last): the end of the file is for validation."""
+    """Part -> (start, stop) in tokens: the end of the file is for validation."""
     count = len(open_tokens(Path(data.path).expanduser(), data.dtype))
     cut = count - round(count * data.validation_fraction)
     return {"train": (0, cut), "validation": (cut, count)}

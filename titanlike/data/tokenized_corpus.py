@@ -1,12 +1,12 @@
 """Tokenize a corpus once, into a cache folder.
 
-1. The files, the tokenizer, and what decides about the split make a key; if the cache has a whole
-   entry of that key, it is used.
-2. Every document becomes its boundary token and its ids, written to train.bin or validation.bin
+1. The key of a cache entry is a hash of the files, the tokenizer and the validation fraction. A
+   complete entry is used again.
+2. Each document is written as its boundary token and its ids to train.bin or validation.bin
    (little-endian uint16 or uint32). Which of them depends on the document's number alone.
-3. A file that got no document is given the last one of the other, or the end of the only one.
+3. A part without documents gets the last document of the other part, or the end of the only one.
 4. The entry is written under a temporary name and then renamed, so that several processes may do
-   this at the same time, and none reads half a file.
+   this concurrently and none reads an incomplete file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from titanlike.data.errors import DataError
 from titanlike.data.shuffle import splitmix64
 from titanlike.data.tokenizer import Tokenizer
 
-FORMAT = 1  # part of the key: raise it when the same input would be written otherwise
+FORMAT = 1  # part of the key: increment it when the files are written differently
 PARTS = ("train", "validation")
 
 
@@ -47,7 +47,7 @@ class TokenizedCorpus:
 
 
 def tokenize_corpus(data: TextData, tokenizer: Tokenizer) -> TokenizedCorpus:
-    """The tokenized corpus of `data`, out of the cache or made now.
+    """The tokenized corpus of `data`, from the cache or tokenized now.
 
     Raises DataError for a corpus without text, and for a cache folder that cannot be written.
     """
@@ -59,16 +59,16 @@ def tokenize_corpus(data: TextData, tokenizer: Tokenizer) -> TokenizedCorpus:
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="unfinished-", dir=cache) as parent:
-            made = Path(parent, "entry")
-            made.mkdir()
-            _write(made, files, data, tokenizer)
-            _publish(made, folder)
+            unfinished = Path(parent, "entry")
+            unfinished.mkdir()
+            _write(unfinished, files, data, tokenizer)
+            _publish(unfinished, folder)
     except OSError as error:
         raise DataError(
             "data.cache",
             cache,
             f"the folder cannot be written ({error.strerror or error})",
-            "Give one that can, with room for 2 to 4 bytes a token: data.cache=/tmp/titanlike",
+            "Give a writable folder with 2 to 4 bytes of space per token: data.cache=/tmp/titanlike",
         ) from None
     entry = _read(folder)
     assert entry is not None, f"{folder} was just written"
@@ -80,33 +80,33 @@ def _key(files: list[Path], data: TextData, tokenizer: Tokenizer) -> str:
         stats = [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
     except OSError as error:
         raise DataError(
-            "data.path", error.filename, f"cannot be read ({error.strerror})", "Mend or delete it"
+            "data.path", error.filename, f"cannot be read ({error.strerror})", "Fix or delete it"
         ) from None
     content = [FORMAT, stats, tokenizer.fingerprint, data.text_key, data.validation_fraction]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
 
 
 def _read(folder: Path) -> TokenizedCorpus | None:
-    """The entry, or None if it is not there whole (a crash of the machine may cut a file)."""
+    """The entry, or None if it is missing or incomplete (a crash may truncate a file)."""
     try:
         meta = json.loads((folder / "meta.json").read_text())
         entry = TokenizedCorpus(folder, **meta)
         itemsize = np.dtype(entry.dtype).itemsize
-        whole = all(
+        complete = all(
             entry.path(part).stat().st_size == entry.tokens[part] * itemsize for part in PARTS
         )
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    return entry if whole else None
+    return entry if complete else None
 
 
-def _publish(made: Path, folder: Path) -> None:
+def _publish(unfinished: Path, folder: Path) -> None:
     try:
-        os.rename(made, folder)
+        os.rename(unfinished, folder)
     except OSError:  # the folder exists
         if _read(folder) is None:
             shutil.rmtree(folder, ignore_errors=True)
-            os.rename(made, folder)
+            os.rename(unfinished, folder)
 
 
 def _write(folder: Path, files: list[Path], data: TextData, tokenizer: Tokenizer) -> None:
@@ -121,11 +121,14 @@ def _write(folder: Path, files: list[Path], data: TextData, tokenizer: Tokenizer
     )
     file_dtype = np.dtype(dtype).newbyteorder("<")
     last = dict.fromkeys(PARTS, 0)  # tokens in each part's last document
-    with open(entry.path("train"), "wb") as train, open(entry.path("validation"), "wb") as held:
-        out = {"train": train, "validation": held}
+    with (
+        open(entry.path("train"), "wb") as train,
+        open(entry.path("validation"), "wb") as validation,
+    ):
+        out = {"train": train, "validation": validation}
         texts = documents(files, data.text_key)
         for number, ids in enumerate(tokenizer.encode_many(texts)):
-            part = "validation" if _held_out(number, data.validation_fraction) else "train"
+            part = "validation" if _is_validation(number, data.validation_fraction) else "train"
             document = np.empty(len(ids) + 1, file_dtype)
             document[0] = tokenizer.boundary
             document[1:] = ids
@@ -134,9 +137,7 @@ def _write(folder: Path, files: list[Path], data: TextData, tokenizer: Tokenizer
             entry.documents[part] += 1
             last[part] = len(document)
     if not any(entry.documents.values()):
-        raise DataError(
-            "data.path", data.path, "there is no text in it", "Give files that hold some text"
-        )
+        raise DataError("data.path", data.path, "it contains no text", "Give files with some text")
     for empty, full in (PARTS, PARTS[::-1]):
         if entry.documents[empty] == 0:
             _move_last(entry, empty, full, last[full], data.validation_fraction)
@@ -144,21 +145,21 @@ def _write(folder: Path, files: list[Path], data: TextData, tokenizer: Tokenizer
     (folder / "meta.json").write_text(json.dumps(meta))
 
 
-def _held_out(number: int, fraction: float) -> bool:
+def _is_validation(number: int, fraction: float) -> bool:
     return int(splitmix64(np.array([number + 1], np.uint64))[0]) < fraction * 2.0**64
 
 
 def _move_last(entry: TokenizedCorpus, empty: str, full: str, last: int, fraction: float) -> None:
-    """Give an empty part the last document of the other; if that is the only one, cut it in two."""
+    """Move the last document of part `full` to the empty part; if it is the only one, cut it."""
     tokens = np.fromfile(entry.path(full), np.dtype(entry.dtype).newbyteorder("<"))
     if entry.documents[full] > 1:
-        kept, moved = tokens[:-last], tokens[-last:]
+        rest, moved = tokens[:-last], tokens[-last:]
         entry.documents[full] -= 1
     else:
         cut = len(tokens) - max(1, round((len(tokens) - 1) * fraction))
         parts = {"train": tokens[:cut], "validation": np.append(tokens[:1], tokens[cut:])}
-        kept, moved = parts[full], parts[empty]
+        rest, moved = parts[full], parts[empty]
     entry.documents[empty] = 1
-    for part, values in ((full, kept), (empty, moved)):
+    for part, values in ((full, rest), (empty, moved)):
         values.tofile(entry.path(part))
         entry.tokens[part] = len(values)

@@ -1,7 +1,7 @@
 """Text to token ids: bytes, or any tokenizer.json.
 
-Both tokenizers have a document boundary, a token that no text can contain: it is written before
-every document, so that documents packed into one sequence can be told apart.
+Both tokenizers have a document boundary, a token that text cannot produce. It is written before
+every document, so that packed documents can be separated.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 
 from titanlike.data.errors import DataError, missing_extra
 
-# Special tokens that mark a document's end or beginning, the usual one of a family first: GPT-2 and
-# Qwen, Llama 3, Llama 2 and Mistral, Gemma, BERT; then those of beginnings.
+# Special tokens that end or begin a document, in order of preference: GPT-2 and Qwen, Llama 3,
+# Llama 2 and Mistral, Gemma, BERT; then tokens that begin one.
 BOUNDARY_TOKENS = (
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -29,17 +29,16 @@ BOUNDARY_TOKENS = (
     "[CLS]",
 )
 
-# Texts are handed to the tokenizers library in groups of about so many characters: enough for its
-# threads, and little memory.
+# Characters per call of the tokenizers library: enough work for its threads, little memory.
 GROUP_CHARACTERS = 1 << 20
 
 
 class Tokenizer(Protocol):
-    """What the rest of the package needs of a tokenizer."""
+    """The interface of a tokenizer."""
 
     vocab_size: int  # every id is smaller, the boundary included
     boundary: int  # id of the document boundary
-    fingerprint: str  # changes when the same text would give other ids
+    fingerprint: str  # changes whenever the same text would give other ids
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -64,7 +63,7 @@ class ByteTokenizer:
             yield np.frombuffer(text.encode(), dtype=np.uint8)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text without boundaries; bytes that are no UTF-8 become U+FFFD."""
+        """The text without boundaries; invalid UTF-8 becomes U+FFFD."""
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
 
@@ -90,7 +89,7 @@ class JsonTokenizer:
         # The file may ask for truncation, which would drop text, and for padding.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        # Text that spells a special token is text, and makes no document boundary.
+        # Text that spells a special token is encoded as text.
         self._tokenizer.encode_special_tokens = True
         special = {
             token.content: i
@@ -113,12 +112,12 @@ class JsonTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text without boundaries."""
-        kept = [int(i) for i in ids if i != self.boundary]
-        return self._tokenizer.decode(kept, skip_special_tokens=False)
+        ids = [int(i) for i in ids if i != self.boundary]
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` means: "bytes", or the path of a tokenizer.json.
+    """The tokenizer for `data.tokenizer`: "bytes", or the path of a tokenizer.json.
 
     Raises DataError (a ValueError) where the file or the tokenizers library is missing.
     """
