@@ -153,7 +153,7 @@ def test_a_model_without_documents_is_told_what_to_write(tmp_path: Path) -> None
     config = packed(tmp_path, run_dir=str(tmp_path / "run"))
     text = told(replace(config, model=model))
     assert text.startswith("data.documents=true: gives the batch a field document_ids")
-    assert text.endswith("(it takes inputs alone); write data.documents=false")
+    assert text.endswith("(it takes inputs only); write data.documents=false")
     assert not told(config)
 
 
