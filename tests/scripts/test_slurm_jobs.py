@@ -174,7 +174,7 @@ def test_a_job_that_brings_no_step_in_two_starts_is_not_put_back_again(
     (folder / "train.py").write_text(NEVER_GETS_ANYWHERE)
     ended = cluster.wait(cluster.submit("train_srun.sbatch", cwd=folder))
     assert (ended["ExitCode"], ended["Restarts"]) == ("1:0", "1"), log(folder)
-    assert "two starts in a row brought no new step" in log(folder)
+    assert "two starts in a row completed no new step" in log(folder)
 
 
 def test_an_environment_file_that_is_not_there_is_named(

@@ -1,0 +1,1 @@
+"""From a command line to jobs: the only room, besides `config`, that knows Hydra. May import every other."""

@@ -1,4 +1,4 @@
-"""Rules between keys: what is well-formed and still cannot run. No torch, so it takes no time.
+"""Rules between keys, for values of the right type. No torch, so it is quick.
 
 What needs the model to be built (layers against stages, heads against dims) is
 `titanlike.training.preflight`, and what concerns a room alone that room's: see `titanlike.job.check`.
@@ -20,18 +20,18 @@ from titanlike.config.schema import AdamW, Config, DecayLr, Sgd, Wandb, WsdLr
 MAX_STAGES = 256
 MAX_RANKS = 1_000_000
 MAX_BATCH = 2**20  # sequences of one dp rank a step
-MAX_NUMBER = 2**40  # of anything that is counted
+MAX_NUMBER = 2**40  # of any count
 _MAX_MESHES = 3  # that an error names
 
 
 def problems(config: Config, world_size: int | None = None) -> list[Problem]:
-    """Every problem of a config that was parsed; world_size: processes that were started for it."""
+    """Every problem of a parsed config; world_size: processes that were started for it."""
     found = [*_mesh(config, world_size), *_positive(config), *_ranges(config), *_batch(config)]
     return [*found, *_resume(config), *_value(config), *sweep_problems(config)]
 
 
 def sweep_problems(config: Config) -> Iterator[Problem]:
-    """What is wrong with how a sweep is to be run, whatever its jobs are."""
+    """Problems of how a sweep is run, whatever its jobs are."""
     sweep = config.sweep
     if sweep.parallel < 0:
         yield Problem("sweep.parallel", sweep.parallel, "must be at least 0", "sweep.parallel=0")
@@ -44,7 +44,7 @@ def sweep_problems(config: Config) -> Iterator[Problem]:
         try:
             empty = not shlex.split(sweep.submit)
         except ValueError as error:
-            empty, reason = True, f"is no shell command: {error}"
+            empty, reason = True, f"is not a shell command: {error}"
         else:
             reason = "is empty"
         if empty:
@@ -56,7 +56,7 @@ def sweep_problems(config: Config) -> Iterator[Problem]:
 
 
 def parse_share(share: str) -> tuple[int, int] | None:
-    """sweep.share's i and n; None where it is not of that form."""
+    """sweep.share as (i, n); None if it is not of the form i/n."""
     found = re.fullmatch(r"(\d+)/(\d+)", share)
     if found is None or not int(found[1]) < int(found[2]):
         return None
@@ -73,12 +73,10 @@ def _mesh(config: Config, world_size: int | None) -> Iterator[Problem]:
     pp, dp, replicate = config.pp, config.dp, config.replicate
     for key, value in (("pp", pp), ("dp", dp), ("replicate", replicate)):
         if value < 1:
-            yield Problem(key, value, "a mesh axis has at least 1 rank", f"{key}=1")
+            yield Problem(key, value, "must be at least 1", f"{key}=1")
     for key, value, most in (("pp", pp, MAX_STAGES), ("dp", dp, MAX_RANKS)):
         if value > most:
-            yield Problem(
-                key, value, f"is more than {most}, the most there can be", f"{key}={most}"
-            )
+            yield Problem(key, value, f"is more than {most}, the maximum", f"{key}={most}")
     if replicate >= 1 and 1 <= dp <= MAX_RANKS and dp % replicate:
         fits = max(n for n in range(1, dp + 1) if dp % n == 0 and n <= replicate)
         reason = f"dp={dp} cannot be cut into {replicate} equal replicas"
@@ -88,12 +86,12 @@ def _mesh(config: Config, world_size: int | None) -> Iterator[Problem]:
         meshes = ", or ".join(_meshes(config, world_size))
         count = f"start with --nproc-per-node {pp * dp} (times nodes)"
         if "TORCHELASTIC_RUN_ID" in os.environ and world_size % pp == 0:
-            count += "; or with launch.elastic=true, and dp follows the ranks that there are"
+            count += "; or with launch.elastic=true, so that dp follows the number of ranks"
         yield Problem("dp", dp, reason, f"{meshes}; or {count}" if meshes else count)
 
 
 def _meshes(config: Config, world_size: int) -> list[str]:
-    """The overrides of a few meshes that have so many processes, those most like `config`'s first."""
+    """Overrides of a few meshes of `world_size` ranks, the ones most similar to `config`'s first."""
     found = []
     for pp in range(1, min(world_size, MAX_STAGES) + 1):
         dp = world_size // pp
@@ -115,7 +113,7 @@ def _positive(config: Config) -> Iterator[Problem]:
         if value < 1:
             yield Problem(key, value, "must be at least 1", f"{key}=1")
         elif value > MAX_NUMBER:
-            reason = f"is more than {MAX_NUMBER}, the most there can be"
+            reason = f"is more than {MAX_NUMBER}, the maximum"
             yield Problem(key, value, reason, f"{key}={MAX_NUMBER}")
     stages = getattr(config.schedule, "stages_per_rank", 1)
     if not 1 <= stages <= MAX_STAGES:
@@ -154,7 +152,7 @@ def _positive(config: Config) -> Iterator[Problem]:
 
 
 def _ranges(config: Config) -> Iterator[Problem]:
-    """Numbers that make no sense for the optimizer and the learning rate."""
+    """Ranges of the optimizer's and the learning rate's numbers."""
     optimizer, lr = config.optimizer, config.lr
     checks = [
         ("optimizer.lr", optimizer.lr, 0 < optimizer.lr < inf, "must be above 0, finite", 3e-4),
@@ -204,7 +202,7 @@ def _batch(config: Config) -> Iterator[Problem]:
         fit = -(-size // dp) * dp
         yield Problem("batch_size", size, f"does not divide among dp={dp}", f"batch_size={fit}")
         return
-    # a CSV counts its own, a function of the user's may take them as an argument
+    # a CSV has its own, a custom function may take them as an argument
     count = getattr(config.schedule, "microbatches", None)
     if count is not None and count >= 1 and size // dp % count:
         each = -(-size // dp // count) * count
@@ -224,10 +222,10 @@ def _resume(config: Config) -> Iterator[Problem]:
         fix = "the path of a checkpoint or run directory, auto, or never"
         yield Problem("checkpoint.resume", resume, "no such folder", fix)
     if settings.start_from is not None and settings.resume not in ("auto", "never"):
-        reason = f"the run goes on from checkpoint.resume={settings.resume} already"
+        reason = f"the run resumes from checkpoint.resume={settings.resume} already"
         fix = "checkpoint.start_from=null or checkpoint.resume=auto"
         yield Problem("checkpoint.start_from", settings.start_from, reason, fix)
     for rule in settings.rename:
         if ":" not in rule:
             fix = "checkpoint.rename=[old.:new.]"
-            yield Problem("checkpoint.rename", rule, "is no old:new", fix)
+            yield Problem("checkpoint.rename", rule, "is not old:new", fix)

@@ -1,11 +1,11 @@
 # shellcheck shell=bash
-# What the job scripts share: they source it, and so does each node, for load_environment.
+# Functions of the job scripts; each node sources it, too, for load_environment.
 #
-# SLURM asks a job to end by SIGUSR1 to the batch script (before its time limit) or by SIGTERM to
-# everybody (preemption, scancel). The run then saves a checkpoint and says so in result.json, and
-# the job goes back into the queue, to go on in the same run directory.
+# SLURM stops a job by SIGUSR1 to the batch script (before its time limit) or by SIGTERM to all
+# processes (preemption, scancel). The run then saves a checkpoint and writes result.json, and the
+# job is requeued, to resume in the same run directory.
 
-refuse() { # say why, and end as train.py does for a mistake
+refuse() { # print the error and exit as training does for an error in the config
     echo "$*" >&2
     exit 2
 }
@@ -24,12 +24,12 @@ load_environment() { # modules, the virtual environment, addresses: see cluster.
     set -u
 }
 
-# train.py of the folder that the job runs in, else the installed package
+# train.py of a checkout, if the job runs in one, else the installed package
 find_program() {
     if [ -f train.py ]; then program=(train.py); else program=(-m titanlike); fi
 }
 
-# find_run_dir DEFAULT ARGS...: where the run writes, as `run_dir`, and all arguments, as `arguments`
+# find_run_dir DEFAULT ARGS...: sets `run_dir`, and `arguments` to all arguments
 find_run_dir() {
     local default=$1 word before="" config=""
     shift
@@ -43,7 +43,7 @@ find_run_dir() {
         before=$word
     done
     arguments=("$@")
-    if [ -z "$run_dir" ] && [ -f "$config" ]; then # an earlier run, which goes on where it is
+    if [ -z "$run_dir" ] && [ -f "$config" ]; then # an earlier run, which resumes in its run directory
         run_dir=$(sed -n 's/^run_dir: *//p' "$config")
         case $run_dir in *"\${"*) run_dir="" ;; esac
     fi
@@ -54,12 +54,11 @@ find_run_dir() {
     run_dir=${run_dir#[\'\"]}
     run_dir=${run_dir%[\'\"]}
     case $run_dir in
-        *"\${"*) refuse "run_dir=$run_dir: would be another one after a requeue; write run_dir=$default" ;;
+        *"\${"*) refuse "run_dir=$run_dir: would change after a requeue; write run_dir=$default" ;;
     esac
 }
 
-# check RANKS ARGS...: a mistake, also in a mesh for so many ranks in all, is shown once, by one
-# process, before any node begins
+# check RANKS ARGS...: one process checks the config, for RANKS in all, before any node starts
 check() {
     local ranks=$1 code=0
     shift
@@ -67,7 +66,7 @@ check() {
     [ "$code" = 0 ] || exit "$code"
 }
 
-# opening RANKS: the first lines of each start in the log. RANKS: on each node
+# opening RANKS: the first lines of each start in the log. RANKS: per node
 opening() {
     local commit array="" nodes
     commit=$(git rev-parse --short HEAD 2>/dev/null) && commit=", git commit $commit"
@@ -98,10 +97,10 @@ END
     printf '%s\n' "$commit" "run        $run_dir" ""
 }
 
-# Ports of jobs that share a node differ, and are none that the system gives away (32768 and up)
+# Ports of jobs that share a node differ, and are below the system's ephemeral ports (from 32768)
 port() { echo "${MASTER_PORT:-$((20000 + SLURM_JOB_ID * 101 % 12000))}"; }
 
-# SLURM's own address of the first node: its name need not be one that DNS knows
+# SLURM's address of the first node: its name may be unknown to DNS
 head_address() {
     local head address
     head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -109,13 +108,13 @@ head_address() {
     echo "${MASTER_ADDR:-${address:-$head}}"
 }
 
-# share_cores RANKS: OpenMP's threads of each of the ranks that are on a node
+# share_cores RANKS: OpenMP threads of each of a node's RANKS
 share_cores() {
     local threads=$((${SLURM_CPUS_ON_NODE:-1} / $1))
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 }
 
-# Whether this torch's torchrun knows an option; looked up without importing torch
+# Whether this version of torchrun has an option; found without importing torch
 torchrun_has() {
     python - "$1" <<'END'
 import importlib.util, pathlib, sys
@@ -125,8 +124,8 @@ sys.exit(f'"{sys.argv[1]}"' not in (folder / "distributed" / "run.py").read_text
 END
 }
 
-# The signal that asks this job to end is noted from here on, as `asked`, and passed on once: a
-# second one would end the run without a checkpoint
+# From here on the signal that stops this job is recorded as `asked`, and forwarded once: a second
+# one would end the run without a checkpoint
 listen() {
     asked="" step=""
     trap 'heard USR1' USR1
@@ -160,7 +159,7 @@ on_nodes() {
     done
 }
 
-# train SRUN_OPTIONS... -- COMMAND...: a run, to its end or until this job comes again
+# train SRUN_OPTIONS... -- COMMAND...: a run, to its end or to a requeue
 train() {
     local before
     before=$(cat "$run_dir/result.json" 2>/dev/null)
@@ -181,8 +180,8 @@ sweep() {
     esac
 }
 
-# status_since EARLIER: what result.json says, unless it is still the EARLIER one; nothing where no
-# rank came to write it. torchrun's exit code does not tell: it is 1 after a signal, too
+# status_since EARLIER: the status in result.json; nothing if that is still the EARLIER one, because
+# no rank could write it. torchrun's exit code does not help: it is 1 after a signal, too
 status_since() {
     local result
     for _ in 1 2 3 4 5 6 7 8 9 10; do # a shared file system may show another node's file late
@@ -199,7 +198,7 @@ print("max_time" if "by max_time" in (result["error"] or "") else result["status
 END
 }
 
-# How far it is: the steps of a run, or of all jobs of a sweep
+# Steps completed by a run, or by all jobs of a sweep
 steps_done() { find "$run_dir" -maxdepth 2 -name metrics.jsonl -exec cat {} + | wc -l; }
 
 note_start() {
@@ -207,30 +206,30 @@ note_start() {
     mkdir -p "$run_dir/logs" && steps_done >>"$starts" || exit 1
 }
 
-# end STATUS: put the job back into the queue if SLURM has stopped it, else end as the run did
+# end STATUS: requeue the job if SLURM has stopped it, else exit as the run did
 end() {
     local steps job=$SLURM_JOB_ID
     [ -z "${SLURM_ARRAY_JOB_ID:-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
     case $1 in
-        completed) exit 0 ;; # a signal may still have hit what was only ending
+        completed) exit 0 ;; # a signal may have arrived during the shutdown
         stopped) ;;
-        interrupted | '') [ -n "$asked" ] || exit "$code" ;; # too early to save anything, or too late
+        interrupted | '') [ -n "$asked" ] || exit "$code" ;; # before the first step, or after the last save
         max_time) exit 75 ;;
         *) exit 1 ;; # failed; srun's own code may be of a rank that it has ended
     esac
-    # a job that its user has cancelled is COMPLETING, and would come back by a requeue
+    # a job that its user has cancelled is COMPLETING; a requeue would start it again
     [ "$(squeue --noheader --jobs "$job" --format %T)" = RUNNING ] || exit 75
     steps=$(steps_done)
     if [ "$(wc -l <"$starts")" -gt 1 ] && [ "$steps" -le "$(tail -n 2 "$starts" | head -n 1)" ]; then
-        echo "not requeued: two starts in a row brought no new step; is the time limit too short?" >&2
+        echo "not requeued: two starts in a row completed no new step; is the time limit too short?" >&2
         exit 1
     fi
-    echo "requeued after $steps steps; the next start goes on in $run_dir"
+    echo "requeued after $steps steps; the next start resumes in $run_dir"
     scontrol requeue "$job" || exit 75
     exit 0
 }
 
-# find_share: this task's part of the sweep, as `share`: its number and the number of tasks
+# find_share: sets `share` to this task's part of the sweep: its number/the number of tasks
 find_share() {
     local first=${SLURM_ARRAY_TASK_MIN:-0} step=${SLURM_ARRAY_TASK_STEP:-1}
     local offset=$((${SLURM_ARRAY_TASK_ID:-0} - first)) count=${SLURM_ARRAY_TASK_COUNT:-1}
