@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from support.launched import Launched, until
+from support.launched import Launched
 from support.paths import ROOT
+from support.waiting import until
 
 TRAIN = ROOT / "train.py"
 

@@ -49,7 +49,7 @@ def train_until(config: Config, worker: Worker, hang: str) -> None:
 
 def cause_of(config: Config, run_dir: Path, hang: str) -> Failure:
     """What the user is told of a run that hangs; it has ended in time."""
-    with pytest.raises(RankError, match="died without a word"):
+    with pytest.raises(RankError, match="died without a result"):
         run_world(train_until, replace(config, launch=HANGS), run_dir, hang, timeout=40)
     failure = root_cause(run_dir)
     assert failure is not None and not failure.transport
@@ -158,7 +158,7 @@ def alone(config: Config, worker: Worker) -> None:
 
 
 def test_a_process_alone_ends_even_where_nothing_can_be_written(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="died without a word"):
+    with pytest.raises(RankError, match="died without a result"):
         run_world(alone, tiny(1), tmp_path, timeout=20)
     said = "no progress for 1 s in build (launch.timeout=1): rank 0 has been in build for 1 s, at "
     assert (tmp_path / "told").read_text().startswith(said + "test_launch_hangs.py:")

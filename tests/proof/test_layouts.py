@@ -221,7 +221,7 @@ def test_random_numbers_of_a_model_are_resumed(tmp_path: Path) -> None:
 def test_a_save_that_was_killed_does_not_count(tmp_path: Path) -> None:
     config = tiny(2, 1, checkpoint=Checkpoint(every=2, last=True), steps=4)
     run_world(train, config, tmp_path / "whole")
-    with pytest.raises(AssertionError, match="died without a word"):
+    with pytest.raises(AssertionError, match="died without a result"):
         run_world(killed_while_saving_step_4, config, tmp_path / "cut")
     assert (tmp_path / "cut" / "checkpoints" / "step-00000004" / ".metadata").exists()
     run_world(train, config, tmp_path / "cut")

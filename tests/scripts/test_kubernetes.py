@@ -21,8 +21,8 @@ import yaml
 from kubeflow.training import models
 
 from support.forked import ForkedProgram
-from support.launched import until
 from support.paths import ROOT
+from support.waiting import until
 from titanlike.config.errors import ConfigError
 from tools.kubernetes.render import KINDS, manifest, read_file
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from support.launched import until
 from support.slurm_cluster import ROOT, Cluster, missing
+from support.waiting import until
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 

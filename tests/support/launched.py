@@ -85,10 +85,3 @@ class Launched:
         for process in left:
             process.kill()
         return not left
-
-
-def until(condition, timeout: float = 60) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "the job did not get there in time"
-        time.sleep(0.1)

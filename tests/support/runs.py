@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from support.world import numbers, run_world
+from support.records import numbers
+from support.world import run_world
 from titanlike.config.schema import Checkpoint, Config
 from titanlike.launch.worker import Worker
 from titanlike.training.train import train

@@ -1,7 +1,7 @@
-"""Real ranks for tests: gloo processes forked from one server that has imported torch.
+"""Ranks for tests: gloo processes, forked from one server that has imported torch.
 
-The server starts once a session (1-2 s); a world of 8 ranks then takes a fraction of a second. Each
-world is a group of fresh processes, so that no test sees what another one left behind.
+The server starts once a session (5 s of CPU); 8 ranks then take a fraction of a second. Each call
+has new processes, so that nothing leaks from one test into another.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from importlib.util import find_spec
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
-
-from titanlike.metrics.sinks import read_jsonl
 
 PRELOADED = [
     "torch",
@@ -38,12 +36,6 @@ PRELOADED = [
     "transformers.models.llama.modeling_llama",
 ]
 SECONDARY = ("Connection", "closed", "gloo", "Broken pipe", "reset by peer")  # of a dead peer
-
-
-def numbers(run_dir: Path) -> list[tuple[int, float, float, float]]:
-    """step, loss, grad_norm and lr of each record, which a resumed run has to the last bit."""
-    rows = read_jsonl(run_dir / "metrics.jsonl")
-    return [(row["step"], row["loss"], row["grad_norm"], row["lr"]) for row in rows]
 
 
 @cache
@@ -105,16 +97,16 @@ def _collect(ends: list[Connection], timeout: float) -> list[Any]:
             try:
                 ok, value = pickle.loads(end.recv_bytes())
             except EOFError:
-                ok, value = False, f"rank {rank} died without a word"
+                ok, value = False, f"rank {rank} died without a result"
             results[rank] = value
             if not ok:
                 errors.append((any(word in value for word in SECONDARY), time.monotonic(), value))
-                deadline = min(deadline, time.monotonic() + 2)  # what its peers have to say
+                deadline = min(deadline, time.monotonic() + 2)  # for its peers' errors
     if errors:
         raise RankError(min(errors)[2])
     missing = sorted(set(range(len(ends))) - set(results))
     if missing:
-        raise RankError(f"no answer from ranks {missing} in {timeout:g} s")
+        raise RankError(f"no result from ranks {missing} in {timeout:g} s")
     return [results[rank] for rank in range(len(ends))]
 
 

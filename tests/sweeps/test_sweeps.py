@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from support.launched import Launched, until
+from support.launched import Launched
 from support.paths import ROOT
+from support.waiting import until
 from support.wandb_file import read_wandb_file
 from titanlike.config.schema import Sweep
 from titanlike.launch.run_dir_owner import lock_run_dir

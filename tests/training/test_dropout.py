@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from support.models import tiny
+from support.records import numbers
 from support.vision_configs import of_images
-from support.world import numbers, run_world
+from support.world import run_world
 from titanlike.config.schema import Checkpoint, Config, Custom
 from titanlike.data.loader import batches, open_data
 from titanlike.launch.worker import Worker

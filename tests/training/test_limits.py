@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from support.models import tiny
-from support.world import numbers, run_world
+from support.records import numbers
+from support.world import run_world
 from titanlike.checkpoint.checkpointer import Checkpointer
 from titanlike.config.schema import Checkpoint, Config, Validation
 from titanlike.launch.worker import Worker

@@ -15,9 +15,11 @@ import psutil
 import pytest
 import yaml
 
-from support.launched import Launched, until
+from support.launched import Launched
 from support.paths import ROOT
-from support.world import numbers, run_world
+from support.records import numbers
+from support.waiting import until
+from support.world import run_world
 from titanlike.config.parse import parse
 from titanlike.config.schema import Config
 from titanlike.training.train import train
