@@ -1,4 +1,4 @@
-"""A package of a user's own: a model, data and a loss, with their configs. titanlike is not changed.
+"""A user's package: a model, data and a loss, with their configs.
 
     my_models/
       mixer.py                 the model, an ordinary nn.Module

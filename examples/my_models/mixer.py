@@ -1,4 +1,4 @@
-"""A causal mixer: tokens are mixed by a learned lower triangular matrix in place of attention.
+"""A causal mixer: a learned lower triangular matrix mixes tokens, instead of attention.
 
 Shapes: B sequences, T tokens (`length`), C channels (`width`), V token ids.
 """
@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 
 class Mix(nn.Module):
-    """Each token becomes a weighted sum of itself and those before it."""
+    """Each token becomes a weighted sum of itself and the tokens before it."""
 
     def __init__(self, length: int):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(length, length) / length**0.5)
 
-    def forward(self, x: Tensor) -> Tensor:  # [B, T, C]
-        return torch.tril(self.weight) @ x
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tril(self.weight) @ x  # [T, T] @ [B, T, C] -> [B, T, C]
 
 
 class Block(nn.Module):
@@ -59,6 +59,6 @@ class Mixer(nn.Module):
         self.write = nn.Linear(width, vocab_size)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.read(ids) + self.place
+        x = self.read(ids) + self.place  # [B, T] -> [B, T, C]
         x = self.trunk(x)
-        return self.write(F.layer_norm(x, x.shape[-1:]))
+        return self.write(F.layer_norm(x, x.shape[-1:]))  # [B, T, C] -> [B, T, V]

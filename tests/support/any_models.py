@@ -1,4 +1,4 @@
-"""Models of all shapes, none of which knows of a pipeline. All: token ids [B, T] -> [B, T, 64]."""
+"""Models without any pipeline code, of various structures: token ids [B, T] -> [B, T, 64]."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ V, D = 64, 16
 
 
 class Plain(nn.Module):
-    """Attributes without a list, called in another order than they are registered."""
+    """No module lists; modules are called in another order than registered."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ def sequential() -> nn.Sequential:
 
 
 class Direct(nn.Module):
-    """Parameters and the input used by the top forward itself, early and late."""
+    """The top-level forward uses parameters and the input directly, early and late."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,9 +46,9 @@ class Direct(nn.Module):
     def forward(self, ids: Tensor) -> dict[str, Any]:
         start = self.read(ids) * self.scale
         x = self.steps[0](start)
-        x = torch.tanh(self.steps[1](x)) + start  # to two later stages
+        x = torch.tanh(self.steps[1](x)) + start  # used by two later stages
         x = torch.tanh(self.steps[2](x)) * start
-        x = self.steps[3](x) + self.again(ids)  # and the input again
+        x = self.steps[3](x) + self.again(ids)  # the input again
         return {"logits": self.write(x) + self.bias, "hidden": x}
 
 
@@ -81,7 +81,7 @@ class Deep(nn.Module):
         return self.write(self.trunk(self.read(ids)))
 
 
-# --- what cannot be run ------------------------------------------------------------------------
+# --- models that are refused ------------------------------------------------------------------------
 
 
 class Looking(Deep):

@@ -1,4 +1,4 @@
-"""Data and a model of a user's own, by import path."""
+"""Custom data and a custom model, by import path."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from titanlike.data.sources import IGNORE, Data, SyntheticSource
 
 
 class Uneven:
-    """Random tokens of which very different numbers count: sequence i has i % 13 of them, plus one."""
+    """Random tokens with unequal numbers of targets: sequence i has i % 13 + 1."""
 
     def __init__(self, source: SyntheticSource, seq_len: int):
         self.source, self.seq_len = source, seq_len

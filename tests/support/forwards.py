@@ -1,6 +1,6 @@
-"""Models as people write them: ordinary modules whose forwards do all kinds of things.
+"""Ordinary modules whose forwards use many features of torch and Python.
 
-Each takes ids [B, T] below 64 and gives logits [B, T, 64] (`Vit`: images to 10 classes).
+Token ids [B, T] below 64 -> logits [B, T, 64] (`Vit`: images -> 10 classes).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Blocks(nn.Module):
 
 
 class TorchEncoder(nn.Module):
-    """torch's own encoder with a mask made in the forward, and positions that are a parameter."""
+    """nn.TransformerEncoder with a mask computed in the forward and learned positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class TorchEncoder(nn.Module):
 
 
 class Lstm(Blocks):
-    """A state goes from block to block beside the output: three tensors between stages."""
+    """Blocks pass a state besides the output: three tensors between stages."""
 
     def __init__(self) -> None:
         super().__init__(*(nn.LSTM(DIM, DIM, batch_first=True) for _ in range(4)))
@@ -55,7 +55,7 @@ class Lstm(Blocks):
 
 
 class Experts(nn.Module):
-    """Each token goes to one expert, found by looking at values: no meta tensor can run this."""
+    """Each token goes to one expert, which depends on values: fails on meta tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Routed(Blocks):
 
 
 class Checkpointed(Blocks):
-    """Activation checkpointing by hand, of blocks that work in place."""
+    """Activation checkpointing in the forward, of blocks that work in place."""
 
     def __init__(self, reentrant: bool = False) -> None:
         parts = (nn.Sequential(nn.Linear(DIM, DIM), nn.ReLU(inplace=True)) for _ in range(4))
@@ -101,7 +101,7 @@ class Checkpointed(Blocks):
 
 
 class InPlace(nn.Module):
-    """No lists of modules; what is in between is changed in place."""
+    """No module lists; activations are changed in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class InPlace(nn.Module):
 
 
 class Rotating(Blocks):
-    """A complex buffer that is not saved, and a mask filled by hand."""
+    """A complex non-persistent buffer, and a mask filled by index."""
 
     def __init__(self) -> None:
         super().__init__(*(nn.Linear(DIM, DIM) for _ in range(4)))
@@ -141,7 +141,7 @@ class Rotating(Blocks):
 
 
 class OneBlock(nn.Module):
-    """The same block again and again (ALBERT), and a head that is the embedding."""
+    """One block called repeatedly (ALBERT), and a tied head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class OneBlock(nn.Module):
 
 
 class Filled(Blocks):
-    """Items are set in a mask and in copies of the stream."""
+    """Item assignment in a mask and in copies of activations."""
 
     def __init__(self) -> None:
         super().__init__(*(nn.Linear(DIM, DIM) for _ in range(4)))
@@ -174,7 +174,7 @@ class Filled(Blocks):
 
 
 class Normed(nn.Module):
-    """Weights that are computed in the forward (torch's parametrizations)."""
+    """Weights computed in the forward (torch's parametrizations)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class Normed(nn.Module):
 
 
 class Dense(nn.Module):
-    """Everything goes to everything that comes later (DenseNet), the input too."""
+    """Every output is used by all later layers (DenseNet), the input as well."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class Dense(nn.Module):
 
 
 class Flat(nn.Module):
-    """Nine layers under nine names, in no list."""
+    """Nine layers as nine attributes, without a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ class Flat(nn.Module):
 
 
 class WithoutGradient(nn.Module):
-    """Whole numbers, and numbers that have no gradient, flow to a later stage."""
+    """Integers and tensors without a gradient are used in a later stage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ class WithoutGradient(nn.Module):
 
 
 class Frozen(Blocks):
-    """Only the last block and the head learn."""
+    """Only the last block and the head are trained."""
 
     def __init__(self) -> None:
         super().__init__(*(nn.Linear(DIM, DIM) for _ in range(4)))
@@ -278,7 +278,7 @@ class Reversed(Blocks):
 
 
 class Lazy(Blocks):
-    """A mask that is made when it is first needed, and kept."""
+    """A mask that is created on first use and cached."""
 
     def __init__(self) -> None:
         super().__init__(*(nn.Linear(DIM, DIM) for _ in range(4)))
@@ -294,7 +294,7 @@ class Lazy(Blocks):
 
 
 class HalfAsleep(Reversed):
-    """Two blocks have a dropout that its own train() leaves in evaluation."""
+    """Two blocks with dropout, which its own train() leaves in evaluation mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -319,7 +319,7 @@ class _TwoUses(nn.Module):
 
 
 class NormedTwice(Blocks):
-    """A weight that is used twice in a block."""
+    """Blocks that use a weight twice."""
 
     def __init__(self) -> None:
         super().__init__(*(_TwoUses() for _ in range(4)))
@@ -332,7 +332,7 @@ class NormedTwice(Blocks):
 
 
 class Shuffled(Blocks):
-    """A buffer from numpy's generator, weights in half precision."""
+    """A buffer from numpy's generator, weights in bf16."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(DIM, DIM))
@@ -354,7 +354,7 @@ class OtherInEvaluation(Blocks):
 
 
 class Vit(nn.Module):
-    """Images in patches, a class token, blocks in a Sequential."""
+    """A vision transformer: patches, a class token, blocks in a Sequential."""
 
     def __init__(self) -> None:
         super().__init__()

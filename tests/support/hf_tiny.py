@@ -1,4 +1,4 @@
-"""Tiny models of transformers: their sizes, their folders, their own forward."""
+"""Tiny transformers models: their configs, saved folders and original forward."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def tiny_hf(model: Custom, pp: int = 1, dp: int = 1, schedule: Any = "1f1b", **m
 
 
 def own(model: nn.Module) -> nn.Module:
-    """The same model as transformers has it, without anything of ours."""
+    """The same model with transformers' class and forward, without titanlike's changes."""
     theirs = copy.deepcopy(model)
     theirs.__class__ = next(
         kind
@@ -89,7 +89,7 @@ def own(model: nn.Module) -> nn.Module:
 
 
 def logits_by_document(model: nn.Module, ids: Tensor, documents: Tensor) -> Tensor:
-    """transformers' forward of each document by itself: ids, documents [B, T] -> [B, T, V]."""
+    """transformers' logits of each document run separately: ids, documents [B, T] -> [B, T, V]."""
     rows = []
     for row, of in zip(ids, documents, strict=True):
         lengths = of.unique_consecutive(return_counts=True)[1].tolist()
@@ -99,13 +99,13 @@ def logits_by_document(model: nn.Module, ids: Tensor, documents: Tensor) -> Tens
 
 
 def folder_of(family: str, folder: Path, shard: str = "20KB", **changes: Any) -> nn.Module:
-    """A folder as transformers' save_pretrained writes it, in shards; and what was saved."""
+    """Write a folder with save_pretrained, in shards; returns the saved model."""
     config = sizes(family, **changes) | {"vocab_size": 64}
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(family, **config)
     )
-    with torch.no_grad():  # norms and biases are told apart, too
+    with torch.no_grad():  # so that norms and biases differ as well
         for parameter in model.parameters():
             parameter += 0.02 * torch.randn_like(parameter)
     model.save_pretrained(folder, max_shard_size=shard)

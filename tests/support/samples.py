@@ -1,4 +1,4 @@
-"""Samples of a user's own: of different lengths, and with more than inputs and targets."""
+"""Custom data: samples of different lengths, and with more fields than inputs and targets."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ def phrases(
 
 
 class Masked(Phrases):
-    """Also which tokens there are [T], scores to add to those of attention [T, T], a scale [], and
-    an image [3, 2, 2]."""
+    """Also a mask [T], a bias of attention scores [T, T], a scale [], and an image [3, 2, 2]."""
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         sample = super().__getitem__(i)
@@ -71,7 +70,7 @@ def masked(seq_len: int) -> Data:
 
 
 class Mixing(nn.Module):
-    """Attention to all tokens that are there, also later ones."""
+    """Attention to all tokens, also later ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +81,7 @@ class Mixing(nn.Module):
 
 
 class Conditioned(nn.Module):
-    """Uses a mask in every block, a scale in the middle and at the end, an image at the beginning."""
+    """Uses the mask in every block, the scale in the middle and at the end, the image at the start."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,11 +101,11 @@ class Conditioned(nn.Module):
         return self.out(x) * target[:, None, None]
 
 
-# --- samples that cannot be used, by name ------------------------------------------------------
+# --- invalid samples, by name ------------------------------------------------------
 
 
 class Odd(Phrases):
-    """Right samples of seq_len tokens, but for number 3 (and 0 where `everywhere`)."""
+    """Valid samples of seq_len tokens, except number 3 (and 0 if `everywhere`)."""
 
     def __init__(self, seq_len: int, mistake: str, everywhere: bool) -> None:
         super().__init__(seq_len, 0, 40)

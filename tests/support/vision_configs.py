@@ -1,4 +1,4 @@
-"""Configs of the models of images."""
+"""Configs of the vision models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MASKS = Custom("support.vision_models.images", {"size": 8, "masks": True})
 def of_images(model: str, pp: int, dp: int, schedule: Any = "1f1b", **changes: Any) -> Config:
     args = changes.pop("args", {})
     data = MASKS if model == "UNet" else IMAGES
-    # SGD: Adam's first update does not show the size of a gradient
+    # SGD: Adam's first update does not depend on the gradient's scale
     return tiny(
         pp,
         dp,

@@ -1,4 +1,4 @@
-"""Models of images, as one finds them written, and images to train them on."""
+"""Vision models as people write them, and synthetic images to train them on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from titanlike.data.sources import Data
 
 
 class Images:
-    """Noise with a bright square; the target is its quarter of the image, or the mask of it."""
+    """Noise with a bright square; the target is its quadrant, or its mask."""
 
     def __init__(self, count: int, size: int, masks: bool, part: int) -> None:
         self.count, self.size, self.masks, self.part = count, size, masks, part
@@ -20,7 +20,7 @@ class Images:
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(2 * index + self.part)
-        # not centred, so that a batch norm's running mean has something to find
+        # not centred, so that a batch norm's running mean is not 0
         image = 3 + torch.randn(3, self.size, self.size, generator=generator) * (1 + index % 3)
         quarter = int(torch.randint(4, (), generator=generator))
         half = self.size // 2
@@ -35,11 +35,11 @@ class Images:
 
 def images(size: int, seq_len: int, masks: bool = False) -> Data:
     train, validation = (Images(64, size, masks, part) for part in (0, 1))
-    return Data(train, validation, 4, "images made for the test")
+    return Data(train, validation, 4, "synthetic images")
 
 
 class UNet(nn.Module):
-    """A convolution net whose skips join ends: three of them. Images [B, 3, H, W] -> [B, H, W, 2]."""
+    """A U-Net with three skip connections: images [B, 3, H, W] -> [B, H, W, 2]."""
 
     def __init__(self, *, width: int = 4) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class UNet(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """Two convolutions beside a shortcut; torchvision's names."""
+    """Two convolutions and a shortcut; torchvision's names."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, momentum: float | None) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class ResNet(nn.Module):
 
 
 class Residual(nn.Module):
-    """Recomputed in the backward, with dropout and batch norm inside."""
+    """A block with dropout and batch norm, checkpointed if `recompute`."""
 
     def __init__(self, width: int, dropout: float, recompute: bool) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class Tower(nn.Module):
 
 
 class Late(nn.Module):
-    """The first block's output goes to every later block, the image is used again by the last."""
+    """Every block uses the first one's output; the head uses the image again."""
 
     def __init__(self, *, width: int = 4, layers: int = 8) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class Late(nn.Module):
 
 
 def sequential(width: int = 4) -> nn.Sequential:
-    """What torch's old Pipe took."""
+    """An nn.Sequential, as torch's old Pipe took."""
     return nn.Sequential(
         nn.Conv2d(3, width, 3, padding=1),
         nn.BatchNorm2d(width),
