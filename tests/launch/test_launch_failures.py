@@ -1,8 +1,7 @@
-"""However a job ends, the one real error is shown, result.json tells it, and nobody is left."""
+"""However a job fails, its root cause is shown and in result.json, and no process remains."""
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
 
@@ -10,19 +9,16 @@ import pytest
 
 from support.launched import Launched
 from support.paths import ROOT
+from support.run_files import result
 from support.waiting import until
 
 TRAIN = ROOT / "train.py"
 
 
-def result(run_dir: Path) -> dict:
-    return json.loads((run_dir / "result.json").read_text())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("torchrun", [0, 4])
 def test_of_four_ranks_the_one_that_crashed_is_named(tmp_path: Path, torchrun: int) -> None:
-    launched = Launched("one_crashes", "pp=2", "dp=2", f"run_dir={tmp_path}", torchrun=torchrun)
+    launched = Launched("rank_2_crashes", "pp=2", "dp=2", f"run_dir={tmp_path}", torchrun=torchrun)
     code, _, err = launched.wait()
     assert code == 1
     assert "rank 2 failed: RuntimeError: the real error" in err
@@ -30,14 +26,14 @@ def test_of_four_ranks_the_one_that_crashed_is_named(tmp_path: Path, torchrun: i
     assert "the real error" in (tmp_path / "logs" / "rank2.log").read_text()
     assert result(tmp_path)["status"] == "failed"
     assert result(tmp_path)["error"] == "rank 2 failed: RuntimeError: the real error"
-    assert launched.leaves_nobody()
+    assert launched.all_exit()
 
 
 @pytest.mark.parametrize("mesh", ["dp=2", pytest.param("pp=2", marks=pytest.mark.slow)])
-def test_a_models_own_error_is_told_and_the_next_run_trains_on_the_same_ranks(
+def test_an_error_of_a_model_is_shown_and_the_next_run_trains_on_the_same_ranks(
     tmp_path: Path, mesh: str
 ) -> None:
-    """Rank 1 alone fails, in the midst of a step of a sweep's first run."""
+    """Rank 1 alone fails, within a step of a sweep's first run."""
     (tmp_path / "moody.py").write_text(
         "import os\n"
         "from titanlike.models.llama import Block, Llama\n"
@@ -62,16 +58,16 @@ def test_a_models_own_error_is_told_and_the_next_run_trains_on_the_same_ranks(
     assert code == 1 and ends[0]["error"] == "rank 1 failed: RuntimeError: bad, job"
     assert "moody.py" in err and "raise RuntimeError('bad, job')" in err
     log = (tmp_path / "s" / "0" / "logs" / "rank1.log").read_text()
-    assert "failed to run forward" in log, "what it was wrapped in is in the log"
-    assert launched.leaves_nobody()
+    assert "failed to run forward" in log, "the error that wraps it is in the log"
+    assert launched.all_exit()
 
 
 def test_a_rank_that_was_killed_is_named_with_its_signal(tmp_path: Path) -> None:
-    launched = Launched("one_dies", "pp=2", f"run_dir={tmp_path}", real=True)
+    launched = Launched("rank_1_dies", "pp=2", f"run_dir={tmp_path}", real=True)
     code, _, err = launched.wait()
     assert code == 1 and "rank 1 failed: killed by SIGSEGV" in err and "Traceback" not in err
     assert result(tmp_path)["error"] == "rank 1 failed: killed by SIGSEGV"
-    assert launched.leaves_nobody()
+    assert launched.all_exit()
 
 
 @pytest.mark.parametrize(
@@ -80,11 +76,11 @@ def test_a_rank_that_was_killed_is_named_with_its_signal(tmp_path: Path) -> None
 def test_a_signal_to_the_driver_ends_all_workers(
     tmp_path: Path, signum: signal.Signals, code: int
 ) -> None:
-    launched = Launched("one_sleeps", "pp=2", f"run_dir={tmp_path}", real=True)
+    launched = Launched("hangs", "pp=2", f"run_dir={tmp_path}", real=True)
     until(lambda: (tmp_path / "ready0").exists() and (tmp_path / "ready1").exists())
     launched.process.send_signal(signum)
     assert launched.wait(30)[0] == code
-    assert launched.leaves_nobody()
+    assert launched.all_exit()
     if signum != signal.SIGKILL:
         assert result(tmp_path)["status"] == "interrupted"
 
@@ -96,16 +92,16 @@ def test_a_signal_to_torchrun_ends_all_ranks_and_is_in_the_result(
     tmp_path: Path, signum: signal.Signals
 ) -> None:
     """Rank 0 is inside a collective, in C, where Python's handlers wait."""
-    launched = Launched("one_sleeps", "pp=2", f"run_dir={tmp_path}", real=True, torchrun=2)
+    launched = Launched("hangs", "pp=2", f"run_dir={tmp_path}", real=True, torchrun=2)
     until(lambda: (tmp_path / "ready0").exists() and (tmp_path / "ready1").exists())
     launched.process.send_signal(signum)
     launched.wait(30)
-    assert launched.leaves_nobody()
+    assert launched.all_exit()
     assert result(tmp_path)["status"] == "interrupted"
 
 
 def test_a_process_that_is_stuck_in_c_ends_soon_and_leaves_its_result(tmp_path: Path) -> None:
-    launched = Launched("deaf", f"run_dir={tmp_path}", real=True)
+    launched = Launched("deadlocks_in_c", f"run_dir={tmp_path}", real=True)
     until(lambda: (tmp_path / "ready0").exists())
     launched.process.send_signal(signal.SIGTERM)
     assert launched.wait(15)[0] == 143

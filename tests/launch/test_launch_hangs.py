@@ -1,4 +1,4 @@
-"""A rank that stops answering ends the run in time, with its name; a slow one does not."""
+"""A rank that hangs ends the run within the timeout and is named; a slow one does not."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def train_until(config: Config, worker: Worker, hang: str) -> None:
 
 
 def cause_of(config: Config, run_dir: Path, hang: str) -> Failure:
-    """What the user is told of a run that hangs; it has ended in time."""
+    """The failure of a run that hangs, which has ended within the timeout."""
     with pytest.raises(RankError, match="died without a result"):
         run_world(train_until, replace(config, launch=HANGS), run_dir, hang, timeout=40)
     failure = root_cause(run_dir)
@@ -68,7 +68,7 @@ def test_a_rank_that_hangs_in_its_data_is_named(tmp_path: Path) -> None:
     assert failure.frames.startswith("rank 1:\n") and "time.sleep(60)" in failure.frames
 
 
-def test_a_rank_that_does_not_answer_is_named_with_its_process(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_respond_is_named_with_its_process(tmp_path: Path) -> None:
     failure = cause_of(tiny(2), tmp_path, "stop")
     beat = json.loads(heartbeat_path(tmp_path, 1).read_text())
     who = f"rank 1 ({beat['host']}, pid {beat['pid']})"
@@ -76,7 +76,7 @@ def test_a_rank_that_does_not_answer_is_named_with_its_process(tmp_path: Path) -
         failure.error.replace("for 3 s", "for 2 s")
     )
     assert failure.error.endswith("rank 0 waits before the first action")
-    assert (tmp_path / "woken").exists()  # a stopped process cannot be asked to end
+    assert (tmp_path / "woken").exists()  # a stopped process does not handle SIGTERM
 
 
 def test_a_command_whose_model_hangs_says_where(tmp_path: Path) -> None:
@@ -113,8 +113,8 @@ def test_a_command_whose_model_hangs_says_where(tmp_path: Path) -> None:
     assert 'hanging.py", line 9 in forward' in (tmp_path / "run/logs/rank1.log").read_text()
 
 
-def patient(config: Config, worker: Worker) -> tuple[str, list[str]]:
-    """Rank 0 is slow where it may be; rank 1 is stopped for a while, as by Ctrl-Z."""
+def slow_phases(config: Config, worker: Worker) -> tuple[str, list[str]]:
+    """Rank 0 is slow within its timeouts; rank 1 is stopped for a while, as by Ctrl-Z."""
     with Watchdog(worker, Launch(timeout=30, step_timeout=1, heartbeat=1)) as watchdog:
         if worker.rank == 1:
             watchdog.enter_phase(7, "data")
@@ -137,7 +137,7 @@ def patient(config: Config, worker: Worker) -> tuple[str, list[str]]:
 
 
 def test_slow_phases_and_a_stopped_job_are_no_hang_and_nothing_is_left(tmp_path: Path) -> None:
-    for beat, threads in run_world(patient, tiny(2), tmp_path, timeout=30):
+    for beat, threads in run_world(slow_phases, tiny(2), tmp_path, timeout=30):
         assert json.loads(beat)["ended"] == "done"
         assert threads == ["MainThread"]
 
@@ -170,7 +170,7 @@ def beats(count: int, **changes) -> dict[int, Beat]:
     return {rank: replace(start, rank=rank, pid=10 + rank, **changes) for rank in range(count)}
 
 
-def test_of_thousands_a_few_are_named_and_the_rest_counted() -> None:
+def test_of_thousands_of_ranks_a_few_are_named_and_the_rest_counted() -> None:
     before, now = beats(2000), beats(2000, number=6)
     now[77] = replace(now[77], number=5)
     now[1500] = replace(now[1500], waits=False, action="3F1", at="model.py:12 in forward")
@@ -183,7 +183,7 @@ def test_of_thousands_a_few_are_named_and_the_rest_counted() -> None:
     assert frames == "rank 77:\nframes"
 
 
-def test_where_all_wait_nobody_is_blamed() -> None:
+def test_if_all_ranks_wait_none_is_blamed() -> None:
     before, now = beats(2), beats(2, number=6)
     text, _ = explain(now[0], before, now, 2, "launch.step_timeout=30")
     assert "no rank is known to be stuck, all wait for each other; rank 0 waits in 0B2" in text

@@ -1,4 +1,4 @@
-"""Jobs that go well: under any launcher one run directory, one voice, a log a rank."""
+"""Jobs under any launcher: one run directory, console output of rank 0, a log per rank."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_failing_job_does_not_stop_a_sweep(tmp_path: Path, torchrun: int) -> N
 
 
 def test_a_job_that_fails_on_one_rank_does_not_stop_a_sweep(tmp_path: Path) -> None:
-    """The others, in the midst of a collective, come out of it at once."""
+    """The others, in a collective, fail immediately."""
     words = ["-m", "seed=0,1,2", "dp=2", f"run_dir={tmp_path}"]
     sweep = Launched("odd_seeds_fail_on_rank_1", *words, torchrun=2)
     code, _, err = sweep.wait()
@@ -57,16 +57,16 @@ def test_a_job_that_fails_on_one_rank_does_not_stop_a_sweep(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_sweep_does_not_begin_a_job_on_ranks_that_wait_no_longer(tmp_path: Path) -> None:
+def test_a_sweep_does_not_start_a_job_on_ranks_that_have_stopped_waiting(tmp_path: Path) -> None:
     words = ["-m", "seed=0,1", "dp=2", f"run_dir={tmp_path}"]
-    sweep = Launched("one_comes_out_late", *words, torchrun=2)
+    sweep = Launched("rank_0_fails_late", *words, torchrun=2)
     code, _, err = sweep.wait()
     assert code == 1 and "rank 1 failed: RuntimeError: rank 1 has enough" in err
-    assert results(tmp_path) == ["failed"] and sweep.leaves_nobody()
+    assert results(tmp_path) == ["failed"] and sweep.all_exit()
     assert not list((tmp_path / "1").glob("begun*"))
 
 
-def test_nothing_of_a_job_is_left_for_the_next_on_the_same_ranks(tmp_path: Path) -> None:
+def test_a_job_does_not_change_the_process_of_the_next_one(tmp_path: Path) -> None:
     sweep = Launched("leaks", "-m", "seed=0,1", "pp=2", f"run_dir={tmp_path}", torchrun=2)
     code, out, _ = sweep.wait()
     found = [line for line in out.splitlines() if line.startswith("found")]
@@ -77,17 +77,17 @@ def test_nothing_of_a_job_is_left_for_the_next_on_the_same_ranks(tmp_path: Path)
 
 
 def test_a_job_chooses_the_exit_code(tmp_path: Path) -> None:
-    assert Launched("nine", f"run_dir={tmp_path}").wait()[0] == 9
+    assert Launched("exits_with_9", f"run_dir={tmp_path}").wait()[0] == 9
 
 
-def test_ranks_that_never_come_to_a_job_are_named(tmp_path: Path) -> None:
+def test_ranks_missing_at_a_barrier_are_named(tmp_path: Path) -> None:
     worker = Worker(0, 3, 0, 3, tmp_path, torch.distributed.HashStore(), [])
     worker.store.set("start/2", "")
     with pytest.raises(BarrierTimeout, match=r"rank 1 did not reach the job's start in 0.2 s"):
         barrier(worker, "start", timeout=0.2)
 
 
-def test_workers_share_the_cores_and_forget_an_outer_launcher(monkeypatch) -> None:
+def test_workers_share_the_cores_and_have_no_variables_of_an_outer_launcher(monkeypatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "outer")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

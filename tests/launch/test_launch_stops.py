@@ -1,4 +1,4 @@
-"""A first signal is a wish, a second one an order; workers that were killed are started again."""
+"""A first signal is deferred, a second one is not; workers that were killed are restarted."""
 
 from __future__ import annotations
 
@@ -13,20 +13,17 @@ import pytest
 
 from support.launched import Launched
 from support.paths import ROOT
+from support.run_files import result
 from support.waiting import until
 from titanlike.launch.scratch_folder import scratch_folder
 
 
-def result(run_dir: Path) -> dict:
-    return json.loads((run_dir / "result.json").read_text())
-
-
 @pytest.mark.parametrize("mesh", [pytest.param("pp=1", marks=pytest.mark.slow), "pp=2"])
-def test_a_second_signal_ends_at_once_but_the_same_one_twice_is_one(
+def test_a_second_signal_stops_immediately_but_a_repeated_one_does_not_count(
     mesh: str, tmp_path: Path
 ) -> None:
-    """SLURM's comes to a process on several ways."""
-    launched = Launched("never_at_a_step", mesh, f"run_dir={tmp_path}", real=True)
+    """SLURM's signal may reach a process several times."""
+    launched = Launched("never_reaches_a_step", mesh, f"run_dir={tmp_path}", real=True)
     ready = [tmp_path / f"ready{rank}" for rank in range(int(mesh[-1]))]
     until(lambda: all(path.exists() for path in ready))
     for _ in range(2):
@@ -40,14 +37,16 @@ def test_a_second_signal_ends_at_once_but_the_same_one_twice_is_one(
     assert time.monotonic() - begin < 10
     assert code == 130 and err.count("stopping after this step") == 1
     assert result(tmp_path)["status"] == "interrupted"
-    assert launched.leaves_nobody()
+    assert launched.all_exit()
 
 
 @pytest.mark.slow
-def test_workers_that_were_killed_are_started_again_though_others_never_come_to_a_step(
+def test_killed_workers_are_restarted_though_others_never_reach_the_end_of_a_step(
     tmp_path: Path,
 ) -> None:
-    launched = Launched("one_dies_once", "pp=2", "launch.max_restarts=1", f"run_dir={tmp_path}")
+    launched = Launched(
+        "last_rank_dies_once", "pp=2", "launch.max_restarts=1", f"run_dir={tmp_path}"
+    )
     code, _, err = launched.wait()
     assert code == 0, err
     assert "rank 1 failed: killed by SIGKILL" in err and "restart 1 of 1 from the beginning" in err
@@ -55,18 +54,18 @@ def test_workers_that_were_killed_are_started_again_though_others_never_come_to_
     (event,) = (json.loads(line) for line in (tmp_path / "events.jsonl").open())
     assert (event["event"], event["restart"], event["of"]) == ("restart", 1, 1)
     (first, _) = (tmp_path / "starts").read_text().split()
-    assert event["time"] - float(first) < 20, "it is not waited for them until they are killed"
-    assert launched.leaves_nobody()
+    assert event["time"] - float(first) < 20, "the others do not have to be killed"
+    assert launched.all_exit()
 
 
-def test_a_mistake_is_not_tried_again(tmp_path: Path) -> None:
-    launched = Launched("mistaken", "launch.max_restarts=3", f"run_dir={tmp_path}")
+def test_a_permanent_failure_is_not_restarted(tmp_path: Path) -> None:
+    launched = Launched("user_error", "launch.max_restarts=3", f"run_dir={tmp_path}")
     code, _, err = launched.wait()
     assert code == 1 and "importing no.such failed" in err and "restart" not in err
     assert (tmp_path / "starts0").read_text() == "x"
 
 
-def test_on_started_ranks_a_sweep_goes_on_after_max_time_and_ends_after_a_signal(
+def test_on_external_ranks_a_sweep_continues_after_max_time_and_ends_after_a_signal(
     tmp_path: Path,
 ) -> None:
     launched = Launched("stops", "-m", "seed=0,1,2", "pp=2", f"run_dir={tmp_path}", torchrun=2)
@@ -77,7 +76,7 @@ def test_on_started_ranks_a_sweep_goes_on_after_max_time_and_ends_after_a_signal
     assert "SIGTERM" in result(tmp_path / "1")["error"]
 
 
-def test_torchrun_does_not_start_a_run_again_that_was_asked_to_end(tmp_path: Path) -> None:
+def test_torchrun_does_not_restart_a_run_that_got_a_stop_request(tmp_path: Path) -> None:
     launched = Launched(
         "stops", "pp=2", f"run_dir={tmp_path}", torchrun=2, options=("--max-restarts", "1")
     )
@@ -86,7 +85,7 @@ def test_torchrun_does_not_start_a_run_again_that_was_asked_to_end(tmp_path: Pat
     assert (tmp_path / "logs" / "rank0.log").read_text().count("stops") == 1
 
 
-def test_what_a_killed_driver_left_in_the_temporary_folder_goes_with_the_next(
+def test_the_scratch_folder_of_a_killed_driver_is_removed_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))

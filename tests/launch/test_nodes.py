@@ -1,4 +1,4 @@
-"""Machines go and come back: the run goes on, with as many as there are where its mesh allows it."""
+"""Machines leave and join under torchrun: the run resumes, with launch.elastic in another mesh."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
 
+from support.commands import TINY
 from support.launched import Launched
 from support.nodes import nodes, power_off, worker
 from support.paths import ROOT
 from support.records import numbers
+from support.run_files import config_of, last_step
 from support.waiting import until
 from support.world import run_world
-from titanlike.config.parse import parse
 from titanlike.config.schema import (
     Checkpoint,
     Config,
@@ -34,17 +34,14 @@ from titanlike.launch.restart_state import RestartState
 from titanlike.training.train import train
 
 EVERY = 5
-TINY = [
-    "model.dim=32",
-    "model.ffn_dim=64",
+SHORT = [
+    *TINY,
     "model.layers=2",
-    "seq_len=16",
     "batch_size=8",
     "data=synthetic",
     "data.vocab_size=64",
-    "validation.every=0",
-    "logger=none",
     "log_every=1000",
+    "checkpoint.last=true",
     f"checkpoint.every={EVERY}",
     "checkpoint.keep=2",
     "device=cpu",
@@ -52,8 +49,8 @@ TINY = [
 
 
 @pytest.fixture(autouse=True)
-def machines_may_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the README says to set: otherwise torch's own store is not found again."""
+def machines_may_rejoin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As documented: otherwise a restarted torchrun does not find torch's own store."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
 
@@ -63,22 +60,10 @@ def events(run_dir: Path, kind: str) -> list[dict]:
     return [event for event in all_events if event["event"] == kind]
 
 
-def step(run_dir: Path) -> int:
-    path = run_dir / "metrics.jsonl"
-    return numbers(run_dir)[-1][0] if path.exists() and numbers(run_dir) else 0
-
-
 def losses(run_dir: Path) -> dict[int, float]:
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
     assert len({record["step"] for record in records}) == len(records)
     return {record["step"]: record["loss"] for record in records}
-
-
-def config_of(run_dir: Path) -> Config:
-    plain = yaml.safe_load((run_dir / "config.yaml").read_text())
-    config, problems = parse({key: plain[key] for key in plain if key not in ("defaults", "hydra")})
-    assert problems == []
-    return config
 
 
 def only_run(folder: Path) -> Path:
@@ -88,14 +73,14 @@ def only_run(folder: Path) -> Path:
 
 def ends(*machines: Launched) -> list[int]:
     codes = [machine.wait(90)[0] for machine in machines]
-    assert all(machine.leaves_nobody() for machine in machines)
+    assert all(machine.all_exit() for machine in machines)
     return codes
 
 
 @pytest.mark.slow
-def test_the_machine_of_rank_0_is_gone_and_comes_back(tmp_path: Path) -> None:
-    """The run directory has the time of the first start in its name: the other machine knows it."""
-    with nodes("2", [*TINY, "dp=2", "steps=40"], tmp_path) as all_nodes:
+def test_the_machine_of_rank_0_is_lost_and_rejoins(tmp_path: Path) -> None:
+    """The run directory has the time of the first start in its name; the other machine knows it."""
+    with nodes("2", [*SHORT, "dp=2", "steps=40"], tmp_path) as all_nodes:
         machines = [all_nodes.start(), all_nodes.start()]
         until(lambda: list(tmp_path.rglob("COMMITTED")))
         first, other = sorted(machines, key=lambda machine: worker(machine, 0) is None)
@@ -104,30 +89,30 @@ def test_the_machine_of_rank_0_is_gone_and_comes_back(tmp_path: Path) -> None:
     run_dir = only_run(tmp_path / "outputs")
     (resumed,) = events(run_dir, "resume")
     assert resumed["step"] >= EVERY
-    run_world(train, config_of(run_dir), tmp_path / "left alone")
+    run_world(train, config_of(run_dir), tmp_path / "uninterrupted")
     assert [number for number, *_ in numbers(run_dir)] == list(range(1, 41))
-    assert numbers(run_dir) == numbers(tmp_path / "left alone"), "to the last bit"
+    assert numbers(run_dir) == numbers(tmp_path / "uninterrupted"), "to the last bit"
 
 
-def test_with_fewer_machines_the_run_goes_on_and_with_more_again(tmp_path: Path) -> None:
-    """torchrun alone is killed; its rank outlives it to the end of the step, and all save."""
+def test_an_elastic_run_resumes_with_fewer_machines_and_again_with_more(tmp_path: Path) -> None:
+    """torchrun alone is killed; its rank outlives it until the end of the step, and all save."""
     run_dir, alone = tmp_path / "run", tmp_path / "alone"
-    words = [*TINY, "dp=2", "steps=100000", "checkpoint.every=0", "checkpoint.keep=0"]
+    words = [*SHORT, "dp=2", "steps=100000", "checkpoint.every=0", "checkpoint.keep=0"]
     words += ["launch.elastic=true", f"run_dir={run_dir}"]
     with nodes("1:2", words, tmp_path) as all_nodes:
         machines = [all_nodes.start(), all_nodes.start()]
-        until(lambda: step(run_dir) > 5)
+        until(lambda: last_step(run_dir) > 5)
         stays, goes = sorted(machines, key=lambda machine: worker(machine, 0) is None)
         goes.process.kill()
-        until(lambda: len(events(run_dir, "resume")) == 1 and step(run_dir) > 40)
+        until(lambda: len(events(run_dir, "resume")) == 1 and last_step(run_dir) > 40)
         back = all_nodes.start()
         until(lambda: len(events(run_dir, "resume")) == 2)
         grown = events(run_dir, "resume")[1]["step"]
-        until(lambda: step(run_dir) > grown + 10)
+        until(lambda: last_step(run_dir) > grown + 10)
         for machine in (stays, back):
             machine.process.terminate()
         ends(stays, back)
-        assert goes.leaves_nobody()
+        assert goes.all_exit()
     fewer, more = events(run_dir, "layout")
     assert (fewer["ranks"], fewer["dp"], fewer["before"]) == (1, 1, 2)
     assert (more["ranks"], more["dp"], more["before"]) == (2, 2, 1)
@@ -135,8 +120,8 @@ def test_with_fewer_machines_the_run_goes_on_and_with_more_again(tmp_path: Path)
     assert [event["world_size"] for event in resumes] == [1, 2]
     stops = [event["step"] for event in events(run_dir, "stop")]
     assert [event["step"] for event in resumes] == stops[:2], "no step is lost"
-    there = losses(run_dir)
-    assert list(there) == list(range(1, stops[2] + 1))
+    elastic = losses(run_dir)
+    assert list(elastic) == list(range(1, stops[2] + 1))
     declared = config_of(run_dir)
     first = replace(declared, max_tokens=40 * 8 * 16)
     settings = replace(declared.checkpoint, resume=resumes[1]["path"])
@@ -144,15 +129,15 @@ def test_with_fewer_machines_the_run_goes_on_and_with_more_again(tmp_path: Path)
     for config, name in ((first, "first"), (then, "then")):
         run_world(train, config, alone / name)
         for number, loss in losses(alone / name).items():
-            assert there[number] == pytest.approx(loss, rel=1e-4)
+            assert elastic[number] == pytest.approx(loss, rel=1e-4)
 
 
 @pytest.mark.slow
-def test_where_the_mesh_forbids_fewer_ranks_the_run_ends_and_says_so(tmp_path: Path) -> None:
-    words = [*TINY, "pp=2", "steps=400", "launch.elastic=true", f"run_dir={tmp_path}"]
+def test_a_run_whose_mesh_forbids_fewer_ranks_ends_with_the_reason(tmp_path: Path) -> None:
+    words = [*SHORT, "pp=2", "steps=400", "launch.elastic=true", f"run_dir={tmp_path}"]
     with nodes("1:2", words, tmp_path, restarts=1) as all_nodes:
         machines = [all_nodes.start(), all_nodes.start()]
-        until(lambda: step(tmp_path) > EVERY)
+        until(lambda: last_step(tmp_path) > EVERY)
         stays, goes = sorted(machines, key=lambda machine: worker(machine, 0) is None)
         power_off(goes)
         begin = time.monotonic()
@@ -164,12 +149,12 @@ def test_where_the_mesh_forbids_fewer_ranks_the_run_ends_and_says_so(tmp_path: P
 
 
 @pytest.mark.slow
-def test_without_launch_elastic_fewer_ranks_are_a_mistake_that_names_it(tmp_path: Path) -> None:
-    """One rank that is left of two does not start the other itself."""
-    words = [*TINY, "dp=2", "steps=400", f"run_dir={tmp_path}"]
+def test_without_launch_elastic_fewer_ranks_are_an_error_that_suggests_it(tmp_path: Path) -> None:
+    """The one rank that remains of two does not start the other itself."""
+    words = [*SHORT, "dp=2", "steps=400", f"run_dir={tmp_path}"]
     with nodes("1:2", words, tmp_path, restarts=1) as all_nodes:
         machines = [all_nodes.start(), all_nodes.start()]
-        until(lambda: step(tmp_path) > EVERY)
+        until(lambda: last_step(tmp_path) > EVERY)
         stays, goes = sorted(machines, key=lambda machine: worker(machine, 0) is None)
         power_off(goes)
         code, _, err = stays.wait(60)
@@ -212,7 +197,7 @@ def test_dp_follows_the_ranks(declared, ranks, dp, replicate, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "declared, ranks, key, would",
+    "declared, ranks, key, possible",
     [
         ({"pp": 2, "dp": 4}, 5, "pp", "2, 4, 6, 8"),
         ({"dp": 6, "replicate": 2}, 3, "replicate", "2, 4, 6"),
@@ -221,17 +206,17 @@ def test_dp_follows_the_ranks(declared, ranks, dp, replicate, tmp_path: Path) ->
         ({"dp": 2, "schedule": Schedule(microbatches=12)}, 4, "schedule.microbatches", "1, 2"),
     ],
 )
-def test_what_forbids_a_number_of_ranks_is_named_with_those_that_would_do(
-    declared, ranks, key, would, tmp_path: Path
+def test_the_error_for_a_number_of_ranks_names_the_possible_ones(
+    declared, ranks, key, possible, tmp_path: Path
 ) -> None:
     before = config(tmp_path, **declared)
     after, (problem,) = fit_mesh(before, ranks)
     assert after == before and problem.key == key
     assert f"{ranks} ranks are available" in problem.reason
-    assert problem.reason.endswith(f"possible numbers of ranks: {would}")
+    assert problem.reason.endswith(f"possible numbers of ranks: {possible}")
 
 
-def test_without_it_and_without_torchrun_nothing_follows(
+def test_without_launch_elastic_or_torchrun_the_mesh_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rigid, elastic = config(tmp_path, dp=4, launch=Launch()), config(tmp_path, dp=4)
@@ -242,25 +227,25 @@ def test_without_it_and_without_torchrun_nothing_follows(
     assert available_ranks(elastic, None, RestartState()) == 1
 
 
-# --- what a job's machines know -----------------------------------------------------------------
+# --- the restart state -----------------------------------------------------------------
 
 
-def test_a_machine_that_comes_back_learns_what_the_others_know(tmp_path: Path) -> None:
-    stayed = RestartState(tmp_path / "stayed")
-    stayed.count_start()
-    stayed.set_default("started", "1.0")
-    missed_a_start = RestartState(tmp_path / "missed")
-    missed_a_start.adopt_newest([stayed.to_json()])
-    stayed.count_start()
-    stayed.set("dp", "1")
+def test_a_machine_that_rejoins_adopts_the_state_with_the_most_starts(tmp_path: Path) -> None:
+    stays = RestartState(tmp_path / "stays")
+    stays.count_start()
+    stays.set_default("started", "1.0")
+    without_second_start = RestartState(tmp_path / "other")
+    without_second_start.adopt_newest([stays.to_json()])
+    stays.count_start()
+    stays.set("dp", "1")
     back = RestartState(tmp_path / "back")
-    back.adopt_newest([missed_a_start.to_json(), stayed.to_json()])
+    back.adopt_newest([without_second_start.to_json(), stays.to_json()])
     back.set_default("started", "2.0")
     again = RestartState(tmp_path / "back")  # the next start there
     assert (again.get("started"), again.get("dp")) == ("1.0", "1")
 
 
-def test_a_job_whose_torchrun_has_ended_is_forgotten(
+def test_the_state_of_a_job_whose_torchrun_has_ended_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next one may have the same process id, and the same --rdzv-id."""

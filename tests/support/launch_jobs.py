@@ -1,7 +1,4 @@
-"""Small jobs by which the tests see what the launcher does; run as a program, a command line.
-
-`python launch_jobs.py JOB [overrides]` is what `train.py` is, with a job of this file.
-"""
+"""Small jobs for tests of the launcher: `python launch_jobs.py JOB [overrides]`, as `train.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ sys.path.insert(1, str(Path(__file__).parents[2]))
 
 
 def hello(config, worker):
-    """Every rank says where it is."""
+    """Each rank prints its rank."""
     print(f"hello from {worker.rank} of {worker.world_size}", flush=True)
     return {"value": float(config.seed)}
 
@@ -39,8 +36,8 @@ def odd_seeds_fail_on_rank_1(config, worker):
     return {"value": float(config.seed)}
 
 
-def one_comes_out_late(config, worker):
-    """All ranks fail, rank 0 when the others wait for it no longer; it does not hear SIGTERM."""
+def rank_0_fails_late(config, worker):
+    """All ranks fail, rank 0 after the others have stopped waiting; it ignores SIGTERM."""
     (worker.run_dir / f"begun{worker.rank}").touch()
     if worker.rank == 0:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -49,7 +46,7 @@ def one_comes_out_late(config, worker):
 
 
 def leaks(config, worker):
-    """Changes what belongs to the process; says what it found."""
+    """Changes the state of the process, and prints the state that it found."""
     import logging
 
     found = os.environ.get("LEAK"), len(logging.getLogger().handlers)
@@ -59,7 +56,7 @@ def leaks(config, worker):
     return {"value": 0.0 if found == (None, 0) else 1.0}
 
 
-def one_crashes(config, worker):
+def rank_2_crashes(config, worker):
     """Rank 2 fails; the others wait for it in a collective."""
     _join(worker)
     if worker.rank == 2:
@@ -67,7 +64,7 @@ def one_crashes(config, worker):
     _collective()
 
 
-def one_dies(config, worker):
+def rank_1_dies(config, worker):
     """Rank 1 is killed; the other waits for it in a collective."""
     _join(worker)
     if worker.rank == 1:
@@ -75,8 +72,8 @@ def one_dies(config, worker):
     _collective()
 
 
-def one_sleeps(config, worker):
-    """All ranks hang, rank 0 in a collective, until somebody ends them."""
+def hangs(config, worker):
+    """All ranks hang, rank 0 in a collective, until they are killed."""
     _join(worker)
     (worker.run_dir / f"ready{worker.rank}").touch()
     if worker.rank == worker.world_size - 1:
@@ -84,8 +81,8 @@ def one_sleeps(config, worker):
     _collective()
 
 
-def deaf(config, worker):
-    """Waits in C for a lock that it holds: no signal handler of Python's ever runs."""
+def deadlocks_in_c(config, worker):
+    """Deadlocks in C: no Python signal handler ever runs."""
     import ctypes
 
     mutex = ctypes.create_string_buffer(64)  # zeros: PTHREAD_MUTEX_INITIALIZER
@@ -95,21 +92,21 @@ def deaf(config, worker):
     lock(mutex)
 
 
-def nine(config, worker):
+def exits_with_9(config, worker):
     """Ends with an exit code of its own."""
     return {"value": None, "exit_code": 9}
 
 
-def never_at_a_step(config, worker):
-    """Would stop at the next step, which does not come."""
+def never_reaches_a_step(config, worker):
+    """Defers signals to a step boundary that is never reached."""
     with worker.stop_request.deferred():
         (worker.run_dir / f"ready{worker.rank}").touch()
         time.sleep(300)
 
 
-def one_dies_once(config, worker):
-    """The last rank is killed at the first start; the others, which would stop at the next step,
-    never look. Then: how often rank 0 was started."""
+def last_rank_dies_once(config, worker):
+    """At the first start the last rank is killed, and the others defer signals to a step boundary
+    that is never reached. The value: how often rank 0 was started."""
     first = not (worker.run_dir / "starts").exists()
     worker.store.set(f"looked{worker.rank}", "")
     worker.store.wait([f"looked{rank}" for rank in range(worker.world_size)])
@@ -125,8 +122,8 @@ def one_dies_once(config, worker):
     return {"value": float(len((worker.run_dir / "starts").read_text().split()))}
 
 
-def mistaken(config, worker):
-    """Fails by a mistake of the user's, which another start would meet again."""
+def user_error(config, worker):
+    """Fails by a user error, which a restart would repeat."""
     from titanlike.config.imports import import_object
 
     with (worker.run_dir / "starts0").open("a") as file:
@@ -135,7 +132,7 @@ def mistaken(config, worker):
 
 
 def stops(config, worker):
-    """Stops early, by the clock where the seed is 0, else by a signal."""
+    """Stops early, by max_time if the seed is 0, else by a signal."""
     print("stops", flush=True)
     stopped = "SIGTERM" if config.seed else "max_time"
     return {"value": float(config.seed), "stopped": stopped, "exit_code": 75}

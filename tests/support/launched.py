@@ -1,4 +1,4 @@
-"""Command lines of `launch_jobs.py` (or another program), and the processes that they leave."""
+"""Starts command lines of `launch_jobs.py` (or another program) and finds their processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node"]
 
 
 class Launched:
-    """A command line in a session of its own, whose processes can be told from all others."""
+    """A command line in a session of its own, whose processes are marked."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Launched:
         program: Path = JOBS,
         real: bool = False,
     ) -> None:
-        """torchrun: so many processes by it, with `options` for it.
+        """torchrun: the number of processes that it starts, 0 = none; options: for torchrun.
 
         real: a new interpreter, and not a fork (see `forked`).
         """
@@ -65,7 +65,7 @@ class Launched:
         return self.process.returncode, out, err
 
     def alive(self) -> list[psutil.Process]:
-        """Processes that it started, itself included, and that have not ended."""
+        """Its processes that have not ended, itself included."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -76,8 +76,8 @@ class Launched:
                 continue
         return found
 
-    def leaves_nobody(self, within: float = 10) -> bool:
-        """Whether all its processes end in time; those that do not are killed."""
+    def all_exit(self, within: float = 10) -> bool:
+        """Whether all its processes end within some seconds; the others are killed."""
         deadline = time.monotonic() + within
         while self.alive() and time.monotonic() < deadline:
             time.sleep(0.1)

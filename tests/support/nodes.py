@@ -1,4 +1,4 @@
-"""Several machines on this one: a torchrun each, which meet at a store of the test's own."""
+"""Simulated machines: a torchrun each, with a rendezvous store in the test's process."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from support.launched import Launched
 from support.paths import ROOT
 
 TRAIN = ROOT / "train.py"
-# a dead machine is missed after 6 s (sooner, a busy one would be taken for dead, and two runs go on
-# in one folder); who is there after 1 s more makes up the next start
+# a dead machine is detected after 6 s (sooner, a busy one might be taken for dead, and two runs would
+# write to one folder); the machines that have joined 1 s later take part in the next start
 TIMES = "keep_alive_interval=1,keep_alive_max_attempt=6,last_call_timeout=1,join_timeout=60"
 
 
 class Nodes:
-    """Machines by number, each with one rank."""
+    """Machines with one rank each."""
 
     def __init__(self, nnodes: str, words: list[str], cwd: Path, restarts: int = 2) -> None:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -36,7 +36,7 @@ class Nodes:
         self._started: list[Launched] = []
 
     def start(self) -> Launched:
-        """Bring a machine up."""
+        """Start a machine."""
         node = Launched(
             *self._words,
             torchrun=1,
@@ -57,7 +57,7 @@ class Nodes:
 
 @contextlib.contextmanager
 def nodes(nnodes: str, words: list[str], cwd: Path, **how: int) -> Iterator[Nodes]:
-    """None of their processes is left behind."""
+    """All their processes are killed at the end."""
     all_nodes = Nodes(nnodes, words, cwd, **how)
     try:
         yield all_nodes
@@ -66,7 +66,7 @@ def nodes(nnodes: str, words: list[str], cwd: Path, **how: int) -> Iterator[Node
 
 
 def worker(node: Launched, rank: int) -> psutil.Process | None:
-    """The process of a rank, if it is on that machine."""
+    """The process of a rank; None if it is on another machine."""
     for process in node.alive():
         with contextlib.suppress(psutil.Error):
             if process.environ().get("RANK") == str(rank):
@@ -75,7 +75,7 @@ def worker(node: Launched, rank: int) -> psutil.Process | None:
 
 
 def power_off(node: Launched) -> None:
-    """Kill all at once, as where the machine is gone."""
+    """Kill all processes of a machine."""
     for process in sorted(node.alive(), key=lambda process: process.pid != node.process.pid):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()

@@ -96,7 +96,7 @@ def test_of_twelve_jobs_one_fails_one_is_invalid_one_is_killed_and_resume_runs_t
     assert "killed by SIGKILL" in err
     assert "9 of 12 done; left: 3 (failed), 5 (invalid), 7 (killed)" in out
     assert (tmp_path / "sweep.png").exists() and "| **" in (tmp_path / "sweep.md").read_text()
-    assert first.leaves_nobody()
+    assert first.all_exit()
 
     (line,) = (line for line in out.splitlines() if line.endswith("sweep.resume=true"))
     again = shlex.split(line)
@@ -119,20 +119,20 @@ def test_ctrl_c_stops_the_job_with_a_checkpoint_and_resume_goes_on_from_it(tmp_p
         process.send_signal(signal.SIGINT)
     code, out, _ = first.wait()
     assert code == 75 and "0 of 2 done; left: 0 (stopped), 1 (waiting)" in out
-    assert first.leaves_nobody()
+    assert first.all_exit()
     stopped_at = read_jsonl(metrics)[-1]["step"]
     code, out, _ = sweep(*words, "sweep.resume=true").wait()
     assert code == 0 and f"resuming from step {stopped_at}" in out and "2 of 2 done" in out
 
 
-def test_a_sweep_whose_process_is_killed_leaves_nobody_and_is_gone_on_with(tmp_path: Path) -> None:
+def test_a_sweep_whose_process_is_killed_all_exit_and_is_gone_on_with(tmp_path: Path) -> None:
     words = ["steps=60", "seed=1,2", f"run_dir={tmp_path}"]
     first = sweep(*words)
     metrics = tmp_path / "0" / "metrics.jsonl"
     until(lambda: metrics.exists() and len(read_jsonl(metrics)) > 2)
     first.process.kill()
     first.wait()
-    assert first.leaves_nobody()
+    assert first.all_exit()
     code, out, _ = sweep(*words, "sweep.resume=true").wait()
     assert code == 0 and statuses(tmp_path) == ["completed"] * 2
     for job in "01":
@@ -178,7 +178,7 @@ def test_any_submit_command_takes_the_jobs(tmp_path: Path) -> None:
     assert err.count("does not divide into 4") == 2
     assert statuses(tmp_path / "s").count("completed") == 2
     assert statuses(tmp_path / "s").count("invalid") == 2
-    assert first.leaves_nobody()
+    assert first.all_exit()
 
 
 @pytest.mark.slow

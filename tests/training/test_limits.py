@@ -1,4 +1,4 @@
-"""A run that is asked to end: at a step, on all ranks, with a checkpoint to go on from."""
+"""max_tokens, max_time and signals end a run after a step, on all ranks, with a checkpoint."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ def test_max_tokens_completes_the_run_at_the_first_step_that_has_them(tmp_path: 
     assert (tmp_path / "checkpoints" / "step-00000003" / "COMMITTED").exists()
 
 
-def test_max_time_stops_the_run_which_then_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
+def test_max_time_stops_a_run_that_resumes_with_the_same_metrics(tmp_path: Path) -> None:
     config = tiny(2, 1, checkpoint=SAVING, steps=4)
-    run_world(train, config, tmp_path / "whole")
-    results = run_world(train, replace(config, max_time=1e-3), tmp_path / "cut")
+    run_world(train, config, tmp_path / "uninterrupted")
+    results = run_world(train, replace(config, max_time=1e-3), tmp_path / "stopped")
     assert {(r["stopped"], r["exit_code"]) for r in results} == {("max_time", STOPPED_EARLY)}
-    assert [step for step, *_ in numbers(tmp_path / "cut")] == [1]
-    printed = (tmp_path / "cut" / "rank0.out").read_text()
+    assert [step for step, *_ in numbers(tmp_path / "stopped")] == [1]
+    printed = (tmp_path / "stopped" / "rank0.out").read_text()
     assert re.search(r"^resume with: .* --config-path ", printed, re.MULTILINE)
-    run_world(train, config, tmp_path / "cut")
-    assert numbers(tmp_path / "cut") == numbers(tmp_path / "whole")
+    run_world(train, config, tmp_path / "stopped")
+    assert numbers(tmp_path / "stopped") == numbers(tmp_path / "uninterrupted")
 
 
 @pytest.mark.parametrize("where", ["validation", "save"])
 def test_a_signal_to_one_rank_stops_all_of_them(where: str, tmp_path: Path) -> None:
-    """Also in the middle of a validation, which is given up, and of a save."""
+    """Also during a validation, which is aborted, and during a save."""
     validation = Validation(every=2, batches=4)
     config = tiny(2, 1, checkpoint=Checkpoint(every=2), validation=validation, steps=4)
-    run_world(train, config, tmp_path / "whole")
-    results = run_world(interrupted, config, tmp_path / "cut", where)
+    run_world(train, config, tmp_path / "uninterrupted")
+    results = run_world(interrupted, config, tmp_path / "stopped", where)
     assert {(r["stopped"], r["exit_code"]) for r in results} == {("SIGUSR1", STOPPED_EARLY)}
-    rows = read_jsonl(tmp_path / "cut" / "metrics.jsonl")
+    rows = read_jsonl(tmp_path / "stopped" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2]
     assert ("val_loss" in rows[1]) == (where == "save")
-    newest = max(path.name for path in (tmp_path / "cut" / "checkpoints").iterdir())
+    newest = max(path.name for path in (tmp_path / "stopped" / "checkpoints").iterdir())
     assert newest == "step-00000002"
-    run_world(train, config, tmp_path / "cut")
-    assert numbers(tmp_path / "cut") == numbers(tmp_path / "whole")
+    run_world(train, config, tmp_path / "stopped")
+    assert numbers(tmp_path / "stopped") == numbers(tmp_path / "uninterrupted")
 
 
 def interrupted(config: Config, worker: Worker, where: str) -> dict:
