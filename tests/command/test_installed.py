@@ -74,6 +74,7 @@ def test_training_names_the_command_that_continues(environment: Path, tmp_path: 
     )
 
 
+@pytest.mark.slow  # the same entry as train; .ci/run runs it
 def test_a_layout_is_verified(environment: Path, tmp_path: Path) -> None:
     run(environment, "titanlike", "verify", *SMALL, "pp=2", "run_dir=run", cwd=tmp_path)
     assert (tmp_path / "run" / "verify" / "result.json").exists()
