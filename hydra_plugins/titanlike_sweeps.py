@@ -1,9 +1,9 @@
-"""The sweeper and the launcher behind `train.py -m`. Hydra takes them from this package alone.
+"""The sweepers and the launcher of `-m`. Hydra finds plugins in the package hydra_plugins alone.
 
-The sweeper (`hydra/sweeper=grid`, or `layouts`) says which jobs there are, the launcher
-(`hydra/launcher=jobs`) how each is run: as a process of this machine, by a submit command, or on the ranks that torchrun
-has started. Each works with others in the other's place, as hydra/sweeper=optuna or
-hydra/launcher=submitit_slurm.
+A sweeper (`hydra/sweeper=grid` or `layouts`) decides which jobs there are, the launcher
+(`hydra/launcher=jobs`) how they run: as processes of this machine, by a submit command, or on the
+ranks that torchrun started. Each also works with Hydra's other plugins, such as
+hydra/sweeper=optuna or hydra/launcher=submitit_slurm.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from titanlike.sweeps.sweep_run import SweepRun
 
 
-# what hydra.sweeper and hydra.launcher are; `params` are the overrides of a sweep that is written in
-# a file, all else is set in the config's own group `sweep`
+# defaults of hydra.sweeper and hydra.launcher; `params` are the overrides of a sweep written in a
+# file, everything else is set in the config group `sweep`
 _HERE = "hydra_plugins.titanlike_sweeps"
 _store = ConfigStore.instance().store
 _store("grid", {"_target_": f"{_HERE}.GridSweeper", "params": None}, group="hydra/sweeper")
@@ -47,7 +47,7 @@ _layouts = {
     "microbatches": None,  # null = a few sensible numbers
     "stages_per_rank": [2],
     "memory": None,  # of a rank, 80GiB; null = what is free
-    "most": 24,  # so many of the most promising layouts are run
+    "most": 24,  # number of layouts to run, best estimates first
 }
 _store("layouts", _layouts, group="hydra/sweeper")
 _store("jobs", {"_target_": f"{_HERE}.JobLauncher"}, group="hydra/launcher")
@@ -66,7 +66,7 @@ class GridSweeper(BasicSweeper):
         self.task: Task = task_function  # type: ignore[assignment]
 
     def sweep(self, arguments: list[str]) -> Any:
-        """Run what is to be run. A job that fails is the launcher's to tell."""
+        """Launch the jobs. The launcher reports failures."""
         assert self.hydra_context is not None and self.launcher is not None
         context = self.task.context
         assert context is not None, "only a sweep has a sweeper"
@@ -87,7 +87,7 @@ class GridSweeper(BasicSweeper):
 
 
 class LayoutSweeper(GridSweeper):
-    """Every combination of the values in every layout, but for those that are not worth a start."""
+    """Every combination of the values in every layout, without the layouts estimated to be bad."""
 
     def __init__(self, params: DictConfig | None = None, **settings: Any) -> None:
         super().__init__(params)
@@ -124,7 +124,7 @@ class JobLauncher(Launcher):
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        """Run a batch of jobs to their ends; a failed one's return_value raises."""
+        """Run a batch of jobs; a failed one's return_value raises."""
         from titanlike.config.errors import ConfigError
         from titanlike.launch.failures import JobFailed
         from titanlike.sweeps.run_jobs import Prepared, run_jobs
@@ -183,7 +183,7 @@ class JobLauncher(Launcher):
 
 
 class Returned(JobReturn):
-    """What became of a job. Unlike Hydra's own it is quiet: the user was told when it ended."""
+    """The result of a job. Unlike Hydra's own it prints nothing: the end has been reported."""
 
     @property
     def return_value(self) -> Any:

@@ -1,4 +1,4 @@
-"""Look after checkpoints: `python tools/checkpoint.py list RUN`, `show`, `verify`, `compare A B`,
+"""Inspect and convert checkpoints: `python tools/checkpoint.py list RUN`, `show`, `verify`, `compare A B`,
 `consolidate CHECKPOINT FILE.safetensors`, `restore FILE.safetensors FOLDER`; --help says more.
 
 Local paths and URLs that fsspec knows. Exit code 1 where something is damaged or differs, 2 where

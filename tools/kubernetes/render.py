@@ -1,15 +1,15 @@
 """Print the Kubernetes manifest of a run, for `kubectl apply -f -`.
 
-    python tools/kubernetes/render.py job --file cluster.env NAME=llama NODES=2 GPUS=8 -- pp=4 dp=4
-    python tools/kubernetes/render.py pytorchjob --file cluster.env NAME=llama NODES=2 -- pp=2
+    python render.py job --file cluster.env NAME=llama NODES=2 GPUS=8 -- pp=4 dp=4
+    python render.py pytorchjob --file cluster.env NAME=llama NODES=2 -- pp=2
 
 `job` is an indexed Job with its headless Service (Kubernetes 1.29 or newer), `pytorchjob` one for
 Kubeflow's training operator (1.7 or newer). Both take the same variables, from files of NAME=value
 lines and from the command line, where the last one counts; env.NAME=value is an environment
-variable of the pods. After `--` come train.py's own overrides.
+variable of the pods. After `--` come the overrides of training.
 
-A pod is a node: torchrun with rank 0's pod as the master. All mistakes are shown at once (exit
-code 2), and nothing is printed. What the manifests do is told in docs/clusters.md.
+A pod is a node: torchrun with rank 0's pod as the master. All errors are shown at once (exit code
+2), without a manifest.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True)
 class Variable:
-    """What a variable may be. default: None = it must be given, "" = it may be left out."""
+    """A variable and its valid values. default: None = required, "" = may be missing."""
 
     meaning: str
     default: str | None
@@ -81,7 +81,7 @@ VARIABLES = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Print the manifest that the command line asks for. Exit code 2 after mistakes."""
+    """Print a manifest. Exit code 2 for errors."""
     words = sys.argv[1:] if arguments is None else arguments
     cut = words.index("--") if "--" in words else len(words)
     own, overrides = words[:cut], words[cut + 1 :]
@@ -99,13 +99,13 @@ def main(arguments: list[str] | None = None) -> None:
         settings = [line for file in args.file for line in read_file(Path(file))]
         objects = manifest(args.kind, settings + args.settings, overrides)
     except (ConfigError, OSError) as error:
-        print(f"mistakes; no manifest was made\n{error}", file=sys.stderr)
+        print(f"errors; no manifest was made\n{error}", file=sys.stderr)
         raise SystemExit(2) from None
     print(to_yaml(objects), end="")
 
 
 def to_yaml(objects: list[Object]) -> str:
-    """As kubectl reads them, with nothing written as a reference to what came before."""
+    """YAML for kubectl, without anchors and aliases."""
 
     class Plain(yaml.SafeDumper):
         def ignore_aliases(self, data: Any) -> bool:
@@ -115,7 +115,7 @@ def to_yaml(objects: list[Object]) -> str:
 
 
 def read_file(path: Path) -> list[str]:
-    """The settings in a file: NAME=value lines, with # comments and a shell's quotes."""
+    """The settings in a file: NAME=value lines, with # comments and shell quotes."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return [" ".join(words) for line in lines if (words := shlex.split(line, comments=True))]
 
@@ -143,7 +143,7 @@ def read(settings: list[str], overrides: list[str]) -> tuple[dict[str, str], dic
             fix = "env.NCCL_SOCKET_IFNAME=eth0"
             problems.append(Problem(f"env.{name}", value, "no name of a variable", fix))
         elif name == "PET_MAX_RESTARTS":
-            reason = "a rank that is told to stop would end with 0, and its pod count as done"
+            reason = "a stopped rank would exit with 0, and its pod count as completed"
             problems.append(Problem(f"env.{name}", value, reason, f"RESTARTS={value}"))
         elif is_secret_name(name, environment=True):
             reason = "a secret must not be in a manifest: keep it in a Secret and name that"
@@ -177,8 +177,8 @@ def indexed_job(values: dict[str, str], env: dict[str, str], overrides: list[str
     ]
     template = pod(values, env, overrides, torchrun)
     (train,) = template["spec"]["containers"]
-    # A mistake is found in seconds, before the pods wait for each other, and by an exit code of its
-    # own: torchrun's is 1 whatever its ranks' were. The devices that it sees are training's.
+    # Finds errors in seconds, before the pods wait for each other, and with its own exit code:
+    # torchrun's is 1 whatever its ranks' were. It sees the devices of training.
     count = {"WORLD_SIZE": str(nodes * int(ranks(values))), "LOCAL_WORLD_SIZE": ranks(values)}
     check = train | {
         "name": "check",
@@ -211,7 +211,7 @@ def indexed_job(values: dict[str, str], env: dict[str, str], overrides: list[str
             "podFailurePolicy": {
                 "rules": [
                     {
-                        "action": "FailJob",  # a mistake in the config would come again
+                        "action": "FailJob",  # an error in the config would recur
                         "onExitCodes": {"containerName": "check", "operator": "In", "values": [2]},
                     },
                     {
@@ -227,7 +227,7 @@ def indexed_job(values: dict[str, str], env: dict[str, str], overrides: list[str
 
 
 def pytorch_job(values: dict[str, str], env: dict[str, str], overrides: list[str]) -> list[Object]:
-    """The operator tells torchrun by PET_... variables what a Job's pods have in their command."""
+    """A PyTorchJob: the operator sets PET_... variables instead of torchrun's options."""
     nodes = int(values["NODES"])
     replicas = {"Master": 1, "Worker": nodes - 1}
     specs = {}
@@ -264,7 +264,7 @@ def metadata(values: dict[str, str]) -> Object:
 
 
 def ranks(values: dict[str, str]) -> str:
-    """Ranks a pod: one a GPU, unless they were given."""
+    """Ranks per pod: NPROC, or one per GPU."""
     return values["NPROC"] or str(max(1, int(values["GPUS"])))
 
 
@@ -314,7 +314,7 @@ def pod(
 
 
 def resources(values: dict[str, str]) -> Object:
-    """What a container is given."""
+    """Requests and limits of a container."""
     memory = {"memory": values["MEMORY"]} if values["MEMORY"] else {}
     cores = {"cpu": values["CPUS"]} if values["CPUS"] else {}
     gpus = {values["GPU_KIND"]: int(values["GPUS"])} if int(values["GPUS"]) else {}
