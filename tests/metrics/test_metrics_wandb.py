@@ -106,7 +106,7 @@ def test_with_a_key_but_no_network_the_run_goes_on_offline_in_time(tmp_path):
     start_time = time.monotonic()
     output = run(tmp_path, 1, 3, 1, WANDB_API_KEY="0" * 40, WANDB_BASE_URL="http://127.0.0.1:9")
     assert time.monotonic() - start_time < 25
-    assert output.count("goes on offline, online failed") == 1
+    assert output.count("continuing offline, online failed") == 1
     (offline,) = kept(tmp_path)
     assert len(offline.history) == 3
     assert offline.config == CONFIG
@@ -121,7 +121,7 @@ def test_a_key_of_the_wrong_form_and_an_offline_or_disabled_environment(tmp_path
         start(tmp_path / "disabled", 1, 1, WANDB_MODE="disabled", **network),
     ]
     key, offline, disabled = map(output_of, runs)
-    assert "goes on offline, online failed: AuthenticationError" in key
+    assert "continuing offline, online failed: AuthenticationError" in key
     assert "where W&B offline" in offline
     assert "failed" not in offline
     assert "where W&B: disabled by WANDB_MODE" in disabled

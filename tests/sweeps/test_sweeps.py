@@ -298,11 +298,11 @@ def test_a_folder_with_a_run_takes_no_sweep_and_one_with_a_sweep_no_run(tmp_path
     assert run.wait()[0] == 2
     words = ["-m", "seed=1,2", "--config-path", f"{tmp_path}/s/1"]
     code, _, err = Launched("where", *words, program=JOBS).wait()
-    assert code == 2 and "holds a run, and no sweep" in err
+    assert code == 2 and "has a run, not a sweep" in err
     again = [*TINY, f"run_dir={tmp_path}/s", "sweep.resume=true", "seed=1,2"]
     tool = Launched("-m", *again, program=ROOT / "tools" / "verify.py")
     code, _, err = tool.wait()
-    assert code == 2 and "holds the sweep of another program" in err
+    assert code == 2 and "has the sweep of another program" in err
 
 
 def test_a_listener_that_leaves_does_not_end_the_sweep(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """What a run prints: a progress bar with lines above it on a terminal, plain lines in a log.
 
-It never ends a run: where its reader has gone it falls silent, and what the terminal's encoding
-lacks is written as "?".
+It never ends a run: after a broken pipe it prints nothing, and characters that the encoding lacks
+are written as "?".
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ LOG_WIDTH = 120  # columns of a table where there is no terminal
 
 
 class Console:
-    """A run's stream of lines on `stream` (standard output).
+    """Prints lines and a progress bar to `stream` (standard output).
 
-    `steps` is the run's last step; `start_at` says which one it goes on from. A line is printed every `log_every` steps, and at the first, the last, and those that validate.
+    steps: the run's last step. A line is printed every `log_every` steps, at the first and the last
+    one, and at those that validate.
     """
 
     def __init__(
@@ -37,14 +38,14 @@ class Console:
         log_every: int = 10,
     ) -> None:
         stream = stream or sys.stdout
-        self._stream = _Robust(stream)
+        self._stream = _SafeStream(stream)
         self._terminal = stream.isatty()
         self._steps, self._start_step, self._log_every = steps, 0, log_every
         self._bar: tqdm | None = None
         self._first: tuple[int, float] | None = None  # first step seen and its clock: for the ETA
 
     def start_at(self, step: int) -> None:
-        """The next step that comes is the one after `step`: a run goes on, or goes back."""
+        """The next step is the one after `step`: the run resumes, or rolls back."""
         self.close()
         self._start_step, self._first = step, None
 
@@ -54,7 +55,7 @@ class Console:
         self._stream.flush()
 
     def fields(self, rows: Sequence[tuple[str, str]]) -> None:
-        """Print labels and texts; a long text goes on under itself."""
+        """Print labels and texts; long texts are wrapped and indented."""
         indent = 4 + max(len(label) for label, _ in rows)
         for label, text in rows:
             first = f"  {label}".ljust(indent)
@@ -63,7 +64,7 @@ class Console:
                 max(indent + 20, self._width()),
                 initial_indent=first,
                 subsequent_indent=" " * indent,
-                break_long_words=False,  # paths stay whole, to be copied
+                break_long_words=False,  # paths can be copied
                 break_on_hyphens=False,
             ):
                 self.line(line)
@@ -90,7 +91,7 @@ class Console:
             self.line(step_line(record, self._steps, "" if self._terminal else eta, width))
 
     def close(self) -> None:
-        """Take the progress bar away; lines may still be printed."""
+        """Remove the progress bar; lines may still be printed."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -110,7 +111,7 @@ class Console:
         self._bar.update(record["step"] - self._bar.n)
 
     def _seconds_left(self, record: dict[str, Any]) -> float:
-        """By the clock since the first step: validation and checkpoints included, warm-up not."""
+        """By the time since the first step: validation and checkpoints included, warm-up not."""
         step, now = record["step"], time.monotonic()
         if self._first is None:
             self._first = step, now
@@ -126,9 +127,9 @@ class Console:
 
 
 def step_line(record: dict[str, Any], steps: int, eta: str, width: int) -> str:
-    """One step in one line; what matters least is left out until it fits `width` columns."""
+    """One step in one line of `width` columns; the least important fields are omitted."""
     parts = [
-        # (left out when there is no room, smallest first; text)
+        # (priority: the lowest is omitted first; text)
         (9, f"step {record['step']:>{len(str(steps)) + 1}}/{steps}"),
         (9, f"loss {units.decimal(record['loss'])}"),
         (8, f"val {units.decimal(record['val_loss'])}" if "val_loss" in record else ""),
@@ -158,7 +159,7 @@ def table_lines(
     indent, gap = "  ", "  "
     room = width - len(indent) - len(gap) * (len(widths) - 1)
     while sum(widths) > room and max(widths) > 1:
-        # text gives way before numbers, the widest first
+        # shorten text before numbers, the widest first
         text = [i for i in range(len(widths)) if not right[i] and widths[i] > 8]
         i = max(text or range(len(widths)), key=lambda i: widths[i])
         widths[i] -= 1
@@ -178,7 +179,7 @@ def table_lines(
 
 
 def shorten(text: str, width: int) -> str:
-    """`text` in at most `width` characters, with "…" for its middle: both ends tell most."""
+    """`text` in at most `width` characters, with "…" for its middle."""
     if len(text) <= width:
         return text
     head = width // 2
@@ -196,8 +197,8 @@ def _cell(value: Any) -> str:
     return " ".join(str(value).split())
 
 
-class _Robust:
-    """A text stream that goes on when its reader has gone or its encoding lacks a character."""
+class _SafeStream:
+    """A text stream that ignores broken pipes and replaces characters that its encoding lacks."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -212,22 +213,22 @@ class _Robust:
         except UnicodeEncodeError:
             text = text.translate({ord("…"): "~", ord("─"): "-"})
             text = text.encode(encoding, "replace").decode(encoding)
-        with self._forgiving():
+        with self._ignoring_errors():
             self._stream.write(text)
 
     def flush(self) -> None:
-        with self._forgiving():
+        with self._ignoring_errors():
             self._stream.flush()
 
     @contextlib.contextmanager
-    def _forgiving(self) -> Any:
+    def _ignoring_errors(self) -> Any:
         try:
             yield
         except ValueError:  # a closed file
             pass
         except OSError:
-            # Broken pipe, or a terminal that was closed: what Python has buffered for it would
-            # raise again at the next flush and at exit. The null device takes it from now on.
+            # Broken pipe, or a closed terminal: Python's buffer would raise again at the next flush
+            # and at exit. From now on the null device takes the output.
             with contextlib.suppress(OSError, ValueError):
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, self._stream.fileno())

@@ -1,4 +1,4 @@
-"""events.jsonl: what happened to a run besides its steps, a JSON object a line, kept for good.
+"""events.jsonl: the events of a run, a JSON object a line, never truncated.
 
 {"time": seconds since the epoch, "event": "rollback", "step": 120, ...}
 """
@@ -15,17 +15,17 @@ from titanlike.config.credentials import redact
 
 
 class Events:
-    """Appends to run_dir/events.jsonl and tells the user. On ranks other than 0 it does nothing."""
+    """Appends to run_dir/events.jsonl and prints a line. Does nothing on ranks other than 0."""
 
     def __init__(self, run_dir: Path, say: Callable[[str], None] | None) -> None:
-        """say: takes lines for the user; None on a rank that keeps silent."""
+        """say: prints a line; None on ranks other than 0."""
         self._path, self._say = run_dir / "events.jsonl", say
 
     def log(self, event: str, step: int, text: str = "", **fields: Any) -> None:
-        """Note an event; `text`, if there is one, is shown. Neither with credentials in it."""
+        """Write an event, and print its `text` if it has one; credentials are redacted."""
         if self._say is None:
             return
-        text = redact(text)  # of a file system's error, for one
+        text = redact(text)  # a file system's error may have some
         shown = {key: redact(v) if isinstance(v, str) else v for key, v in fields.items()}
         record = {"time": time.time(), "event": event, "step": step, **shown}
         with self._path.open("a", encoding="utf-8") as file:

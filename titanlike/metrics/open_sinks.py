@@ -1,4 +1,4 @@
-"""The sinks that a config asks for."""
+"""The sinks of a config."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def open_sinks(
 ) -> list[Sink]:
     """metrics.jsonl, always and first, then the configured logger.
 
-    `plain_config` is the resolved config as plain dicts, kept with a W&B run; `start_step` the
-    step that the run goes on from; `say` takes lines for the user (Console.line).
+    plain_config: the resolved config as plain dicts, uploaded to W&B. start_step: the step that the
+    run resumes from. say: prints a line (Console.line).
     """
     sinks: list[Sink] = [JsonlSink(Path(run_dir) / "metrics.jsonl", start_step)]
     match config.logger:

@@ -22,10 +22,10 @@ def write_result(
     seconds: float,
     overrides: list[str],
 ) -> None:
-    """Write run_dir/result.json whole or not at all.
+    """Write run_dir/result.json atomically.
 
-    `value` is what a sweep compares (the last validation loss, else the last loss), `seconds` the
-    run's wall time, `overrides` its command line.
+    value: the objective (the last validation loss, else the last loss). seconds: wall time.
+    overrides: the command line.
     """
     result = {
         "status": status,
@@ -38,12 +38,12 @@ def write_result(
 
 
 def ended_by_max_time(status: str | None, error: str | None) -> bool:
-    """Whether a run was ended by max_time: for a sweep, such a job is done."""
+    """Whether max_time ended a run: a sweep counts such a job as done."""
     return status == "stopped" and "by max_time" in (error or "")
 
 
 def read_result(run_dir: Path) -> dict[str, Any] | None:
-    """What `write_result` wrote, or None where a job left none (it never began, or was killed)."""
+    """result.json, or None where there is none: the job has not started, or was killed."""
     try:
         return files.loads((Path(run_dir) / "result.json").read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Where metrics go. A record is a plain dict of one step, its floats in full precision:
+"""Where metrics are written. A record is a dict of one step, its floats in full precision:
 
 step loss grad_norm lr tokens tokens_per_second step_seconds memory_bytes, and where known mfu,
 val_loss. `tokens` counts from the start of the run; seconds and bytes are plain units.
@@ -15,7 +15,7 @@ from titanlike.config import files
 
 
 class Sink(Protocol):
-    """Takes every record of a run. `location` says in a few words where they can be seen."""
+    """Takes every record of a run. `location`: where they can be seen, for the user."""
 
     location: str
 
@@ -23,10 +23,10 @@ class Sink(Protocol):
         """Take the record of one step; steps rise."""
 
     def flush(self) -> None:
-        """Make durable what was logged, where the sink is a file that a run goes on from."""
+        """Make the records durable, where a resumed run continues the file."""
 
     def rewind(self, step: int) -> None:
-        """The run goes back: the records after `step` will come again, changed."""
+        """The run rolls back: the records after `step` will be logged again."""
 
     def close(self, status: str) -> None:
         """End with the run's status: completed, failed or interrupted."""
@@ -35,8 +35,8 @@ class Sink(Protocol):
 class JsonlSink:
     """metrics.jsonl: a JSON object a line, each in the file before the next step begins.
 
-    `start_step` is the step that the run goes on from. Records of later steps, which the run is
-    going to repeat, and a last line torn by a crash are dropped from an existing file first.
+    start_step: the step that the run resumes from. Records of later steps, which will be repeated,
+    and a last line truncated by a crash are dropped from an existing file first.
     Raises OSError where the file cannot be written.
     """
 
@@ -51,7 +51,7 @@ class JsonlSink:
         self._file.write(files.dumps(record) + "\n")
 
     def flush(self) -> None:
-        """Have the records on the disk."""
+        """Sync the file to disk."""
         os.fsync(self._file.fileno())
 
     def rewind(self, step: int) -> None:
@@ -65,7 +65,7 @@ class JsonlSink:
 
     def _open_after(self, step: int) -> None:
         for unfinished in self._path.parent.glob(f".{self._path.name}.*"):
-            unfinished.unlink()  # of a process that was killed right here
+            unfinished.unlink()  # of a process that was killed while rewriting the file
         if self._path.exists():
             kept = [record for record in read_jsonl(self._path) if record["step"] <= step]
             files.atomic_write_text(
@@ -75,7 +75,7 @@ class JsonlSink:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl, whole lines only: a run may be writing it, or have died."""
+    """The records of a metrics.jsonl; truncated lines are skipped."""
     records = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:

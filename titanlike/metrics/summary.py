@@ -1,4 +1,4 @@
-"""What a run came to, in a few numbers: the end of its metrics.jsonl is read. Imports no torch."""
+"""The last numbers of a run, read from the end of its metrics.jsonl. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from titanlike.config import files
 
-# What a sweep's jobs can be compared by -> whether higher is better.
+# what a sweep can compare its jobs by -> whether it is maximized
 OBJECTIVES: dict[str, bool] = {
     "val_loss": False,
     "loss": False,
@@ -22,13 +22,13 @@ OBJECTIVES: dict[str, bool] = {
     "memory_bytes": False,
 }
 
-STEPS = 500  # at most so many count for a median: a table of 1,000 runs takes seconds
+STEPS = 500  # the most that count for a median: a table of 1,000 runs takes seconds
 _BLOCK = 1 << 17  # bytes; about 500 records
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A run's numbers; None where the run did not come so far, or does not have it."""
+    """A run's numbers; None where there is none yet, or at all."""
 
     steps: int = 0  # the last one that was logged
     loss: float | None = None  # the last; may be nan
@@ -41,10 +41,10 @@ class Summary:
 
 
 def summarize(run_dir: Path) -> Summary:
-    """Summarize run_dir/metrics.jsonl, whole lines only; without the file, an empty Summary.
+    """Summarize run_dir/metrics.jsonl; without the file, an empty Summary.
 
     Speed is the median of the second half of the steps since the run's last start, at most the
-    last `STEPS`: first steps compile and allocate, and a single slow step says nothing.
+    last `STEPS`: first steps compile and allocate.
     """
     try:
         with (Path(run_dir) / "metrics.jsonl").open("rb") as file:
@@ -59,7 +59,7 @@ def summarize(run_dir: Path) -> Summary:
         return Summary()
     last = records[-1]["step"]
     start = _last_resume(Path(run_dir))
-    start = start if start < last else 0  # it was of a run that has since begun anew
+    start = start if start < last else 0  # an event of a run that has since restarted from step 0
     recent = [record for record in records if record["step"] > start]
     half = [record for record in recent if record["step"] > start + (last - start) // 2]
     memory = [record["memory_bytes"] for record in recent if _is_number(record, "memory_bytes")]
@@ -76,9 +76,9 @@ def summarize(run_dir: Path) -> Summary:
 
 
 def objective_value(name: str, numbers: Summary) -> float | None:
-    """The number that `name` of OBJECTIVES stands for. val_loss of a run without validation: its loss.
+    """An objective's number; val_loss of a run without validation is its loss.
 
-    Raises KeyError for another name.
+    Raises KeyError for a name that is not in OBJECTIVES.
     """
     if name not in OBJECTIVES:
         raise KeyError(name)
@@ -97,12 +97,12 @@ def _last_records(file: BinaryIO) -> list[dict[str, Any]]:
         file.seek(start)
         data = file.read(size) + data
     lines = data.split(b"\n")
-    whole = lines[:-1] if start == 0 else lines[1:-1]  # what follows the last newline is torn
-    return list(parse_records(whole[-STEPS:]))
+    complete = lines[:-1] if start == 0 else lines[1:-1]  # the last one is truncated, or empty
+    return list(parse_records(complete[-STEPS:]))
 
 
 def _last_val_loss(file: BinaryIO) -> float | None:
-    """The newest one of the whole file, looked for from its end."""
+    """The last one in the file, searched from its end."""
     position = file.seek(0, os.SEEK_END)
     rest = b""  # the part of a line that begins in the block before
     while position > 0:
@@ -121,7 +121,7 @@ def _last_val_loss(file: BinaryIO) -> float | None:
 
 
 def parse_records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """Those lines of a metrics.jsonl that are records."""
+    """The records among the lines of a metrics.jsonl."""
     for line in lines:
         try:
             record = files.loads(line.decode(errors="replace"))
@@ -132,7 +132,7 @@ def parse_records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def _last_resume(run_dir: Path) -> int:
-    """The step from which the run's last start went on, as events.jsonl tells; 0 for a first."""
+    """The step that the run's last start resumed from, in events.jsonl; 0 if it did not resume."""
     step = 0
     try:
         text = (run_dir / "events.jsonl").read_text(encoding="utf-8", errors="replace")

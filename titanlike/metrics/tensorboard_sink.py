@@ -40,10 +40,10 @@ class TensorBoardSink:
                 self._writer.add_scalar(name, value, global_step=record["step"])
 
     def flush(self) -> None:
-        """Nothing: a run does not go on from it."""
+        """Nothing: a resumed run does not read it."""
 
     def rewind(self, step: int) -> None:
-        """Nothing: steps that come again are drawn again."""
+        """Nothing: repeated steps are drawn again."""
 
     def close(self, status: str) -> None:
         """Flush and close the event file."""

@@ -1,4 +1,4 @@
-"""Numbers as people read them: 1.2k, 412 MiB, 1:03:04."""
+"""Numbers in readable units: 1.2k, 412 MiB, 1:03:04."""
 
 from __future__ import annotations
 

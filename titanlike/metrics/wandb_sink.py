@@ -1,12 +1,12 @@
-"""Weights & Biases, at arm's length: nothing in it may fail, delay or hang a run.
+"""Weights & Biases, isolated: it cannot fail, delay or hang a run.
 
-1. Everything of wandb happens in one daemon thread that is fed through a bounded queue. The run
-   waits for it twice, each time with a limit: while the W&B run opens, and while it finishes.
-2. Online where an API key is found; where the server cannot be reached within the timeout, the
-   same process goes on offline, into run_dir/wandb, for `wandb sync` later.
-3. The W&B run's id is kept in run_dir/wandb/run_id: a resumed run goes on in the same W&B run.
-4. After any exception, or a limit that has passed, one line tells the user and wandb's service
-   process (wandb-core) is ended; metrics.jsonl has everything.
+1. All calls of wandb are in one daemon thread, fed by a bounded queue. The run waits for it twice,
+   each time with a timeout: while the W&B run opens, and while it finishes.
+2. Online if there is an API key; if the server cannot be reached within the timeout, offline, into
+   run_dir/wandb, for `wandb sync` later.
+3. The W&B run's id is in run_dir/wandb/run_id: a resumed run continues the same W&B run.
+4. After an exception or a timeout, one line is printed and wandb's service process (wandb-core) is
+   killed; metrics.jsonl has everything.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from titanlike.config import files, schema
 from titanlike.config.credentials import redact
 
-BACKLOG = 10_000  # records that wait while wandb does not take them; a few MB
+BACKLOG = 10_000  # records in the queue; a few MB
 GRACE = 30.0  # seconds beyond the user's timeout for importing wandb and starting its service
 FINISH_GRACE = 5.0  # seconds beyond the user's timeout, in which wandb gives up by itself
 EXIT_CODES = {"completed": 0, "failed": 1, "interrupted": 255}  # 255 is W&B's code for Ctrl-C
@@ -33,8 +33,7 @@ EXIT_CODES = {"completed": 0, "failed": 1, "interrupted": 255}  # 255 is W&B's c
 class WandbSink:
     """Logs records to W&B at their step.
 
-    `config` is kept with the W&B run; `say` takes a line for the user, on the caller's thread.
-    Mode auto follows the environment variable WANDB_MODE where it is set. Raises nothing.
+    config: uploaded with the run. say: prints a line, on the caller's thread. Mode auto follows the environment variable WANDB_MODE where it is set. Raises nothing.
     """
 
     def __init__(
@@ -56,26 +55,26 @@ class WandbSink:
         self._thread.start()
         if not self._opened.wait(settings.timeout + GRACE):
             self._stop(f"it did not start within {settings.timeout + GRACE:.0f} s")
-        self._tell()
+        self._print_notes()
 
     def log(self, record: dict[str, Any]) -> None:
         """Hand the record to wandb's thread."""
         if self._stopped.is_set():
-            return self._tell()
+            return self._print_notes()
         try:
             self._queue.put_nowait(record)
         except queue.Full:
             self._stop(f"it took none of the last {BACKLOG} steps")
-        self._tell()
+        self._print_notes()
 
     def flush(self) -> None:
-        """Nothing: a run does not go on from it."""
+        """Nothing: a resumed run does not read it."""
 
     def rewind(self, step: int) -> None:
-        """Nothing: W&B drops the steps that it has had, until the run is past them."""
+        """Nothing: W&B ignores repeated steps."""
 
     def close(self, status: str) -> None:
-        """Finish the W&B run, or after a limit leave it to `wandb sync`."""
+        """Finish the W&B run, or after a timeout leave it to `wandb sync`."""
         limit = self._settings.timeout + FINISH_GRACE
         if not self._stopped.is_set():
             with contextlib.suppress(queue.Full):
@@ -83,14 +82,14 @@ class WandbSink:
             self._thread.join(limit)
             if self._thread.is_alive():
                 self._stop(f"it did not finish within {limit:.0f} s")
-        self._tell()
+        self._print_notes()
 
-    def _tell(self) -> None:
+    def _print_notes(self) -> None:
         while not self._notes.empty():
             self._say(self._notes.get())
 
     def _stop(self, reason: str) -> None:
-        """No more records, no service process, one line that says so."""
+        """Take no more records, kill the service process, note the reason."""
         self._stopped.set()
         note = f"W&B stopped: {reason}; metrics.jsonl has every step"
         if self._folder is not None:
@@ -113,7 +112,7 @@ class WandbSink:
                     run.finish(exit_code=item)
                     break
                 run.log(item, step=item["step"])
-        except BaseException as error:  # SystemExit too: wandb's thread never decides for the run
+        except BaseException as error:  # SystemExit too
             if not self._stopped.is_set():
                 self._stop(_one_line(error))
         finally:
@@ -121,9 +120,9 @@ class WandbSink:
 
     def _open(self) -> Any:
         """The W&B run, online or else offline; None if the user has disabled W&B."""
-        # wandb-core's own telemetry has retries that hold up a process without network at its end
+        # wandb-core's telemetry retries without a network, which delays the end of the process
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        os.environ.pop("WANDB_SERVICE", None)  # a parent's service would not be ours to end
+        os.environ.pop("WANDB_SERVICE", None)  # a parent's service must not be killed here
         hooks = sys.exit, sys.excepthook
         try:
             import wandb
@@ -137,8 +136,8 @@ class WandbSink:
                     if run := self._open_online(wandb, mode):
                         return run
                 except Exception as error:
-                    self._notes.put(f"W&B: goes on offline, online failed: {_one_line(error)}")
-                    # the service holds on to the id of a run that failed: start another service
+                    self._notes.put(f"W&B: continuing offline, online failed: {_one_line(error)}")
+                    # the service keeps the id of a run that failed: start another service
                     _end_service()
             return None if self._stopped.is_set() else self._init(wandb, "offline")
         finally:
@@ -151,7 +150,7 @@ class WandbSink:
         if wandb.login(prompt=False, verify=False):
             return self._init(wandb, "online")
         if mode == "online":
-            self._notes.put("W&B: no API key (`wandb login`, or WANDB_API_KEY); goes on offline")
+            self._notes.put("W&B: no API key (`wandb login`, or WANDB_API_KEY); continuing offline")
         return None
 
     def _init(self, wandb: Any, mode: str) -> Any:
@@ -180,7 +179,7 @@ class WandbSink:
 
 
 def _mode(mode: str) -> str:
-    """auto, online, offline or disabled; auto gives way to WANDB_MODE."""
+    """auto, online, offline or disabled; auto follows WANDB_MODE."""
     if mode != "auto":
         return mode
     words = {"dryrun": "offline", "run": "online", "shared": "online"}  # wandb's older names
@@ -189,22 +188,22 @@ def _mode(mode: str) -> str:
 
 
 def _run_id(path: Path) -> str:
-    """The id kept in `path`, made and kept there the first time."""
+    """The id in `path`, which is created the first time."""
     with contextlib.suppress(FileNotFoundError):
-        if kept := path.read_text(encoding="utf-8").strip():
-            return kept
+        if saved := path.read_text(encoding="utf-8").strip():
+            return saved
     run_id = secrets.token_hex(4)
     files.atomic_write_text(path, run_id + "\n")
     return run_id
 
 
 def _end_service() -> None:
-    """End wandb-core, and take back wandb's exit handler, which would wait for it without limit."""
+    """Kill wandb-core, and remove wandb's exit handler, which would wait for it forever."""
 
     def end() -> None:
         from wandb.sdk import wandb_setup
 
-        # wandb has no public way to its process (private as of 0.31)
+        # wandb has no public API for its process (as of 0.31)
         wandb_setup.singleton()._connection._proc._process.kill()
 
     def attempt() -> None:

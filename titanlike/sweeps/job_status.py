@@ -1,9 +1,9 @@
-"""What became of each job of a sweep, told from the files in its directory. Imports no torch.
+"""The status of each job of a sweep, read from the files in its directory. Imports no torch.
 
-A job that is running has left no result.json yet. Whether somebody is at work on it is told from
-the age of what a run rewrites all the time (heartbeats, metrics.jsonl): to wait for a beat's number
-to change would take 10 s and more a look. Ages are by the clock of the file system alone: that of
-the machine on which the job runs need not agree with ours.
+A job that is running has left no result.json yet. Whether its process is alive is
+derived from the age of the files that a run rewrites (heartbeats, metrics.jsonl): waiting for a
+heartbeat to change would take 10 s or more. Ages use the file system's clock: that of the machine on
+which the job runs may differ.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _LEFT_BY_RUNS = ("result.json", "config.yaml", "metrics.jsonl")
 
 @dataclass(frozen=True)
 class JobRow:
-    """A job and what it came to. Statuses:
+    """A job, its status and its numbers. Statuses:
 
     completed, failed, interrupted and stopped (early by a stop request: it can be resumed), as result.json says;
-    invalid: a mistake in its config, nothing was started; killed: it ended without a word, or a
-    signal killed one of its processes; running; waiting: not started yet; submitted: nor, but a
-    scheduler has it; skipped: never will be.
+    invalid: an error in its config, nothing was started; killed: it ended without result.json, or a
+    signal killed one of its processes; running; waiting: not started yet; submitted: queued in a
+    scheduler; skipped: not to be run.
     """
 
     job: Job
@@ -49,27 +49,27 @@ class JobRow:
     error: str | None
     seconds: float | None  # wall time of its last start
     summary: Summary
-    value: float | None  # the objective, of whatever it has come to
+    value: float | None  # the objective so far
     settings: dict[str, str]  # those of its overrides that differ between the jobs
 
     @property
     def done(self) -> bool:
-        """A job that max_time has stopped has had its time."""
+        """Also a job that its max_time ended."""
         return self.status in DONE or ended_by_max_time(self.status, self.error)
 
 
 def read_job_rows(folder: Path, plan: Plan | None, ended: Collection[int] = ()) -> list[JobRow]:
     """A row a job: those of the plan, and others that are found in the folder, by number.
 
-    ended: numbers of jobs whose processes are known to have ended; they are not taken for running.
+    ended: numbers of jobs whose processes have ended; they do not count as running.
     Raises OSError where something cannot be read.
     """
-    place = _Place(folder)
+    clock = _FileSystemClock(folder)
     value = plan.value if plan else "val_loss"
     rows = []
     for job in [*(plan.jobs if plan else ()), *_others(folder, plan)]:
         run_dir = folder / job.folder / (plan.inner if plan else "")
-        rows.append(_row(job, run_dir, value, place, job.number in ended))
+        rows.append(_row(job, run_dir, value, clock, job.number in ended))
     unknown = [
         row for row in rows if not row.job.overrides and (row.run_dir / "config.yaml").exists()
     ]
@@ -78,7 +78,7 @@ def read_job_rows(folder: Path, plan: Plan | None, ended: Collection[int] = ()) 
     return _with_settings(sorted(rows, key=lambda row: row.job.number))
 
 
-def _row(job: Job, run_dir: Path, value: str, place: _Place, ended: bool) -> JobRow:
+def _row(job: Job, run_dir: Path, value: str, clock: _FileSystemClock, ended: bool) -> JobRow:
     result = _result(run_dir)
     numbers = summarize(run_dir)
     error: str | None = result.get("error")
@@ -90,7 +90,7 @@ def _row(job: Job, run_dir: Path, value: str, place: _Place, ended: bool) -> Job
         status, error = "skipped", job.skipped
     elif not any((run_dir / name).exists() for name in (*_LEFT_BY_RUNS, "logs")):
         status = "submitted" if (run_dir / SUBMITTED).exists() else "waiting"
-    elif not ended and _alive(run_dir, place):
+    elif not ended and _alive(run_dir, clock):
         status = "running"
     else:
         status, error = "killed", "it ended without a word: no result.json"
@@ -111,7 +111,7 @@ def _row(job: Job, run_dir: Path, value: str, place: _Place, ended: bool) -> Job
 
 
 def best(rows: Iterable[JobRow], value: str) -> JobRow | None:
-    """The job that is done with the best objective; None where there is none to be compared."""
+    """The done job with the best objective; None where none is comparable."""
     if value not in OBJECTIVES:
         return None
     sign = -1 if OBJECTIVES[value] else 1
@@ -137,7 +137,7 @@ def is_sweep(folder: Path) -> bool:
 
 
 def _others(folder: Path, plan: Plan | None) -> Iterator[Job]:
-    """Jobs in subfolders that the plan does not name: of an older sweep, or another sweeper."""
+    """Jobs in subfolders that are not in the plan: of an older sweep, or another sweeper."""
     known = {job.folder.partition("/")[0] for job in plan.jobs} if plan else set()
     taken = {job.number for job in plan.jobs} if plan else set()
     inner = plan.inner if plan else ""
@@ -159,15 +159,15 @@ def _others(folder: Path, plan: Plan | None) -> Iterator[Job]:
 def _result(run_dir: Path) -> dict[str, Any]:
     try:
         return read_result(run_dir) or {}
-    except (ValueError, NotADirectoryError):  # torn by a copy
+    except (ValueError, NotADirectoryError):  # truncated by a copy
         return {}
 
 
-# --- who is alive ------------------------------------------------------------------------------
+# --- alive ------------------------------------------------------------------------------
 
 
-class _Place:
-    """A folder and its file system's time."""
+class _FileSystemClock:
+    """The current time of a folder's file system."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -179,31 +179,31 @@ class _Place:
                 file.write(b"\n")
                 file.flush()
                 return os.fstat(file.fileno()).st_mtime
-        except OSError:  # it may be read only
+        except OSError:  # read-only
             return time.time()
 
 
-def _alive(run_dir: Path, place: _Place) -> bool:
-    """Whether somebody is at work on a run without a result.
+def _alive(run_dir: Path, clock: _FileSystemClock) -> bool:
+    """Whether a run without a result is in progress.
 
-    On another machine: whether it left a sign of life within three heartbeats.
+    On another machine: whether its files changed within three heartbeats.
     """
-    if (at_work := is_locked(run_dir)) is not None:
-        return at_work
+    if (locked := is_locked(run_dir)) is not None:
+        return locked
     launch = _config(run_dir).get("launch")
     beat = launch.get("heartbeat") if isinstance(launch, dict) else None
     beat = float(beat) if isinstance(beat, (int, float)) else HEARTBEAT
-    signs = [*(run_dir / "logs").glob("rank*.heartbeat"), run_dir / "metrics.jsonl"]
-    newest = max(map(_changed, signs))
+    files = [*(run_dir / "logs").glob("rank*.heartbeat"), run_dir / "metrics.jsonl"]
+    newest = max(map(_changed, files))
     return (
-        place.now - newest <= 3 * beat + 5
-        or place.now - _changed(run_dir / "config.yaml") <= STARTING
+        clock.now - newest <= 3 * beat + 5
+        or clock.now - _changed(run_dir / "config.yaml") <= STARTING
     )
 
 
 def _changed(path: Path) -> float:
     try:
-        with path.open("rb") as file:  # opened: a network file system may answer a stat from memory
+        with path.open("rb") as file:  # opened: a network file system may cache a stat
             return os.fstat(file.fileno()).st_mtime
     except OSError:
         return -math.inf
@@ -247,14 +247,14 @@ def _from_configs(rows: list[JobRow], unknown: list[JobRow]) -> list[JobRow]:
         every = dict.fromkeys(key for config in flat.values() for key in config)
         every.pop("run_dir", None)
         keys = [key for key in every if len({config.get(key) for config in flat.values()}) > 1]
-    told = []
+    updated = []
     for row in rows:
         if config := flat.get(id(row)):
             values = {key: config.get(key, config.get(f"{key}.name")) for key in keys}
             overrides = [f"{key}={value}" for key, value in values.items() if value is not None]
             row = replace(row, job=replace(row.job, overrides=overrides))
-        told.append(row)
-    return told
+        updated.append(row)
+    return updated
 
 
 def _config(run_dir: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""sweep.jsonl: what a sweep is going to run. A header, then a line a job, in the sweep's directory.
+"""sweep.jsonl: the plan of a sweep. A header, then a line for each job, in the sweep's directory.
 
 The directory may be written by several processes at once (the tasks of a job array, a search that
-adds jobs as it goes), so jobs are appended, and the reader takes a job that comes twice once.
+adds jobs as it goes), so jobs are appended; of a number that is there twice, the last line counts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from titanlike.config import files
 from titanlike.config.credentials import redact, redact_override
 
 FILE = "sweep.jsonl"
-_LOCK_TIMEOUT = 10.0  # seconds for another process's few lines
+_LOCK_TIMEOUT = 10.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Plan:
-    """A sweep: how it is run again, and what its jobs are compared by."""
+    """A sweep: the command that resumes it, its objective and its jobs."""
 
     command: str  # shell line that runs it again, into the same directory
     value: str  # the objective, one of `summary.OBJECTIVES`
-    inner: str = ""  # a tool's own place in each job's folder, "verify"
+    inner: str = ""  # a tool's folder inside each job's, "verify"
     jobs: list[Job] = field(default_factory=list)  # by number
 
 
 def write_plan(folder: Path, plan: Plan) -> bool:
-    """Write folder/sweep.jsonl, whole or not at all. Returns False where a plan is there already.
+    """Write folder/sweep.jsonl atomically. Returns False where there is a plan already.
 
     Credentials in the command and in overrides are written as ***.
     """
@@ -52,14 +52,14 @@ def write_plan(folder: Path, plan: Plan) -> bool:
     lines = [files.dumps(header), *map(_line, plan.jobs)]
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
-        if (folder / FILE).exists():  # another task of a job array was quicker
+        if (folder / FILE).exists():  # written by another task of a job array
             return False
         files.atomic_write_text(folder / FILE, "\n".join(lines) + "\n")
         return True
 
 
 def add_jobs(folder: Path, jobs: list[Job]) -> None:
-    """Append jobs; several processes may. A number that is there already is replaced.
+    """Append jobs; several processes may. A number that exists is replaced.
 
     Raises FileNotFoundError where there is no plan.
     """
@@ -109,7 +109,7 @@ def _job(line: str) -> Job | None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One writer at a time. Where the file system has no locks, appended lines must do."""
+    """One writer at a time, where the file system has locks."""
     deadline = time.monotonic() + _LOCK_TIMEOUT
     handle = os.open(folder / f".{FILE}.lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:

@@ -1,7 +1,6 @@
 """A sweep's jobs as processes of this machine: one after another, or several at a time.
 
-Each job is a command of its own, as if the user had typed it: whatever becomes of its process, the
-next one starts in a clean one. One after another they share the terminal; several at a time, each
+Each job is a process, as if the user had typed its command: a crash does not affect the next one. One after another they share the terminal; several at a time, each
 writes to its own output.log, and a line says when it begins and ends.
 
 Several share the devices: each job gets as many GPUs as it has ranks (CUDA_VISIBLE_DEVICES), or on
@@ -28,15 +27,15 @@ from titanlike.launch.stop_request import StopRequest
 from titanlike.metrics.result import ended_by_max_time, read_result, write_result
 
 OUTPUT = "output.log"  # of a job that has no terminal
-_LOOK = 0.05  # seconds between looks
-_KILL_AFTER = 30.0  # seconds that a job gets to end after a second signal
+_POLL = 0.05  # seconds
+_KILL_AFTER = 30.0  # seconds from a second signal
 _STOPPED = 75  # exit code of a run that has stopped with a checkpoint
-_LAST = 2000  # characters of a job's output that are shown where it left no result
+_TAIL = 2000  # characters of output that are shown for a job without result.json
 
 
 @dataclass(frozen=True)
 class Command:
-    """One job: what is run, and where its result will be."""
+    """One job's command."""
 
     name: str  # for the user: "3: schedule=gpipe"
     function: str  # of the job, as `cli.start_job` takes it
@@ -60,8 +59,8 @@ class EndedJob:
     seconds: float
 
     @property
-    def good(self) -> bool:
-        """Whether it counts as done: completed, or stopped by max_time, which is its own."""
+    def done(self) -> bool:
+        """Completed, or ended by its own max_time."""
         return self.status == "completed" or ended_by_max_time(self.status, self.error)
 
 
@@ -71,14 +70,14 @@ class Processes:
     def __init__(
         self, parallel: int, begun: Callable[[Command], None], ended: Callable[[EndedJob], None]
     ) -> None:
-        self._parallel, self._begun, self._told = parallel, begun, ended
-        self._running: dict[int, _Running] = {}  # by the command's place
+        self._parallel, self._begun, self._ended = parallel, begun, ended
+        self._running: dict[int, _Running] = {}  # by the command's index
 
     def run(self, builders: list[Callable[[], Command]]) -> list[EndedJob]:
-        """Run all commands, each made when its turn comes; how each ended, in their order.
+        """Run all commands, each built when it is due; returns how each ended, in their order.
 
-        Raises SystemExit(75) where a signal has stopped the jobs that ran, and Interrupted where it
-        has ended them.
+        Raises SystemExit(75) where a signal stopped the jobs with checkpoints, Interrupted where
+        it ended them.
         """
         ended: dict[int, EndedJob] = {}
         waiting = dict(enumerate(builders))
@@ -102,20 +101,20 @@ class Processes:
                             del waiting[number]
                             self._start(number, made.pop(number), taken, total)
                         elif new:
-                            break  # a smaller one behind it may fit: looked at next time
-                    for number in [n for n, at in self._running.items() if at.over]:
+                            break  # a smaller one behind it may fit: tried at the next poll
+                    for number in [n for n, at in self._running.items() if at.has_ended]:
                         running = self._running.pop(number)
                         free += running.taken
                         ended[number] = self._end(running)
                     if stop.received and not self._running:
                         break
-                    stop.kill_late(self._running.values())
-                    time.sleep(_LOOK)
+                    stop.kill_overdue(self._running.values())
+                    time.sleep(_POLL)
             finally:
-                for running in self._running.values():  # an error of our own
+                for running in self._running.values():  # after an exception here
                     running.kill()
         if stop.received and not (
-            len(ended) == len(builders) and all(e.good for e in ended.values())
+            len(ended) == len(builders) and all(e.done for e in ended.values())
         ):
             if all(end.code in (0, _STOPPED) for end in ended.values()):
                 raise SystemExit(_STOPPED)
@@ -149,9 +148,9 @@ class Processes:
             result = read_result(command.folder)
         if result is None or running.error:
             error = running.error or describe_exit(running.code)
-            error += _last_words(command.folder if running.output else None)
+            error += _output_tail(command.folder if running.output else None)
             result = {"status": "failed", "value": None, "error": error}
-            with contextlib.suppress(OSError):  # that it cannot be written may be why it failed
+            with contextlib.suppress(OSError):  # a full disk may be why it failed
                 write_result(
                     command.folder,
                     status="failed",
@@ -162,7 +161,7 @@ class Processes:
                 )
         error = result["error"] or ""
         ended = EndedJob(command, running.code, result["status"], error, result["value"], seconds)
-        self._told(ended)
+        self._ended(ended)
         return ended
 
     def _forward(self, signum: int) -> bool:
@@ -182,7 +181,7 @@ class _Running:
     error: str = ""  # why there is no process
 
     @property
-    def over(self) -> bool:
+    def has_ended(self) -> bool:
         return self.process is None or self.process.poll() is not None
 
     @property
@@ -196,7 +195,7 @@ class _Running:
 
 
 class _ForwardedStop(StopRequest):
-    """Signals go on to the jobs, which end by themselves: first after a step, then at once."""
+    """Forwards signals to the jobs, which stop after a step, or immediately at the second one."""
 
     def __init__(self, forward: Callable[[int], bool]) -> None:
         super().__init__()
@@ -206,7 +205,7 @@ class _ForwardedStop(StopRequest):
     def receive(self, signum: int) -> bool:
         """Pass a signal on; False where there is nobody to end first."""
         now = time.monotonic()
-        if now - self._last < 1.0:  # Ctrl-C comes to every process of a terminal at once
+        if now - self._last < 1.0:  # Ctrl-C reaches every process of a terminal at once
             return True
         self._last, self._code = now, signum
         self._times += 1
@@ -219,17 +218,17 @@ class _ForwardedStop(StopRequest):
     def code(self, max_time: float | None = None) -> int:
         return self._code
 
-    def kill_late(self, jobs: Iterable[_Running]) -> None:
-        """Kill what has not ended long after a second signal."""
+    def kill_overdue(self, jobs: Iterable[_Running]) -> None:
+        """Kill jobs that have not ended long after a second signal."""
         if self._times > 1 and time.monotonic() - self._last > _KILL_AFTER:
             for running in jobs:
                 running.kill()
 
 
 def devices(device: str, parallel: int) -> list[str]:
-    """What jobs are given a share of: GPUs by name, or cores of the CPU.
+    """The devices that jobs share: GPUs by name, or cores of the CPU.
 
-    None where one runs after another; cores only where nobody has said how many at a time.
+    Empty where jobs run one after another; cores only where `parallel` is 0.
     """
     if parallel == 1:
         return []
@@ -256,7 +255,7 @@ def _environment(command: Command, taken: list[str], parallel: int, total: int) 
 
 
 def _program(command: Command) -> str:
-    """What a job's process runs: the same as the sweep's own, whatever that was started by."""
+    """The Python code of a job's process: the sweep's own import path and program."""
     call = f"start_job({command.function!r}, {command.inner!r}, {str(command.folder)!r})"
     return (
         f"import sys; sys.path[:] = {import_path()!r}; sys.argv[0] = {sys.argv[0]!r}; "
@@ -266,10 +265,10 @@ def _program(command: Command) -> str:
     )
 
 
-def _last_words(folder: Path | None) -> str:
-    """The last lines that a job without a terminal has printed."""
+def _output_tail(folder: Path | None) -> str:
+    """The last lines in a job's output.log."""
     if folder is None:
         return ""
-    text = (folder / OUTPUT).read_text(encoding="utf-8", errors="replace")[-_LAST:]
+    text = (folder / OUTPUT).read_text(encoding="utf-8", errors="replace")[-_TAIL:]
     lines = [line for line in text.splitlines() if line.strip()]
     return "".join(f"\n  {line}" for line in lines[-5:])

@@ -15,7 +15,7 @@ from titanlike.sweeps.job_status import is_sweep
 from titanlike.sweeps.table import Table, read_table, terminal_lines
 from titanlike.sweeps.table_files import write_csv, write_markdown
 
-DONE, LEFT, WRONG = 0, 1, 2  # exit codes
+DONE, LEFT, INVALID = 0, 1, 2  # exit codes
 
 
 def report(
@@ -25,18 +25,18 @@ def report(
     ended: Collection[int] = (),
     picture: bool = True,
 ) -> Table:
-    """Show a sweep's table, and write sweep.csv, sweep.md and sweep.png into its folder.
+    """Print a sweep's table, and write sweep.csv, sweep.md and sweep.png into its folder.
 
-    ended: numbers of jobs whose processes are known to have ended. What cannot be written, or
-    drawn, is told by a line and ends nothing. Raises as `read_table` does.
+    ended: see `read_job_rows`. A file that cannot be written is reported by a line. Raises as
+    `read_table` does.
     """
     table = read_table(folder, ended)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else LOG_WIDTH
     for line in terminal_lines(table, width):
         say(line)
-    drawn = _tried(say, "sweep.png", lambda: _draw(table)) if picture else None
-    csv = _tried(say, "sweep.csv", lambda: write_csv(table))
-    text = _tried(say, "sweep.md", lambda: write_markdown(table, drawn is not None))
+    drawn = _try(say, "sweep.png", lambda: _draw(table)) if picture else None
+    csv = _try(say, "sweep.csv", lambda: write_csv(table))
+    text = _try(say, "sweep.md", lambda: write_markdown(table, drawn is not None))
     if written := [str(path) for path in (csv, text, drawn) if path]:
         say(f"written: {', '.join(written)}")
     return table
@@ -73,14 +73,14 @@ def _draw(table: Table) -> Path | None:
     return draw(table)
 
 
-def _tried(say: Callable[[str], None], name: str, write: Callable[[], Path | None]) -> Path | None:
+def _try(say: Callable[[str], None], name: str, write: Callable[[], Path | None]) -> Path | None:
     try:
         return write()
-    except Exception as error:  # a sweep that is done must not end as failed by its report
+    except Exception as error:  # its report must not make a sweep fail
         say(f"{name} could not be written: {type(error).__name__}: {error}")
         return None
 
 
 def _fail(text: str) -> int:
     print("error:", text, file=sys.stderr)
-    return WRONG
+    return INVALID

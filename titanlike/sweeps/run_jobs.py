@@ -1,4 +1,4 @@
-"""How the jobs of a sweep are run: looked at only, on ranks that are there, submitted, or as processes."""
+"""Runs the jobs of a sweep: only checked, on the ranks of torchrun or srun, submitted, or as processes."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from titanlike.sweeps.plan import Job
 from titanlike.sweeps.processes import Command, EndedJob, Processes
 from titanlike.sweeps.sweep_run import SweepRun
 
-_SUBMITTING = 120.0  # seconds that a submit command may take
-_ANSWER = 200  # characters of what it prints that are shown
-_POLL = 2.0  # seconds between looks for the results of submitted jobs
+_SUBMIT_TIMEOUT = 120.0  # seconds
+_OUTPUT_SHOWN = 200  # characters of a submit command's output
+_POLL = 2.0  # seconds, for the results of submitted jobs
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A job, and what its overrides give, once that is asked for: composing takes its time."""
+    """A job and its config, which is composed when first read: that takes time."""
 
     job: Job
     compose: Callable[[], tuple[Config | None, list[Problem]]]
 
     @cached_property
     def config(self) -> Config | None:
-        """None where the overrides do not compose."""
+        """None where the overrides cannot be composed."""
         return self._composed[0]
 
     @property
@@ -62,7 +62,7 @@ Here = Callable[[Prepared], float | None]  # runs a job in this process; raises 
 
 
 def run_jobs(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared], here: Here) -> list[End]:
-    """Run jobs to their ends (or, submitted without waiting, to their beginnings)."""
+    """Run jobs to their ends; submitted ones only if sweep.wait is set."""
     for item in jobs:
         sweep.ran.add(item.job.number)
     if sweep.check:
@@ -70,7 +70,7 @@ def run_jobs(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared], here: Her
     if runner.ranks is not None:
         return [_run_here(sweep, item, here) for item in jobs]
     if sweep.settings.submit is not None:
-        return _submitted(sweep, runner, jobs)
+        return _submit_all(sweep, runner, jobs)
     return _as_processes(sweep, runner, jobs)
 
 
@@ -101,7 +101,7 @@ def _run_here(sweep: SweepRun, item: Prepared, here: Here) -> End:
     sweep.say(f"\njob {item.name}")
     try:
         return here(item)
-    except JobFailed as failed:  # was told when it happened
+    except JobFailed as failed:  # already reported
         return failed
 
 
@@ -116,12 +116,12 @@ def _as_processes(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> l
         sweep.say(f"\njob {command.name}{of}" if alone else f"job {command.name} begins{of}")
 
     def ended(end: EndedJob) -> None:
-        if end.good and sweep.settings.parallel == 1:
-            return  # it has said so itself
+        if end.done and sweep.settings.parallel == 1:
+            return  # the job has printed it
         what = {"completed": "is done"}.get(end.status, end.status)
         value = f", value {end.value:.6g}" if end.value is not None else ""
         line = f"job {end.command.name} {what} after {end.seconds:.0f} s{value}"
-        if end.good:
+        if end.done:
             sweep.say(line)
         else:
             sweep.say_error(f"{line}\n{_indented(end.error)}" if end.error else line)
@@ -140,11 +140,11 @@ def _as_processes(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> l
 
     processes = Processes(sweep.settings.parallel, begun, ended)
     ends = processes.run([partial(command, item) for item in jobs])
-    return [end.value if end.good else JobFailed(end.error, end.error) for end in ends]
+    return [end.value if end.done else JobFailed(end.error, end.error) for end in ends]
 
 
-def _submitted(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> list[End]:
-    """Hand each job to the submit command; wait for their results where that was asked for."""
+def _submit_all(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> list[End]:
+    """Pass each job to the submit command; wait for the results if sweep.wait is set."""
     assert sweep.settings.submit is not None
     ends: dict[int, End] = {}
     for item in jobs:
@@ -163,34 +163,38 @@ def _submitted(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> list
             ends[item.job.number] = JobFailed(str(error), str(error))
             continue
         command = submit_command(sweep.settings.submit, arguments(sweep, item))
-        answer, error_text = _answer(command)
+        output, error_text = _submit(command)
         if error_text:
             report.write("failed", error=error_text)
             sweep.say_error(f"job {item.name} is not submitted\n{_indented(error_text)}")
             ends[item.job.number] = JobFailed(error_text, error_text)
         else:
-            told = answer[:_ANSWER] or "(the command printed nothing)"
+            shown = output[:_OUTPUT_SHOWN] or "(the command printed nothing)"
             with contextlib.suppress(OSError):
-                (folder / SUBMITTED).write_text(f"{time.ctime()}: {told}\n", encoding="utf-8")
-            sweep.say(f"job {item.name} submitted: {told}")
+                (folder / SUBMITTED).write_text(f"{time.ctime()}: {shown}\n", encoding="utf-8")
+            sweep.say(f"job {item.name} submitted: {shown}")
     if sweep.settings.wait is not None:
         ends |= _wait_for(sweep, [item for item in jobs if item.job.number not in ends])
     return [ends.get(item.job.number) for item in jobs]
 
 
 def submit_command(submit: str, arguments: list[str]) -> list[str]:
-    """The command with a job's arguments: in place of {args}, as one shell-quoted text, or behind."""
+    """The command with a job's arguments: shell-quoted in place of {args}, else appended."""
     words = shlex.split(submit)
     if any("{args}" in word for word in words):
         return [word.replace("{args}", shlex.join(arguments)) for word in words]
     return [*words, *arguments]
 
 
-def _answer(command: list[str]) -> tuple[str, str]:
-    """What a submit command printed; why it did not work."""
+def _submit(command: list[str]) -> tuple[str, str]:
+    """A submit command's output, or its error."""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_SUBMITTING, stdin=subprocess.DEVNULL
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_SUBMIT_TIMEOUT,
+            stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return "", f"sweep.submit={command[0]}: {error}"
@@ -224,9 +228,9 @@ def _wait_for(sweep: SweepRun, jobs: list[Prepared]) -> dict[int, End]:
 
 
 def _final_result(folder: Path) -> dict[str, Any] | None:
-    """result.json of a job that will not be started again by whoever runs it; None before that.
+    """result.json of a submitted job that will not be restarted; None before that.
 
-    One that was stopped by a signal is preempted, and comes back.
+    A job that a signal stopped was preempted: its scheduler restarts it.
     """
     try:
         result = read_result(folder)
@@ -240,7 +244,7 @@ def _final_result(folder: Path) -> dict[str, Any] | None:
 
 
 def arguments(sweep: SweepRun, item: Prepared) -> list[str]:
-    """The command line of a job by itself, after the program's name."""
+    """A job's own command line, after the program's name."""
     words = [*sweep.options, *item.job.overrides, "hydra.mode=RUN"]
     words.append(f"hydra.job.num={item.job.number}")
     words.append(f"run_dir={quoted(str(sweep.folder / item.job.folder))}")

@@ -1,4 +1,4 @@
-"""A sweep as all its parts see it: its directory, its plan, what its jobs are called, how it ends."""
+"""A sweep in progress: its directory, its plan, which jobs this command runs, its exit code."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from titanlike.sweeps.plan import Job, Plan, add_jobs, read_plan, write_plan
 
 @dataclass
 class SweepRun:
-    """A sweep. Plain data, so that a launcher may take it to another machine."""
+    """A sweep. Picklable, for launchers that run jobs on another machine."""
 
     folder: Path  # absolute
     settings: Sweep
-    value: str  # what the jobs are compared by
+    value: str  # the objective by which jobs are compared
     program: list[str]  # as the user typed it: titanlike train, python train.py
-    options: list[str]  # of the command line that each job needs, too: --config-dir ...
+    options: list[str]  # that each job needs, too: --config-dir ...
     command: list[str]  # the sweep's own command line, after the program
-    inner: str  # a tool's own place in a job's folder, or ""
+    inner: str  # a tool's folder inside a job's, or ""
     grid: bool  # whether all jobs are known from the start (a search adds them as it goes)
     fixed: frozenset[str]  # keys that are the same in all jobs
     restart: bool = False  # whether this command was started before
-    check: bool = False  # only look for mistakes
-    base: int = 0  # of a search that goes on: the first new job's number
-    done: int = 0  # and how many jobs were done before
-    wrong: int = 0  # jobs with mistakes that --check has found
+    check: bool = False  # --check
+    base: int = 0  # of a resumed search: the first new job's number
+    done: int = 0  # of a resumed search: jobs done before
+    wrong: int = 0  # jobs in which --check has found errors
     ran: set[int] = field(default_factory=set)  # numbers of jobs that this command has run
     planned: dict[str, Job] = field(default_factory=dict)  # jobs by their folders
 
@@ -47,18 +47,18 @@ class SweepRun:
 
     @property
     def resumes(self) -> bool:
-        """Whether what is done is left alone, and the rest of the plan run."""
+        """Whether only the jobs are run that are not done."""
         return self.settings.resume or self.settings.share is not None or self.restart
 
     def open(self) -> list[Problem]:
-        """Begin the plan in the sweep's directory, or find what is wrong with going on there."""
+        """Write the plan, or read the one to resume; problems with the directory."""
         if self.check:
             return []
         fix = "run_dir=outputs/NAME"
         try:
             plan = read_plan(self.folder)
             if plan is None and (self.folder / "config.yaml").exists():
-                return [Problem("run_dir", str(self.folder), "holds a run, and no sweep", fix)]
+                return [Problem("run_dir", str(self.folder), "has a run, not a sweep", fix)]
             if plan is None:
                 of_this_start = ("sweep.resume=", "sweep.share=")
                 words = [word for word in self.command if not word.startswith(of_this_start)]
@@ -74,7 +74,7 @@ class SweepRun:
         if plan is None:
             return []
         if plan.inner != self.inner:
-            return [Problem("run_dir", str(self.folder), "holds the sweep of another program", fix)]
+            return [Problem("run_dir", str(self.folder), "has the sweep of another program", fix)]
         if not self.resumes:
             reason = f"holds a sweep of {_count(len(plan.jobs))} already"
             fix = "sweep.resume=true to run what is not done, or another run_dir"
@@ -89,11 +89,11 @@ class SweepRun:
         return [text for text in overrides if key_of(text) not in self.fixed]
 
     def job_name(self, overrides: Iterable[str]) -> str:
-        """What a job is called: the overrides that the sweep varies."""
+        """A job's name: the overrides that the sweep varies."""
         return ",".join(self.swept(job_overrides(overrides)))
 
     def job_folder(self, job: Job) -> Path:
-        """Where a job writes its result.json and metrics.jsonl."""
+        """Where a job writes result.json and metrics.jsonl."""
         return self.folder / job.folder / self.inner
 
     def add(self, jobs: list[Job]) -> None:
@@ -135,16 +135,16 @@ class SweepRun:
             if not self.check:
                 self.say(f"a sweep of {_count(len(jobs))}, in {self.folder}")
             return list(jobs.values())
-        return self._left(jobs)
+        return self._not_done(jobs)
 
-    def _left(self, jobs: dict[int, Job]) -> list[Job]:
-        """Those of the jobs that are neither done nor in somebody else's hands."""
+    def _not_done(self, jobs: dict[int, Job]) -> list[Job]:
+        """Those of the jobs that are neither done, running nor submitted."""
         plan = read_plan(self.folder)
         rows = [row for row in read_job_rows(self.folder, plan) if row.job.number in jobs]
         done = [row for row in rows if row.done]
         elsewhere = [row for row in rows if row.status in ("running", "submitted")]
-        told = f", {len(done)} of them done before" if done else ""
-        self.say(f"a sweep of {_count(len(jobs))}{told}, in {self.folder}")
+        before = f", {len(done)} of them done before" if done else ""
+        self.say(f"a sweep of {_count(len(jobs))}{before}, in {self.folder}")
         for row in elsewhere:
             where = "runs elsewhere"
             if row.status == "submitted":
@@ -152,13 +152,13 @@ class SweepRun:
             self.say(f"job {row.job.number} {where}")
         skipped = {row.job.number for row in (*done, *elsewhere)}
         jobs = {at: job for at, job in jobs.items() if at not in skipped}
-        if self.restart and not self.settings.resume:  # what has failed may fail again: it is last
+        if self.restart and not self.settings.resume:  # failed jobs last: they may fail again
             ended = {row.job.number for row in rows if row.status in ("failed", "invalid")}
             return sorted(jobs.values(), key=lambda job: job.number in ended)
         return list(jobs.values())
 
     def job_for(self, overrides: list[str], number: int) -> Job:
-        """The job with these overrides: of the grid, or a new one that a search has thought of."""
+        """The job with these overrides: of the grid, or a new one of a search."""
         for text in overrides:
             key, _, folder = text.partition("=")
             if key == "hydra.sweep.subdir" and folder in self.planned:
@@ -169,7 +169,7 @@ class SweepRun:
         return job
 
     def register(self, overrides: list[str], number: int, run_dir: Path) -> list[str]:
-        """A job's own overrides, also of a job that another launcher than ours begins."""
+        """Add a job to the plan if it is new; its own overrides. For any launcher."""
         own = job_overrides(overrides)
         folder = str(run_dir.relative_to(self.folder)) if run_dir != self.folder else "."
         if folder not in self.planned:
@@ -178,7 +178,7 @@ class SweepRun:
         return own
 
     def close(self, code: int | str | None) -> int | str | None:
-        """Show how the sweep stands, and write its table; the exit code, where so far it was `code`."""
+        """Print and write the table; the exit code, given the one so far."""
         from titanlike.sweeps.report import report
 
         if self.check:
@@ -186,7 +186,7 @@ class SweepRun:
                 self.say("config OK; nothing was started (--check)")
             return 2 if self.wrong else code
         if code and not ((plan := read_plan(self.folder)) and plan.jobs):
-            return code  # it has not begun
+            return code  # no job has been planned
         self.say("")
         waited = self.settings.submit is None or self.settings.wait is not None
         table = report(self.folder, self.say, ended=self.ran if waited else ())
@@ -195,31 +195,31 @@ class SweepRun:
         mine = {job.number for job in self.planned.values()}
         statuses = {row.status for row in table.rows if row.job.number in mine and not row.done}
         if waited and self.ran and "waiting" in statuses:
-            return 1  # one that could not even be started
+            return 1  # it could not be started
         if statuses & {"failed", "invalid", "killed"}:
             return 1
         return 75 if statuses & {"stopped", "interrupted"} else 0
 
     def say(self, line: str) -> None:
-        """Tell the user, between the jobs' own lines."""
-        with contextlib.suppress(OSError):  # nobody listens any more: the jobs run on
+        """Print a line."""
+        with contextlib.suppress(OSError):  # stdout is closed: the jobs continue
             print(line, flush=True)
 
     def say_error(self, line: str) -> None:
-        """Tell the user of something that went wrong."""
+        """Print a line to stderr."""
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             print(line, file=sys.stderr, flush=True)
 
 
 def job_overrides(overrides: Iterable[str]) -> list[str]:
-    """A job's own overrides as a user would write them: without those of the sweep and of Hydra."""
+    """A job's own overrides as typed, without those of the sweep and of Hydra."""
     ours = ("sweep.", "run_dir=", "hydra.", "hydra/")
     return [text for text in map(from_hydra, overrides) if not text.lstrip("+~").startswith(ours)]
 
 
 def _identity(overrides: Iterable[str]) -> tuple[str, ...]:
-    """The same for jobs whose overrides say the same; of a key that is given twice, the last counts."""
+    """Equal for jobs with equal settings; of a key that is given twice, the last counts."""
     return tuple(sorted({key_of(text): redact_override(text) for text in overrides}.values()))
 
 

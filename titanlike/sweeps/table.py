@@ -1,4 +1,4 @@
-"""A sweep's table: on the terminal, as sweep.csv and sweep.md; which job was best; what is left."""
+"""A sweep's table: its columns, its lines on the terminal, the best job, and the jobs left."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ERRORS = 20  # different errors below the terminal's table
 
 @dataclass(frozen=True)
 class Table:
-    """A sweep's rows, and what they are read with."""
+    """A sweep's jobs and plan."""
 
     folder: Path
     plan: Plan | None  # None: of an older sweep, or another sweeper
@@ -39,17 +39,17 @@ class Table:
 
     @property
     def keys(self) -> list[str]:
-        """What differs between the jobs: a column each."""
+        """The settings that differ between jobs: a column each."""
         return list(dict.fromkeys(key for row in self.rows for key in row.settings))
 
     def label(self, row: JobRow) -> str:
-        """A job in a few words: what is special about it, with short names; else "job"."""
+        """A job's settings, with short names; "job" where it has none."""
         names = _short_names(self.keys)
         return " ".join(f"{names[key]}={_setting(row, key)}" for key in row.settings) or "job"
 
     @property
     def best(self) -> JobRow | None:
-        """None for a tool's sweep: what its value is, and whether more is better, nobody has said."""
+        """None for a tool's sweep: whether its value is to be maximized is unknown."""
         if self.plan is not None and self.plan.inner:
             return None
         return job_status.best(self.rows, self.value)
@@ -79,7 +79,7 @@ def terminal_lines(table: Table, width: int) -> list[str]:
     width = min(width, _WIDEST)
     columns = _fitting(table, width)
     skipped = sum(row.status == "skipped" for row in table.rows)
-    shown = [  # many that were never started are told by one line a reason alone
+    shown = [  # many skipped ones have only a line for each reason, below
         i for i, row in enumerate(table.rows) if skipped <= _NAMED or row.status != "skipped"
     ]
     cells = [[column.cells[i] for column in columns] for i in shown]
@@ -107,7 +107,7 @@ class Column:
 
 
 def read_columns(table: Table, keys: list[str]) -> list[Column]:
-    """The columns that people read: of what no job has, there is none."""
+    """The columns, without those in which every job is empty."""
     rows = table.rows
 
     def numbers(header: str, values: Iterable[Any], form: Any) -> list[Column]:
@@ -130,13 +130,13 @@ def read_columns(table: Table, keys: list[str]) -> list[Column]:
 
 
 def _setting(row: JobRow, key: str) -> str:
-    """As it was written, but 0.00031622776601683795, of a search, as 0.0003162."""
+    """As written, except long fractions: 0.00031622776601683795 as 0.0003162."""
     text = row.settings.get(key, "")
     return f"{float(text):.4g}" if len(text) > 8 and _FRACTION.fullmatch(text) else text
 
 
 def _fitting(table: Table, width: int) -> list[Column]:
-    """The columns as they fit: where long settings, shortened, do not do, some are left out."""
+    """The columns that fit: where shortened settings are not enough, some are omitted."""
     names = _short_names(table.keys)
     if 2 * len(names) > width // 12:  # too many for a column each
         labels = [table.label(row) if row.settings else "" for row in table.rows]
@@ -165,7 +165,7 @@ def _fitting(table: Table, width: int) -> list[Column]:
 
 
 def _short_names(keys: Sequence[str]) -> dict[str, str]:
-    """optimizer.lr -> lr, as long as no other column is called so."""
+    """optimizer.lr -> lr, unless another column has that name."""
     taken = Counter(key.rpartition(".")[2] for key in keys)
     taken.update(["job", "status", "loss", "val_loss", "tok/s", "memory", "time"])
     names = {key: key.rpartition(".")[2] for key in keys}
@@ -173,17 +173,17 @@ def _short_names(keys: Sequence[str]) -> dict[str, str]:
 
 
 def _errors(rows: list[JobRow], width: int) -> list[str]:
-    """A line an error, with the jobs that ended by it."""
-    told: dict[str, list[JobRow]] = {}
+    """A line for each error, with the numbers of its jobs."""
+    by_text: dict[str, list[JobRow]] = {}
     for row in rows:
         if row.error and row.status != "completed":
-            told.setdefault(f"{row.status}: {first_line(row.error)}", []).append(row)
+            by_text.setdefault(f"{row.status}: {first_line(row.error)}", []).append(row)
     lines = [
         shorten_end(f"  {_numbers(those)} {text}", width)
-        for text, those in list(told.items())[:_ERRORS]
+        for text, those in list(by_text.items())[:_ERRORS]
     ]
-    if len(told) > _ERRORS:
-        lines.append(f"  and {len(told) - _ERRORS} other errors; {CSV} has all")
+    if len(by_text) > _ERRORS:
+        lines.append(f"  and {len(by_text) - _ERRORS} other errors; {CSV} has all")
     return lines
 
 
@@ -200,7 +200,7 @@ def first_line(error: str | None) -> str:
 
 
 def counts(rows: list[JobRow]) -> list[str]:
-    """How many are done, and which are left, by what became of them: one line."""
+    """One line: how many are done, and which are left, by status."""
     to_do = [row for row in rows if row.status != "skipped"]
     not_done = job_status.left(rows)
     skipped = f", {len(rows) - len(to_do)} skipped" if len(to_do) < len(rows) else ""
