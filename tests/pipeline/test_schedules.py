@@ -12,15 +12,16 @@ from hypothesis import strategies as st
 
 from titanlike.config.schema import VARIANTS, CsvSchedule, Custom, LoopedSchedule, Schedule
 from titanlike.pipeline.from_config import (
+    NoDivision,
     build_order,
     declared_microbatches,
+    derive_microbatches,
     microbatch_problem,
     stage_count,
 )
-from titanlike.pipeline.microbatches import NoDivision, derive_microbatches
 from titanlike.pipeline.order import Order, awaited, needs, walk
 from titanlike.pipeline.schedules import SCHEDULES, interleaved_1f1b, loop, looped_bfs, vee
-from titanlike.torch_private.pipeline_schedules import generated_order
+from titanlike.torch_private.pipeline_runtime import generated_order
 
 LOOPED = ("interleaved1f1b", "loopedbfs", "interleavedzerobubble")
 SPLITTING = ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
@@ -287,10 +288,10 @@ def test_planning_a_pipeline_needs_no_torch():
     program = (
         "import sys\n"
         "from titanlike.config.schema import LoopedSchedule\n"
-        "from titanlike.pipeline import from_config, microbatches, order, schedules\n"
+        "from titanlike.pipeline import from_config, order, schedules\n"
         "from titanlike.split import partition\n"
         "s = LoopedSchedule()\n"
-        "from_config.build_order(s, 4, microbatches.derive_microbatches(s, 4, 16)[0])\n"
+        "from_config.build_order(s, 4, from_config.derive_microbatches(s, 4, 16)[0])\n"
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -42,7 +42,7 @@ from titanlike.checkpoint.warm_start import warm_start
 from titanlike.config.schema import Config
 from titanlike.data.sources import Data
 from titanlike.metrics.events import Events
-from titanlike.optim.stage_state import StageState
+from titanlike.optim.optimizer import StageState
 
 
 @dataclass(frozen=True)

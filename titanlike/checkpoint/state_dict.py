@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 from titanlike.checkpoint.dcp_metadata import read_metadata
 from titanlike.checkpoint.dcp_storage import Reader, TensorsOnly
 from titanlike.checkpoint.storage import Storage
-from titanlike.optim.stage_state import StageState
+from titanlike.optim.optimizer import StageState
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 Tensors = dict[str, Tensor]

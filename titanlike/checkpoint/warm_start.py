@@ -13,7 +13,7 @@ from titanlike.checkpoint.discovery import resolve
 from titanlike.checkpoint.integrity import check_all
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.schema import Checkpoint
-from titanlike.optim.stage_state import StageState
+from titanlike.optim.optimizer import StageState
 
 _PREFIX = "model."
 _MAX_NAMES = 8  # in a message

@@ -30,8 +30,7 @@ from titanlike.graph.side_effects import (
     restored,
 )
 from titanlike.torch_private import pytree
-from titanlike.torch_private.activation_checkpoint import intercept_checkpoints
-from titanlike.torch_private.autograd import intercept_custom_functions
+from titanlike.torch_private.autograd import intercept_checkpoints, intercept_custom_functions
 
 # Prefixes of functions that draw random numbers: called twice they return different tensors.
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "exponential_")

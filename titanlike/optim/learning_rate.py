@@ -1,4 +1,7 @@
-"""The learning rate over the steps: a function of the step alone."""
+"""The learning rate: a function of the step alone, so that there is no state to save.
+
+A run that is resumed with more steps follows the longer curve.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,14 @@ from titanlike.config.schema import Config, ConstantLr, DecayLr, WsdLr
 
 
 def lr_factor(config: ConstantLr | DecayLr | WsdLr, step: int, steps: int) -> float:
-    """Learning rate of step `step` (the first is 1) of `steps`, as a share of the peak.
-
-    A function of the step alone: there is no state to save, and a run that is resumed with more steps
-    follows the longer curve.
-    """
+    """Learning rate of step `step` (the first is 1) of `steps`, as a share of the peak."""
     if step < config.warmup:
         return step / config.warmup
     if isinstance(config, ConstantLr):
         return 1.0
+    start = config.warmup
     if isinstance(config, WsdLr):
-        start = max(config.warmup, steps - round(config.decay * steps))
-    else:
-        start = config.warmup
+        start = max(start, steps - round(config.decay * steps))
     progress = min(1.0, max(0, step - start) / max(1, steps - start))
     if config.name == "cosine":
         progress = (1 - math.cos(math.pi * progress)) / 2
@@ -30,7 +28,6 @@ def lr_factor(config: ConstantLr | DecayLr | WsdLr, step: int, steps: int) -> fl
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """The learning rate of a step."""
     return config.optimizer.lr * lr_factor(config.lr, step, config.steps)
 
 

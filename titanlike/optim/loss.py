@@ -11,6 +11,7 @@ them count, e.g. because padding does not), else by the number of losses.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,7 @@ from titanlike.config.errors import ConfigError, Problem, nearest
 from titanlike.config.imports import import_object
 from titanlike.config.schema import Custom
 from titanlike.data.sources import IGNORE
-from titanlike.graph.pytree import dataclass_fields, describe, is_plain_dataclass, tree_map
+from titanlike.graph.pytree import describe, tree_map
 
 Settings = schema.CrossEntropy | schema.ChunkedCrossEntropy | schema.Mse | Custom
 
@@ -70,8 +71,7 @@ class Loss:
 class CrossEntropy(Loss):
     """Cross entropy in nats of logits [B, T, V] (computed in fp32) with targets [B, T].
 
-    chunk: the pipeline computes it of so many tokens at a time, see `chunked_loss.py`; what is
-    computed is the same.
+    chunk: the pipeline computes it of so many tokens at a time, see `chunked_loss.py`.
     """
 
     def __init__(self, chunk: int | None = None) -> None:
@@ -81,14 +81,12 @@ class CrossEntropy(Loss):
     def total(self, output: Any, targets: Tensor) -> Tensor:
         logits = logits_of(output)
         if targets.is_floating_point() or logits.shape[:-1].numel() != targets.numel():
+            takes = "logits [..., vocabulary] and a whole number for each as target"
             kind = str(targets.dtype).removeprefix("torch.")
-            raise OutputError(
-                f"it takes logits [..., vocabulary] and a whole number for each as target, not "
-                f"logits {list(logits.shape)} and targets {list(targets.shape)} of {kind}"
-            )
-        return F.cross_entropy(
-            logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum"
-        )
+            given = f"logits {list(logits.shape)} and targets {list(targets.shape)} of {kind}"
+            raise OutputError(f"it takes {takes}, not {given}")
+        rows, goals = logits.flatten(0, -2).float(), targets.flatten()
+        return F.cross_entropy(rows, goals, ignore_index=IGNORE, reduction="sum")
 
     def count(self, targets: Tensor) -> Tensor:
         return (targets != IGNORE).sum()
@@ -100,10 +98,8 @@ class Mse(Loss):
     def total(self, output: Any, targets: Tensor) -> Tensor:
         output = logits_of(output)
         if output.shape != targets.shape:  # torch would broadcast, which is hardly ever intended
-            raise OutputError(
-                f"it takes an output and targets of one shape, not {list(output.shape)} and "
-                f"{list(targets.shape)}"
-            )
+            shapes = f"{list(output.shape)} and {list(targets.shape)}"
+            raise OutputError(f"it takes an output and targets of one shape, not {shapes}")
         return (output.float() - targets.float()).square().sum()
 
     def count(self, targets: Tensor) -> Tensor:
@@ -116,8 +112,7 @@ class CustomLoss(Loss):
     def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
         self._function = function
-        self._count = getattr(function, "count", None)
-        self.counts = self._count is not None
+        self.counts = getattr(function, "count", None)  # targets -> how many losses count
 
     def losses(self, output: Any, targets: Tensor) -> Tensor:
         losses = self._function(output, targets)
@@ -131,9 +126,9 @@ class CustomLoss(Loss):
         return self.losses(output, targets).float().sum()
 
     def count(self, targets: Tensor) -> Tensor | None:
-        if self._count is None:
+        if self.counts is None:
             return None
-        return torch.as_tensor(self._count(targets), device=targets.device).sum()
+        return torch.as_tensor(self.counts(targets), device=targets.device).sum()
 
     def terms(self, output: Any, targets: Tensor) -> int:
         with torch.device("meta"):
@@ -146,33 +141,24 @@ class CustomLoss(Loss):
 
 def logits_of(output: Any) -> Any:
     """The tensor that a built-in loss is computed of: the output, or what is called logits in it."""
-    named = (
-        output
-        if isinstance(output, dict)
-        else dataclass_fields(output)
-        if is_plain_dataclass(output)
-        else {}
-    )
-    found = named.get("logits", getattr(output, "logits", None))
+    named = isinstance(output, dict) and "logits" in output
+    found = output["logits"] if named else getattr(output, "logits", None)
     if found is not None:
         return found
     if hasattr(output, "shape") or hasattr(output, "kind"):  # a tensor, or what stands for one
         return output
-    raise OutputError(
-        f"the model's forward returns {describe(output)}, in which nothing is called logits"
-    )
+    found = describe(output)
+    raise OutputError(f"the model's forward returns {found}, in which nothing is called logits")
 
 
 def build_loss(config: Settings, device: torch.device | None = None) -> Loss:
     """The loss that a config names. Raises ConfigError where it is the user's own and wrong."""
-    match config:
-        case schema.CrossEntropy():
-            return CrossEntropy()
-        case schema.ChunkedCrossEntropy():
-            return CrossEntropy(config.chunk)
-        case schema.Mse():
-            return Mse()
-    return _own(config, device)
+    if isinstance(config, Custom):
+        return _own(config, device)
+    if isinstance(config, schema.Mse):
+        return Mse()
+    chunked = isinstance(config, schema.ChunkedCrossEntropy)
+    return CrossEntropy(config.chunk if chunked else None)
 
 
 def check_loss(config: Settings, output: Any, targets: Tensor, rows: int) -> list[Problem]:
@@ -185,7 +171,7 @@ def check_loss(config: Settings, output: Any, targets: Tensor, rows: int) -> lis
         loss = build_loss(config)
         with torch.device("meta"):
             loss.total(output, targets)
-        if not isinstance(loss, CustomLoss) or loss.counts:
+        if not isinstance(loss, CustomLoss) or loss.counts is not None:
             return []
         one = loss.terms(output, targets)
         two = loss.terms(tree_map(output, lambda x: _twice(x, rows)), _twice(targets, rows))
@@ -213,65 +199,57 @@ _FIX = "loss.name=package.function, a function of your own that takes them"
 
 def _twice(value: Any, rows: int) -> Any:
     """A tensor of twice as many sequences; anything else as it is."""
-    if not isinstance(value, Tensor) or not value.dim() or value.shape[0] != rows:
-        return value
-    return torch.cat([value, value])
+    batched = isinstance(value, Tensor) and value.dim() and value.shape[0] == rows
+    return torch.cat([value, value]) if batched else value
 
 
 def _own(config: Custom, device: torch.device | None) -> Loss:
-    def wrong(key: str, value: Any, reason: str, fix: str) -> ConfigError:
-        return ConfigError([Problem(key, value, reason, fix)])
+    def wrong(reason: str, fix: str) -> ConfigError:
+        return ConfigError([Problem("loss.name", config.name, reason, fix)])
 
     try:
         found = import_object(config.name)
     except ValueError as error:
         fix = "a function as package.module.function, on the Python path"
         fix = "" if "did you mean" in str(error) else fix
-        raise wrong("loss.name", config.name, str(error), fix) from None
+        raise wrong(str(error), fix) from None
     if not callable(found):
-        raise wrong("loss.name", config.name, "is no function", "loss=cross_entropy")
+        raise wrong("is no function", "loss=cross_entropy")
     first = () if inspect.isclass(found) else (None, None)
     try:
         signature = inspect.signature(found)
     except (ValueError, TypeError):  # written in C, without a signature
         signature = None
     if signature is not None:
-        taken = signature.parameters.values()
-        known = [p.name for p in list(taken)[len(first) :] if p.kind not in (p.VAR_POSITIONAL,)]
+        taken = list(signature.parameters.values())
+        known = [p.name for p in taken[len(first) :] if p.kind != p.VAR_POSITIONAL]
         if not any(p.kind == p.VAR_KEYWORD for p in taken):
             for key in config.args.keys() - set(known):
                 near = nearest(key, known)
                 fix = f"loss.{near}=..." if near else f"its arguments: {', '.join(known) or 'none'}"
-                raise wrong(f"loss.{key}", config.args[key], f"{config.name} has no such key", fix)
+                reason = f"{config.name} has no such key"
+                raise ConfigError([Problem(f"loss.{key}", config.args[key], reason, fix)])
         try:
             signature.bind(*first, **config.args)
         except TypeError as error:
             fix = "a function (output, targets, ...), its other arguments given as +loss.NAME=..."
             reason = f"cannot be called with (output, targets) and its keys: {error}"
-            raise wrong("loss.name", config.name, reason, fix) from None
+            raise wrong(reason, fix) from None
     if not inspect.isclass(found):
-        return CustomLoss(_with(found, config.args))
+        function = functools.partial(found, **config.args)
+        function.count = getattr(found, "count", None)  # type: ignore[attr-defined]
+        return CustomLoss(function)
     try:
         made = found(**config.args)
     except Exception as error:
         reason = f"building it raised {type(error).__name__}: {error}"
-        raise wrong("loss.name", config.name, reason, "other arguments") from error
+        raise wrong(reason, "other arguments") from error
     if not callable(made):
         reason = "is a class whose instances cannot be called"
-        raise wrong("loss.name", config.name, reason, "a method __call__(self, output, targets)")
+        raise wrong(reason, "a method __call__(self, output, targets)")
     if isinstance(made, nn.Module):
         if next(made.parameters(), None) is not None:
             reason = "has parameters, and only the model's are trained"
-            raise wrong("loss.name", config.name, reason, "a model that holds them")
+            raise wrong(reason, "a model that holds them")
         made = made.to(device)
     return CustomLoss(made)
-
-
-def _with(function: Callable[..., Any], args: dict[str, Any]) -> Callable[[Any, Tensor], Any]:
-    def call(output: Any, targets: Tensor) -> Any:
-        return function(output, targets, **args)
-
-    count = getattr(function, "count", None)
-    if count is not None:
-        call.count = count  # type: ignore[attr-defined]
-    return call

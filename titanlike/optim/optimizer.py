@@ -1,8 +1,9 @@
-"""Optimizers, and the norm of all gradients."""
+"""Optimizers, one a stage, and the norm of all gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -12,20 +13,38 @@ from titanlike.config.schema import AdamW, Sgd
 from titanlike.parallel.mesh import Mesh
 
 
+@dataclass(frozen=True)
+class StageState:
+    """What this rank trains of one stage that has parameters or buffers."""
+
+    stage: nn.Module
+    optimizer: torch.optim.Optimizer
+    # parameter in the stage -> its name in the whole model, one for all copies of a tied one
+    names: dict[str, str]
+    owned: frozenset[str]  # names in the whole model; each parameter is owned by one stage
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """All of the stage's, by the name in the whole model."""
+        for name, parameter in self.stage.named_parameters():
+            yield self.names[name], parameter
+
+    def owns(self, name: str) -> bool:
+        """Whether a parameter or buffer, by its name in the whole model, counts in this stage: in
+        the gradient norm and in a checkpoint. A tied parameter counts in one stage alone."""
+        return name in self.owned or name not in self.names.values()
+
+
 def build_optimizer(stage: nn.Module, config: AdamW | Sgd) -> torch.optim.Optimizer:
     """One optimizer for one stage; vectors (norms, biases) are not decayed."""
     matrices = [p for p in stage.parameters() if p.dim() >= 2]
     vectors = [p for p in stage.parameters() if p.dim() < 2]
-    groups = [
-        {"params": params, "weight_decay": decay}
-        for params, decay in ((matrices, config.weight_decay), (vectors, 0.0))
-        if params
-    ] or [{"params": []}]  # a stage of buffers alone
+    decays = ((matrices, config.weight_decay), (vectors, 0.0))
+    groups = [{"params": params, "weight_decay": decay} for params, decay in decays if params]
+    groups = groups or [{"params": []}]  # a stage of buffers alone
     if isinstance(config, Sgd):
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
-    return torch.optim.AdamW(
-        groups, lr=config.lr, betas=tuple(config.betas), eps=config.eps, fused=True
-    )
+    betas = tuple(config.betas)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
 
 @torch.no_grad()

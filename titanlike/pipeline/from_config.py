@@ -1,4 +1,4 @@
-"""The schedule that a config names: its Order, checked, or what is wrong with it."""
+"""The schedule that a config names: its checked Order, its number of microbatches, its problems."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ def build_order(schedule: AnySchedule, pp: int, microbatches: int) -> Order:
     """The checked Order of a config's schedule.
 
     Raises ValueError naming the key, its value and what works: for sizes that the schedule cannot
-    do (`microbatch_problem`), an unreadable CSV or one of other sizes, an import path that leads to
-    no such function, and an Order that fails its `check`.
+    do, an unreadable CSV, a wrong import path, and an Order that fails its `check`.
     """
     if isinstance(schedule, Custom):
         return _custom_order(schedule, pp, microbatches)
@@ -30,8 +29,8 @@ def build_order(schedule: AnySchedule, pp: int, microbatches: int) -> Order:
     if isinstance(schedule, CsvSchedule):
         return csv_order(schedule)
     looped = isinstance(schedule, LoopedSchedule)
-    kwargs = {"stages_per_rank": schedule.stages_per_rank} if looped else {}
-    return SCHEDULES[schedule.name](pp=pp, microbatches=microbatches, **kwargs).check()
+    more = {"stages_per_rank": schedule.stages_per_rank} if looped else {}
+    return SCHEDULES[schedule.name](pp=pp, microbatches=microbatches, **more).check()
 
 
 def stage_count(schedule: AnySchedule, pp: int, microbatches: int | None = None) -> int:
@@ -40,27 +39,22 @@ def stage_count(schedule: AnySchedule, pp: int, microbatches: int | None = None)
     A function of the user's own is called to find out, with `microbatches` or, where that is not
     known yet, with those declared or four a rank. Raises what `build_order` raises.
     """
-    match schedule:
-        case Custom():
-            microbatches = microbatches or declared_microbatches(schedule) or 4 * pp
-            return _custom_order(schedule, pp, microbatches).stages
-        case CsvSchedule():
-            return csv_order(schedule).stages
-        case LoopedSchedule():
-            return pp * schedule.stages_per_rank
-        case _:
-            return pp * (2 if schedule.name in V_SCHEDULES else 1)
+    if isinstance(schedule, Custom):
+        microbatches = microbatches or declared_microbatches(schedule) or 4 * pp
+        return _custom_order(schedule, pp, microbatches).stages
+    if isinstance(schedule, CsvSchedule):
+        return csv_order(schedule).stages
+    if isinstance(schedule, LoopedSchedule):
+        return pp * schedule.stages_per_rank
+    return pp * (2 if schedule.name in V_SCHEDULES else 1)
 
 
 def declared_microbatches(schedule: AnySchedule) -> int | None:
     """The microbatches that the user gave, or that are counted in the CSV; None = to be derived."""
-    match schedule:
-        case Custom():
-            return schedule.args.get("microbatches")
-        case CsvSchedule():
-            return csv_order(schedule).microbatches
-        case _:
-            return schedule.microbatches
+    if isinstance(schedule, Custom):
+        return schedule.args.get("microbatches")
+    csv = isinstance(schedule, CsvSchedule)
+    return csv_order(schedule).microbatches if csv else schedule.microbatches
 
 
 def microbatch_problem(schedule: AnySchedule, pp: int, microbatches: int) -> str | None:
@@ -81,22 +75,22 @@ def microbatch_problem(schedule: AnySchedule, pp: int, microbatches: int) -> str
         return None
     if isinstance(schedule, CsvSchedule):
         order = csv_order(schedule)
-        for asked, has, what in (
-            (pp, len(order.ranks), "pp"),
-            (microbatches, order.microbatches, "microbatches"),
-        ):
-            if asked != has:
-                return f"schedule.path={schedule.path}: its order has {what}={has}, not {asked}"
+        has = {"pp": (len(order.ranks), pp), "microbatches": (order.microbatches, microbatches)}
+        for what, (found, asked) in has.items():
+            if asked != found:
+                return f"schedule.path={schedule.path}: its order has {what}={found}, not {asked}"
         return None
-    if problem := stages_problem(schedule):
+    if problem := _stages_problem(schedule):
         return problem
-    if schedule.name == "dualpipev" and microbatches < 2 * pp:
-        return (
-            f"{key}: dualpipev with pp={pp} needs at least 2 * pp = {2 * pp}; write "
-            f"schedule.microbatches={2 * pp}"
-        )
-    if schedule.name == "interleavedzerobubble" and not _equal_rounds(pp, microbatches):
-        near = next(m for m in nearest_first(microbatches, pp) if _equal_rounds(pp, m))
+    if schedule.name == "dualpipev" and microbatches < (least := 2 * pp):
+        fix = f"schedule.microbatches={least}"
+        return f"{key}: dualpipev with pp={pp} needs at least 2 * pp = {least}; write {fix}"
+
+    def equal_rounds(count: int) -> bool:
+        return count % max(1, count // pp) == 0
+
+    if schedule.name == "interleavedzerobubble" and not equal_rounds(microbatches):
+        near = next(filter(equal_rounds, _nearest_first(microbatches, pp)))
         return (
             f"{key}: {schedule.name} with pp={pp} makes {microbatches // pp} rounds of equal "
             f"length of them; write schedule.microbatches={near} (any multiple of pp works)"
@@ -104,26 +98,21 @@ def microbatch_problem(schedule: AnySchedule, pp: int, microbatches: int) -> str
     return None
 
 
-def stages_problem(schedule: Schedule | LoopedSchedule) -> str | None:
+def _stages_problem(schedule: Schedule | LoopedSchedule) -> str | None:
     """What is wrong whatever the number of microbatches: the name, the stages a rank."""
     if schedule.name not in SCHEDULES:
         return _unknown_schedule(schedule.name)
     least = 2 if schedule.name == "interleavedzerobubble" else 1
     if isinstance(schedule, LoopedSchedule) and schedule.stages_per_rank < least:
-        return (
-            f"schedule.stages_per_rank={schedule.stages_per_rank}: {schedule.name} needs at least "
-            f"{least}; write schedule.stages_per_rank={least}"
-        )
+        reason = f"{schedule.name} needs at least {least}"
+        key = "schedule.stages_per_rank"
+        return f"{key}={schedule.stages_per_rank}: {reason}; write {key}={least}"
     return None
 
 
-def nearest_first(value: int, pp: int) -> list[int]:
+def _nearest_first(value: int, pp: int) -> list[int]:
     """Positive integers, the nearest to `value` first; every schedule runs one of them."""
     return sorted(range(1, value + 2 * pp + 1), key=lambda other: abs(other - value))
-
-
-def _equal_rounds(pp: int, microbatches: int) -> bool:
-    return microbatches % max(1, microbatches // pp) == 0
 
 
 def csv_order(schedule: CsvSchedule) -> Order:
@@ -141,17 +130,16 @@ def csv_order(schedule: CsvSchedule) -> Order:
 def _custom_order(schedule: Custom, pp: int, microbatches: int) -> Order:
     """What the user's function returns, checked; `microbatches` replaces the one in `args`."""
     key = f"schedule.name={schedule.name}"
-    function = import_schedule(schedule.name)
+    function = _import_schedule(schedule.name)
     if "pp" in schedule.args:
         raise ValueError(f"schedule.pp={schedule.args['pp']}: remove it; the mesh's pp is passed")
     kwargs: dict[str, Any] = {**schedule.args, "pp": pp, "microbatches": microbatches}
+    signature = inspect.signature(function)
     try:
-        inspect.signature(function).bind(**kwargs)
+        signature.bind(**kwargs)
     except TypeError as error:
-        raise ValueError(
-            f"{key}: called with pp, microbatches and the keys of schedule: {error}; it takes "
-            f"{inspect.signature(function)}"
-        ) from None
+        called = "called with pp, microbatches and the keys of schedule"
+        raise ValueError(f"{key}: {called}: {error}; it takes {signature}") from None
     try:
         order = function(**kwargs)
     except Exception as error:
@@ -176,7 +164,7 @@ def _with_backwards(order: Order) -> Order:
     return order
 
 
-def import_schedule(name: str) -> Callable[..., Any]:
+def _import_schedule(name: str) -> Callable[..., Any]:
     """The user's function. Raises ValueError."""
     if "." not in name:
         raise ValueError(_unknown_schedule(name))
@@ -196,3 +184,65 @@ def _unknown_schedule(name: str) -> str:
         f"schedule.name={name}: no such schedule{f'; did you mean {near[0]}?' if near else ''} "
         f"Known: {', '.join(known)}, or an import path package.module.function"
     )
+
+
+class NoDivision(ValueError):
+    """No number of microbatches suits a dp rank's batch; `works` is a batch that has one, if any."""
+
+    def __init__(self, text: str, works: int | None) -> None:
+        super().__init__(text)
+        self.works = works
+
+
+def derive_microbatches(schedule: AnySchedule, pp: int, batch_per_dp_rank: int) -> tuple[int, str]:
+    """A good number of microbatches and the reason, to be printed.
+
+    The largest divisor of the batch up to 4 * pp that the schedule can run; the smallest above
+    where there is none, or none that gives every rank a microbatch. Without a pipeline as few as
+    possible. Raises ValueError, with the nearest batch that works, where no divisor does.
+    """
+    batch = batch_per_dp_rank
+    if isinstance(schedule, CsvSchedule):
+        count = csv_order(schedule).microbatches
+        if batch < 1 or batch % count:
+            cuts = f"{schedule.path} cuts a dp rank's batch into {count} microbatches"
+            near = max(1, round(batch / count)) * count
+            raise NoDivision(f"{cuts}, and it has {batch} sequences", near)
+        return count, f"counted in {schedule.path}"
+    if isinstance(schedule, Custom):
+        _import_schedule(schedule.name)  # a wrong path is not a question of microbatches
+    elif problem := _stages_problem(schedule):
+        raise ValueError(problem)
+
+    def runs(count: int) -> bool:
+        return microbatch_problem(schedule, pp, count) is None
+
+    divisors = [count for count in range(1, batch + 1) if batch % count == 0]
+    target = 4 * pp if pp > 1 else 0
+    count = next((d for d in reversed(divisors) if d <= target and runs(d)), None)
+    if count is None or count < pp:
+        count = next((d for d in divisors if d > target and runs(d)), count)
+    if count is None:
+        raise _no_division(schedule, pp, batch)
+    if pp == 1:
+        fewest = f"the fewest that {schedule.name} runs"
+        return count, "no pipeline to fill" if count == 1 else fewest
+    reason = f"{count / pp:.3g} per pipeline rank"
+    if schedule.name in ("gpipe", "1f1b", "interleaved1f1b", "loopedbfs"):
+        # a rank computes v * M steps out of those until the last rank has had its last microbatch
+        v = stage_count(schedule, pp) // pp
+        bubble = 1 - v * count / (v * max(count, pp) + min(count, pp) - 1)
+        reason += f" keep the bubble near {bubble:.0%}" if count >= pp else f": bubble {bubble:.0%}"
+    if count == batch:
+        reason += ", one sequence each"
+    return count, reason
+
+
+def _no_division(schedule: AnySchedule, pp: int, batch: int) -> NoDivision:
+    if isinstance(schedule, Custom):
+        answer = microbatch_problem(schedule, pp, max(1, batch))
+        text = f"no division of {batch} suits schedule.name={schedule.name}: {answer}"
+        return NoDivision(text, None)
+    problem = microbatch_problem(schedule, pp, batch)
+    near = next(m for m in _nearest_first(batch, pp) if not microbatch_problem(schedule, pp, m))
+    return NoDivision(f"a dp rank's batch of {batch} has no division that works ({problem})", near)

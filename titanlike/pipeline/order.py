@@ -42,10 +42,8 @@ class Act(NamedTuple):
         """The inverse of str(). Raises ValueError for anything else."""
         match = re.fullmatch(r"([0-9]+)([FBIW])([0-9]+)", text.strip())
         if not match:
-            raise ValueError(
-                f"{text.strip()!r} is not an action: expected stage, kind (F, B, I or W) and "
-                "microbatch, such as 2F0"
-            )
+            expected = "expected stage, kind (F, B, I or W) and microbatch, such as 2F0"
+            raise ValueError(f"{text.strip()!r} is not an action: {expected}")
         return cls(match[2], int(match[1]), int(match[3]))
 
 
@@ -95,19 +93,17 @@ class Order:
         count = self.microbatches if microbatches is None else microbatches
         ranks: list[list[Act]] = [[] for _ in self.ranks]
         # by the earliest time step at which an action can run: never a deadlock, on any placement
-        for _, mb, stage in sorted(
-            (mb + stage, mb, stage) for stage in range(self.stages) for mb in range(count)
-        ):
-            ranks[self.place[stage]].append(Act("F", stage, mb))
+        acts = [Act("F", stage, mb) for mb in range(count) for stage in range(self.stages)]
+        for act in sorted(acts, key=lambda act: act.mb + act.stage):
+            ranks[self.place[act.stage]].append(act)
         return Order(tuple(map(tuple, ranks)), self.place, count)
 
     def check(self) -> Order:
         """Return self if torch's pipeline runtime will run it to the end with right gradients.
 
-        Raises ValueError naming the pipeline rank, the action, and what to change: a rank without
-        a stage; an action that is out of range, on the wrong rank, doubled or missing; B together
-        with I or W for one microbatch; an action before one that it needs; forwards of the last
-        stage that are not in microbatch order; a deadlock, with what each rank waits for.
+        Raises ValueError naming the pipeline rank, the action, and what to change: an action out of
+        range, misplaced, doubled or missing; B together with I or W for one microbatch; an action
+        before one that it needs; forwards of the last stage out of microbatch order; a deadlock.
         """
         self._check_shape()
         at = self._check_cells()
@@ -122,10 +118,8 @@ class Order:
             raise ValueError(f"an order of {self.microbatches} microbatches: it needs at least 1")
         for stage, rank in enumerate(self.place):
             if not 0 <= rank < len(self.ranks):
-                raise ValueError(
-                    f"stage {stage} is placed on pipeline rank {rank}: the order has ranks 0 to "
-                    f"{len(self.ranks) - 1}"
-                )
+                has = f"the order has ranks 0 to {len(self.ranks) - 1}"
+                raise ValueError(f"stage {stage} is placed on pipeline rank {rank}: {has}")
         for rank in range(len(self.ranks)):
             if rank not in self.place:
                 raise ValueError(f"pipeline rank {rank} has no stage: place one there, or use less")
@@ -135,24 +129,22 @@ class Order:
         at: dict[Act, int] = {}
         for rank, acts in enumerate(self.ranks):
             for position, act in enumerate(acts):
-                where = f"pipeline rank {rank}: {act} (action {position + 1} of {len(acts)})"
+                problem = ""
                 if act.kind not in ("F", "B", "I", "W"):
-                    raise ValueError(f"{where} has kind {act.kind!r}: use F, B, I or W")
-                if not 0 <= act.stage < self.stages:
-                    raise ValueError(f"{where}: there are only stages 0 to {self.stages - 1}")
-                if not 0 <= act.mb < self.microbatches:
-                    raise ValueError(
-                        f"{where}: there are only microbatches 0 to {self.microbatches - 1}"
+                    problem = f" has kind {act.kind!r}: use F, B, I or W"
+                elif not 0 <= act.stage < self.stages:
+                    problem = f": there are only stages 0 to {self.stages - 1}"
+                elif not 0 <= act.mb < self.microbatches:
+                    problem = f": there are only microbatches 0 to {self.microbatches - 1}"
+                elif (holder := self.place[act.stage]) != rank:
+                    problem = (
+                        f": stage {act.stage} is on pipeline rank {holder}; move the action there"
                     )
-                if self.place[act.stage] != rank:
-                    raise ValueError(
-                        f"{where}: stage {act.stage} is on pipeline rank {self.place[act.stage]}; "
-                        "move the action there"
-                    )
-                if act in at:
-                    raise ValueError(
-                        f"{where} is listed twice, first as action {at[act] + 1}; remove one"
-                    )
+                elif act in at:
+                    problem = f" is listed twice, first as action {at[act] + 1}; remove one"
+                if problem:
+                    where = f"pipeline rank {rank}: {act} (action {position + 1} of {len(acts)})"
+                    raise ValueError(where + problem)
                 at[act] = position
         return at
 
@@ -162,23 +154,18 @@ class Order:
         for stage, rank in enumerate(self.place):
             for mb in range(self.microbatches):
                 f, b, i, w = (Act(kind, stage, mb) for kind in "FBIW")
+                half = i if i in at else w
+                problem = ""
                 if f not in at:
-                    raise ValueError(f"pipeline rank {rank}: {f} is missing; add it")
-                if b in at and (i in at or w in at):
-                    raise ValueError(
-                        f"pipeline rank {rank}: {b} besides {i if i in at else w}; keep either "
-                        f"{b}, or {i} and {w}"
-                    )
-                if b in at or forward_only or (i in at and w in at):
-                    continue
-                if i in at or w in at:
-                    absent, present = (w, i) if i in at else (i, w)
-                    raise ValueError(
-                        f"pipeline rank {rank}: {absent} is missing besides {present}; add it"
-                    )
-                raise ValueError(
-                    f"pipeline rank {rank}: {b} is missing; add it after {f}, or add {i} and {w}"
-                )
+                    problem = f"{f} is missing; add it"
+                elif b in at and half in at:
+                    problem = f"{b} besides {half}; keep either {b}, or {i} and {w}"
+                elif (i in at) != (w in at):
+                    problem = f"{w if half == i else i} is missing besides {half}; add it"
+                elif not (forward_only or b in at or half in at):
+                    problem = f"{b} is missing; add it after {f}, or add {i} and {w}"
+                if problem:
+                    raise ValueError(f"pipeline rank {rank}: {problem}")
 
     def _check_sequence(self, at: dict[Act, int]) -> None:
         """What must come in a certain order within one rank."""
@@ -188,10 +175,8 @@ class Order:
             for index, act in enumerate(acts):
                 for need in needs(act, last):
                     if self.place[need.stage] == rank and position[need] > index:
-                        raise ValueError(
-                            f"pipeline rank {rank}: {act} comes before {acts[position[need]]}, "
-                            "which it needs; swap them"
-                        )
+                        wrong = f"{act} comes before {acts[position[need]]}, which it needs"
+                        raise ValueError(f"pipeline rank {rank}: {wrong}; swap them")
         final = [act for act in self.ranks[self.place[last]] if act[:2] == ("F", last)]
         for before, after in pairwise(final):
             if before.mb > after.mb:
@@ -218,12 +203,10 @@ class Order:
         ranks: list[tuple[Act, ...]] = []
         reader = csv.reader(io.StringIO(text))
         for cells in reader:
-            acts = []
+            acts: list[Act] = []
             for column, cell in enumerate(cells, start=1):
-                if not cell.strip():
-                    continue
                 try:
-                    acts.append(Act.parse(cell))
+                    acts += [Act.parse(cell)] if cell.strip() else []
                 except ValueError as error:
                     raise ValueError(f"row {reader.line_num}, column {column}: {error}") from None
             if cells:
@@ -234,14 +217,12 @@ class Order:
         place: dict[int, int] = {}
         for (stage, rank), _ in votes.most_common():
             place.setdefault(stage, rank)
-        for stage in range(len(place)):
-            if stage not in place:
-                raise ValueError(
-                    f"stage {stage} has no action, but stage {max(place)} has: number the stages "
-                    "from 0 without a gap"
-                )
+        last = max(place)
+        if missing := [stage for stage in range(last) if stage not in place]:
+            reason = f"stage {missing[0]} has no action, but stage {last} has"
+            raise ValueError(f"{reason}: number the stages from 0 without a gap")
         microbatches = 1 + max(act.mb for acts in ranks for act in acts)
-        return cls(tuple(ranks), tuple(place[s] for s in range(len(place))), microbatches).check()
+        return cls(tuple(ranks), tuple(place[s] for s in range(last + 1)), microbatches).check()
 
 
 def walk(order: Order) -> Iterator[tuple[int, Act]]:
@@ -278,13 +259,9 @@ def _deadlock(order: Order, at: list[int], done: set[Act]) -> str:
         if need not in position:
             return f"pipeline rank {rank}: {act} needs {need}, which no rank computes; add it"
         goal, later = position[need]
-        lines[rank] = (
-            f"pipeline rank {rank} waits at {act} for {goal} of pipeline rank {other}, "
-            f"where it is action {later + 1}"
-        )
+        goal = f"{goal} of pipeline rank {other}, where it is action {later + 1}"
+        lines[rank] = f"pipeline rank {rank} waits at {act} for {goal}"
         rank = other
-    circle = list(lines)[list(lines).index(rank) :]
-    return (
-        f"deadlock: {'; '.join(lines[r] for r in circle)}. Move one of the awaited actions before "
-        "the one at which its rank waits"
-    )
+    cycle = "; ".join(list(lines.values())[list(lines).index(rank) :])
+    fix = "Move one of the awaited actions before the one at which its rank waits"
+    return f"deadlock: {cycle}. {fix}"

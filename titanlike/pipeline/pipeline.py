@@ -6,17 +6,23 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from titanlike.graph.model_graph import fields_of, shapes
+from titanlike.graph.cut import StageGraph, messages, same_messages
+from titanlike.graph.model_graph import Fields, ModelGraph, fields_of, shapes
+from titanlike.graph.stage import Stage
+from titanlike.optim.chunked_loss import loss_of_output
+from titanlike.optim.loss import Loss
 from titanlike.parallel.batchnorm import BatchNorms
+from titanlike.parallel.mesh import Mesh
 from titanlike.parallel.tied import Tied
-from titanlike.pipeline.runtime import RuntimeFactory
+from titanlike.pipeline.order import Order
 from titanlike.torch_private.pipeline_runtime import OrderRuntime
+from titanlike.torch_private.pipeline_stage import make_stage, split_backward_is_exact
 
 Batch = dict[str, Tensor]
 MOST_SHAPES = 32  # of batches whose runtimes, with their message buffers, are cached
@@ -29,9 +35,21 @@ class Pipeline:
     each shape has a runtime of its own, made at its first batch and cached.
     """
 
-    def __init__(self, factory: RuntimeFactory, tied: Tied, norms: BatchNorms) -> None:
-        self._factory, self._tied, self._norms = factory, tied, norms
-        self._loss, self._mesh = factory.loss, factory.mesh
+    def __init__(
+        self,
+        order: Order,
+        model_graph: ModelGraph,
+        stages: Mapping[int, Stage],
+        loss: Loss,
+        mesh: Mesh,
+        zero: int,
+        tied: Tied,
+        norms: BatchNorms,
+    ) -> None:
+        """stages: of this rank, by index; zero: see `parallel/sharding.py`."""
+        self._order, self._model_graph, self._stages = order, model_graph, stages
+        self._loss, self._mesh, self._zero = loss, mesh, zero
+        self._tied, self._norms = tied, norms
         self._runtimes: OrderedDict[Any, OrderRuntime] = OrderedDict()
         self._on_action: Callable[[Any], None] | None = None
 
@@ -58,21 +76,6 @@ class Pipeline:
         """As `train`, forward alone; gradients are left as they are."""
         return self._step(self._runtime(batch).evaluate, batch)
 
-    def _runtime(self, batch: Batch) -> OrderRuntime:
-        fields = fields_of(batch)
-        key = shapes(fields)
-        if key in self._runtimes:
-            self._runtimes.move_to_end(key)
-        else:
-            self._runtimes[key] = self._factory.make(fields)
-            if self._on_action is not None:
-                self._runtimes[key].on_action(self._on_action)
-            if len(self._runtimes) > MOST_SHAPES:
-                self._runtimes.popitem(last=False)
-        for stage in self._factory.stages.values():
-            stage.select_forward(key)
-        return self._runtimes[key]
-
     def _step(self, run: Callable[[Batch], list[Tensor]], batch: Batch) -> tuple[Tensor, Tensor]:
         mesh = self._mesh
         count = self._terms(batch).float()
@@ -87,13 +90,86 @@ class Pipeline:
 
     def _terms(self, batch: Batch) -> Tensor:
         """How many terms the loss of this rank's batch has."""
-        targets, model_graph = batch["targets"], self._factory.model_graph
+        targets = batch["targets"]
         count = self._loss.count(targets)
         if count is None:
-            size = model_graph.microbatch_size
-            shape = (size, *targets.shape[1:])
-            output = model_graph.meta_output(fields_of(batch), True)
-            meta = torch.empty(shape, dtype=targets.dtype, device="meta")
+            size = self._model_graph.microbatch_size
+            meta = torch.empty((size, *targets.shape[1:]), dtype=targets.dtype, device="meta")
+            output = self._model_graph.meta_output(fields_of(batch), True)
             terms = self._loss.terms(output, meta) * (len(targets) // size)
             count = torch.tensor(terms, device=targets.device)
         return count
+
+    def _runtime(self, batch: Batch) -> OrderRuntime:
+        """The runtime for a batch of this shape; the stages' forwards are those for it."""
+        fields = fields_of(batch)
+        key = shapes(fields)
+        if key in self._runtimes:
+            self._runtimes.move_to_end(key)
+        else:
+            self._runtimes[key] = self._make_runtime(fields)
+            if self._on_action is not None:
+                self._runtimes[key].on_action(self._on_action)
+            if len(self._runtimes) > MOST_SHAPES:
+                self._runtimes.popitem(last=False)
+        for stage in self._stages.values():
+            stage.select_forward(key)
+        return self._runtimes[key]
+
+    def _make_runtime(self, fields: Fields) -> OrderRuntime:
+        """Add the forwards of such a batch to the stages; the runtime that calls them.
+
+        Raises ValueError where a forward uses modules that it did not use in the draft.
+        """
+        training, evaluation = (self._model_graph.graphs(fields, on) for on in (True, False))
+        wrapped, used = [], set()
+        for index, stage in self._stages.items():
+            graphs = {True: training[index], False: evaluation[index]}
+            assert same_messages(*graphs.values()), "checked by the draft"
+            _check_modules(stage, [*graphs.values()], fields)
+            stage.add_forwards(shapes(fields), graphs, index, self._mesh.device)
+            wrapped.append(self._torch_stage(index, training[index], fields))
+            used |= training[index].fields | evaluation[index].fields
+        last = self._order.stages - 1
+
+        def loss_of(output: Any, targets: Tensor) -> Tensor:
+            graphs = training if self._stages[last].training else evaluation
+            return loss_of_output(self._loss, graphs[last], output, targets)
+
+        return OrderRuntime(self._order, wrapped, loss_of, sorted(used), zero=self._zero)
+
+    def _torch_stage(self, index: int, graph: StageGraph, fields: Fields) -> Any:
+        received, sent = messages(graph)
+        if index == 0:
+            field = fields["inputs"]
+            shape = (self._model_graph.microbatch_size, *field.shape)
+            received = [torch.empty(shape, dtype=field.dtype, device="meta")]
+        stage = self._stages[index]
+        return make_stage(
+            stage,
+            index,
+            self._order.stages,
+            device=self._mesh.device,
+            group=self._mesh.axes.get_group("pp"),
+            inputs=received,
+            outputs=sent,
+            zero=self._zero,
+            splits_weights=self._may_split_backward(graph)
+            and split_backward_is_exact(stage, self._model_graph.model),
+        )
+
+    def _may_split_backward(self, graph: StageGraph) -> bool:
+        """Whether a schedule may compute weight gradients later than input gradients."""
+        for node in graph.nodes:
+            if node.chunked_head is not None or node.checkpointed or node.data_dependent:
+                return False  # what both halves need would be computed twice
+        has_parameters = bool(self._model_graph.parameters_of(graph))
+        return has_parameters and not self._model_graph.reuses_weights(graph)
+
+
+def _check_modules(stage: Stage, graphs: list[StageGraph], fields: Fields) -> None:
+    modules = dict(stage.named_modules())
+    missing = [name for graph in graphs for name in graph.units if name not in modules]
+    if missing:
+        shown = ", ".join(f"{name} {list(field.shape)}" for name, field in fields.items())
+        raise ValueError(f"model: for a batch of {shown} its forward also uses {missing[0]}")

@@ -17,8 +17,6 @@ from types import MappingProxyType
 
 from titanlike.pipeline.order import Act, Order
 
-# --- placements: which pipeline rank holds a stage ---------------------------------------------
-
 
 def loop(pp: int, stages_per_rank: int = 1) -> tuple[int, ...]:
     """0 1 2 0 1 2: every round of stages visits the ranks in the same direction."""
@@ -28,9 +26,6 @@ def loop(pp: int, stages_per_rank: int = 1) -> tuple[int, ...]:
 def vee(pp: int) -> tuple[int, ...]:
     """0 1 2 2 1 0: the first rank holds the first and the last stage, and so has the loss."""
     return (*range(pp), *reversed(range(pp)))
-
-
-# --- schedules ---------------------------------------------------------------------------------
 
 
 def gpipe(pp: int, microbatches: int) -> Order:
@@ -51,11 +46,8 @@ def interleaved_1f1b(pp: int, microbatches: int, stages_per_rank: int) -> Order:
     """
     size, longer = divmod(microbatches, max(1, microbatches // pp))
     rounds: list[range] = []
-    start = 0
-    while start < microbatches:
-        stop = start + size + (len(rounds) < longer)
-        rounds.append(range(start, stop))
-        start = stop
+    while (start := rounds[-1].stop if rounds else 0) < microbatches:
+        rounds.append(range(start, start + size + (len(rounds) < longer)))
     ranks = []
     for rank in range(pp):
         stages = [chunk * pp + rank for chunk in range(stages_per_rank)]
@@ -105,7 +97,7 @@ def dual_pipe_v(pp: int, microbatches: int) -> Order:
 
 
 def _generated(class_name: str, pp: int, microbatches: int, place: tuple[int, ...]) -> Order:
-    from titanlike.torch_private.pipeline_schedules import generated_order  # imports torch
+    from titanlike.torch_private.pipeline_runtime import generated_order  # imports torch
 
     ranks = generated_order(class_name, pp, microbatches, len(place) // pp)
     return Order(tuple(tuple(Act(*act) for act in acts) for acts in ranks), place, microbatches)

@@ -10,8 +10,7 @@ from typing import Any
 
 from titanlike.config.overrides import key_of
 from titanlike.config.schema import Config, CsvSchedule, LoopedSchedule
-from titanlike.pipeline.from_config import microbatch_problem
-from titanlike.pipeline.microbatches import derive_microbatches
+from titanlike.pipeline.from_config import derive_microbatches, microbatch_problem
 from titanlike.pipeline.schedules import SCHEDULES
 
 _SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}

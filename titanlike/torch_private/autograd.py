@@ -1,4 +1,4 @@
-"""torch.autograd: whether a backward runs, and calls of custom functions."""
+"""torch.autograd: whether a backward runs; calls of custom and of checkpointed functions."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 
 
 def in_backward() -> bool:
@@ -34,3 +35,40 @@ def intercept_custom_functions(callback: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         base.apply = before
+
+
+@contextlib.contextmanager
+def intercept_checkpoints(callback: Callable[[int], None]) -> Iterator[None]:
+    """Within it, torch.utils.checkpoint, reentrant or not, only calls its function, between
+    callback(1) and callback(-1).
+
+    Symptom without it: the reentrant form runs the function without autograd, inside a custom
+    function. Test: `test_fences.py::test_a_reentrant_checkpoint_runs_without_autograd`.
+    """
+    module = torch.utils.checkpoint
+
+    def generator(*_: Any, **__: Any) -> Iterator[None]:
+        callback(1)
+        try:
+            yield
+        finally:
+            callback(-1)
+
+    def apply(function: Callable[..., Any], _: bool, *args: Any) -> Any:
+        with contextlib.contextmanager(generator)():
+            return function(*args)
+
+    name = "_checkpoint_without_reentrant_generator"
+    names = (name, f"{name}_impl")  # the latter since 2.15
+    before = {name: vars(module)[name] for name in names if name in vars(module)}
+    inherited_apply = vars(module.CheckpointFunction).get("apply")
+    assert before and inherited_apply is None
+    try:
+        for name in before:
+            setattr(module, name, generator)
+        module.CheckpointFunction.apply = staticmethod(apply)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
+        del module.CheckpointFunction.apply

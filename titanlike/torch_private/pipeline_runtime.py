@@ -1,10 +1,12 @@
-"""torch's pipeline runtime, driven by an Order.
+"""torch's pipeline runtime, driven by an Order; the orders that torch's schedule classes generate.
 
 Differences between torch 2.11 and 2.15 are detected by features, never by version numbers.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
+from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 if TYPE_CHECKING:
     from titanlike.pipeline.order import Order
@@ -31,18 +34,18 @@ def _lower(order: Order, resident: int) -> dict[int, list[Any]]:
     reduce = [_Kind.REDUCE_GRAD]
     if hasattr(_Kind, "WAIT_REDUCE_GRAD"):  # 2.15
         reduce.append(_Kind.WAIT_REDUCE_GRAD)
-    ranks = {}
+    ranks: dict[int, list[Any]] = {}
     for rank, acts in enumerate(order.ranks):
         left = dict.fromkeys(order.local(rank), order.microbatches)
-        ranks[rank] = []
+        actions = ranks[rank] = []
         compute = [_Action(act.stage, _Kind(act.kind), act.mb) for act in acts]
         for action in torch_schedules._add_unshard_reshard(compute, resident):
-            ranks[rank].append(action)
+            actions.append(action)
             if action.computation_type in (_Kind.FULL_BACKWARD, _Kind.BACKWARD_WEIGHT):
                 stage = action.stage_index
                 left[stage] -= 1
                 if left[stage] == 0:
-                    ranks[rank] += [_Action(stage, kind, None) for kind in reduce]
+                    actions += [_Action(stage, kind, None) for kind in reduce]
     ranks = torch_schedules._add_send_recv(ranks, order.place.__getitem__, order.stages)
     if hasattr(torch_schedules, "_add_wait_send"):  # 2.15
         ranks = torch_schedules._add_wait_send(ranks)
@@ -60,17 +63,14 @@ def _check_transport_order(ranks: dict[int, list[Any]], place: tuple[int, ...]) 
     received: dict[tuple[int, int], list[tuple[str, int, int]]] = {}
     for rank, actions in ranks.items():
         for action in actions:
-            name, stage, mb = (
-                action.computation_type.name,
-                action.stage_index,
-                action.microbatch_index,
-            )
-            if name in ("SEND_F", "SEND_B"):
-                to = stage + (1 if name == "SEND_F" else -1)
-                sent.setdefault((rank, place[to]), []).append((name[-1], to, mb))
-            elif name in ("RECV_F", "RECV_B"):
-                source = stage - (1 if name == "RECV_F" else -1)
-                received.setdefault((place[source], rank), []).append((name[-1], stage, mb))
+            kind, _, way = action.computation_type.name.partition("_")
+            stage, mb = action.stage_index, action.microbatch_index
+            step = 1 if way == "F" else -1
+            if kind == "SEND":
+                to = stage + step
+                sent.setdefault((rank, place[to]), []).append((way, to, mb))
+            elif kind == "RECV":
+                received.setdefault((place[stage - step], rank), []).append((way, stage, mb))
     assert sent == received, "a rank would receive messages of a peer in another order than sent"
 
 
@@ -127,12 +127,9 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         self._forward = _lower(order.forward_only(), resident)
         self.pipeline_order_with_comms = self._train
         if zero == 3:  # FSDP's own hooks gather each block when it runs
-            self.register_custom_function(
-                _Kind.UNSHARD, lambda action, _: self.unsharded_stages.add(action.stage_index)
-            )
-            self.register_custom_function(
-                _Kind.RESHARD, lambda action, _: self.unsharded_stages.discard(action.stage_index)
-            )
+            register = self.register_custom_function
+            register(_Kind.UNSHARD, lambda act, _: self.unsharded_stages.add(act.stage_index))
+            register(_Kind.RESHARD, lambda act, _: self.unsharded_stages.discard(act.stage_index))
 
     def on_action(self, callback: Callable[[Any], None]) -> None:
         """Call back with each action of this rank when it begins, and with None after the last."""
@@ -141,26 +138,47 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
 
     def train(self, batch: dict[str, Tensor]) -> list[Tensor]:
         """Forward and backward of one batch: the losses of its microbatches, on the last stage."""
-        losses: list[Tensor] = []
-        self._call(batch, losses)
-        return losses
+        return self._call(batch)
 
     def evaluate(self, batch: dict[str, Tensor]) -> list[Tensor]:
         """Forward alone, over the same stages: gradients are left as they are."""
-        losses: list[Tensor] = []
         self.pipeline_order_with_comms = self._forward
         try:
             with torch.no_grad():
-                self._call(batch, losses)
+                return self._call(batch)
         finally:
             self.pipeline_order_with_comms = self._train
             for stage in self._stages:
                 stage.clear_runtime_states()
-        return losses
 
-    def _call(self, batch: dict[str, Tensor], losses: list[Tensor]) -> None:
+    def _call(self, batch: dict[str, Tensor]) -> list[Tensor]:
+        losses: list[Tensor] = []
         first = (batch["inputs"],) if any(stage.is_first for stage in self._stages) else ()
         last = any(stage.is_last for stage in self._stages)
         kwargs: dict[str, Any] = {"target": batch["targets"], "losses": losses} if last else {}
         kwargs |= {FIELD + name: batch[name] for name in self._fields}
         self.step(*first, return_outputs=False, **kwargs)
+        return losses
+
+
+def generated_order(
+    class_name: str, pp: int, microbatches: int, stages_per_rank: int
+) -> list[list[tuple[str, int, int]]]:
+    """The compute actions that torch's own schedule class generates, without running anything.
+
+    class_name: as for torch's `get_schedule_class`. Returns `(kind, stage, microbatch)` of each
+    pipeline rank in execution order. An overlapped pair becomes its forward and its backward, as
+    torch's runtime executes it. Raises ValueError or AssertionError for sizes that the class
+    refuses; for others the order may still be wrong: check it.
+    """
+    with contextlib.redirect_stdout(io.StringIO()):  # torch prints while it inserts sends
+        ranks = get_schedule_ops(class_name, pp, microbatches, stages_per_rank)
+    return [
+        [
+            (part.computation_type.value, part.stage_index, part.microbatch_index)
+            for action in rank
+            if action is not None  # a bubble
+            for part in action.sub_actions or (action,)
+        ]
+        for rank in ranks
+    ]

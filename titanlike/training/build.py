@@ -20,15 +20,13 @@ from titanlike.data.sources import Data
 from titanlike.graph.stage import Stage, fsdp_groups
 from titanlike.models.registry import build_model, initial_weights_of
 from titanlike.optim.loss import build_loss
-from titanlike.optim.optimizer import build_optimizer
-from titanlike.optim.stage_state import StageState
+from titanlike.optim.optimizer import StageState, build_optimizer
 from titanlike.parallel.batchnorm import BatchNorms
 from titanlike.parallel.initialize import InitialWeights, initialize, piece_seed
 from titanlike.parallel.mesh import Mesh
 from titanlike.parallel.sharding import fill_missing_gradients, shard_stage
 from titanlike.parallel.tied import Tied, tie
 from titanlike.pipeline.pipeline import Pipeline
-from titanlike.pipeline.runtime import RuntimeFactory
 from titanlike.split.auto_split import measured_times
 from titanlike.training.draft import Draft, draft
 
@@ -91,8 +89,9 @@ def build(config: Config, mesh: Mesh, data: Data | None = None) -> Run:
     torch.manual_seed(piece_seed(config.seed, "rank", dist.get_rank()))
     loss = build_loss(config.loss, mesh.device)
     norms = BatchNorms(stages.values(), mesh)
-    factory = RuntimeFactory(plan.order, plan.model_graph, stages, loss, mesh, plan.zero)
-    pipeline = Pipeline(factory, tied, norms)
+    pipeline = Pipeline(
+        plan.order, plan.model_graph, stages, loss, mesh, plan.zero, tied=tied, norms=norms
+    )
     run = Run(mesh, plan, [*stages.values()], [*states.values()], pipeline, norms, origin)
     run.train_mode(True)
     return run

@@ -31,8 +31,12 @@ from titanlike.optim.chunked_loss import HeadNested, find_head, with_chunked_los
 from titanlike.optim.loss import Loss, build_loss, check_loss
 from titanlike.parallel.batchnorm import freeze_statistics
 from titanlike.parallel.sharding import compute_dtype
-from titanlike.pipeline.from_config import build_order, declared_microbatches
-from titanlike.pipeline.microbatches import NoDivision, derive_microbatches
+from titanlike.pipeline.from_config import (
+    NoDivision,
+    build_order,
+    declared_microbatches,
+    derive_microbatches,
+)
 from titanlike.pipeline.order import Order
 from titanlike.split.auto_split import AutoSplitResult, MeasureTimes, find_auto_split
 from titanlike.split.partition import SplitError, partition
