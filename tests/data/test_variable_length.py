@@ -161,8 +161,8 @@ def several_steps(
     mesh = open_mesh(config, worker)
     run = build(config, mesh)
     made: list[object] = []
-    make = run.pipeline._make
-    run.pipeline._make = lambda fields: made.append(fields) or make(fields)
+    make = run.pipeline._make_runtime
+    run.pipeline._make_runtime = lambda fields: made.append(fields) or make(fields)
     recorded: list[object] = []
     record = model_graph.record_forward
     model_graph.record_forward = lambda *args: recorded.append(args) or record(*args)
