@@ -8,7 +8,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from titanlike.config.program import program, scripts_dir
+from titanlike.config.folder import scripts_dir
+from titanlike.config.program import program
 
 SCHEDULERS = ("slurm", "kubernetes")
 

@@ -25,20 +25,16 @@ def with_checked_samples(data: Data, name: str, seq_len: int) -> Data:
     """
     if isinstance(data.train, CheckedSource):
         return data
-    sources = {"training": data.train, "validation": data.validation}
-    for part, source in sources.items():
+    checked, variable = {}, data.variable
+    for part, source in (("training", data.train), ("validation", data.validation)):
         if len(source) < 1:
-            raise DataError(
-                "data.name", name, f"its {part} part is empty", "It needs at least one sample"
-            )
-    variable = data.variable
+            reason = f"its {part} part is empty"
+            raise DataError("data.name", name, reason, "It needs at least one sample")
+        checked[part] = CheckedSource(source, name, part, seq_len, variable)
     if variable is not None:
         _check_variable(variable, name, len(data.train))
-    train, validation = (
-        CheckedSource(source, name, part, seq_len, variable) for part, source in sources.items()
-    )
-    train.lengths = None if variable is None else variable.lengths
-    return replace(data, train=train, validation=validation)
+        checked["training"].lengths = variable.lengths
+    return replace(data, train=checked["training"], validation=checked["validation"])
 
 
 class CheckedSource:
@@ -76,9 +72,8 @@ class CheckedSource:
 
     def example(self) -> Batch:
         """A batch of one sample, of the maximal length."""
-        return (
-            stack([self[0]]) if self._variable is None else self._padded([self[0]], self._seq_len)
-        )
+        samples = [self[0]]
+        return stack(samples) if self._variable is None else self._padded(samples, self._seq_len)
 
     def _padded(self, samples: list[Batch], tokens: int) -> Batch:
         batch = {}
@@ -99,9 +94,8 @@ class CheckedSource:
     def _read(self, i: int) -> Batch:
         """A sample, checked by itself."""
         sample = self._source[i]
-        form = (
-            "Return dict(inputs=tensor, targets=tensor), with the other fields that the model takes"
-        )
+        fields = "dict(inputs=tensor, targets=tensor)"
+        form = f"Return {fields}, with the other fields that the model takes"
         if not isinstance(sample, Mapping):
             raise self._wrong(i, f"is a {type(sample).__name__} and not a dict", form)
         if missing := [name for name in REQUIRED if name not in sample]:
@@ -126,10 +120,8 @@ class CheckedSource:
             shape = list(sample[name].shape)
             if shape[: pad.dims] != [inputs.size(0) if inputs.dim() else None] * pad.dims:
                 reason = f"has {name!r} of shape {shape} and inputs of {list(inputs.shape)}"
-                size = ", ".join(["T"] * pad.dims)
-                remedy = (
-                    f"With its padding its shape must be [{size}, ...] where inputs are [T, ...]"
-                )
+                needed = f"[{'T, ' * pad.dims}...]"
+                remedy = f"With its padding its shape must be {needed} where inputs are [T, ...]"
                 raise self._wrong(i, reason, remedy)
         return dict(sample)
 
@@ -143,11 +135,8 @@ class CheckedSource:
             if value.dtype != other.dtype:
                 reason = f"has {name!r} of {value.dtype}, and sample 0 of {other.dtype}"
                 raise self._wrong(i, reason, "Return the same dtypes in all samples")
-            variable_dims = self._padding[name].dims if name in self._padding else 0
-            if (
-                value.shape[variable_dims:] != other.shape[variable_dims:]
-                or value.dim() != other.dim()
-            ):
+            dims = self._padding[name].dims if name in self._padding else 0  # of variable size
+            if value.shape[dims:] != other.shape[dims:] or value.dim() != other.dim():
                 reason = f"has {name!r} of shape {list(value.shape)}, sample 0 {list(other.shape)}"
                 remedy = "Return samples of equal shapes, or give Data a variable=VariableLength()"
                 if self._variable is not None:

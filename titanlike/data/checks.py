@@ -57,54 +57,42 @@ def call_custom(data: Custom, seq_len: int):
     except TypeError as error:
         if error.__traceback__.tb_next is not None:  # raised inside the function
             raise
-        raise DataError(
-            "data.name", data.name, f"cannot be called ({error})", "Give its arguments as data.NAME"
-        ) from None
-    from titanlike.data.sources import Data  # here: it imports torch
+        reason = f"cannot be called ({error})"
+        fix = "Give its arguments as data.NAME"
+        raise DataError("data.name", data.name, reason, fix) from None
+    from titanlike.data.checked_source import with_checked_samples  # here: it imports torch
+    from titanlike.data.sources import Data
 
     if not isinstance(result, Data):
-        raise DataError(
-            "data.name",
-            data.name,
-            f"the function returned {type(result).__name__}",
-            "Let it return a titanlike.data.sources.Data",
-        )
-    from titanlike.data.checked_source import with_checked_samples
-
+        reason = f"the function returned {type(result).__name__}"
+        fix = "Let it return a titanlike.data.sources.Data"
+        raise DataError("data.name", data.name, reason, fix)
     return with_checked_samples(result, data.name, seq_len)
 
 
 def too_short(spans: dict[str, tuple[int, int]], seq_len: int) -> Iterator[DataError]:
     """An error for each part of the data (part -> first token, end) shorter than one sequence."""
-    more = {
-        "train": "Give more text with data.path",
-        "validation": "Give more text with data.path, or raise data.validation_fraction",
-    }
     for part, (start, stop) in spans.items():
         count = stop - start
         if count <= seq_len:
-            shorter = f", or write seq_len={count - 1}" if count > 1 else ""
-            yield DataError(
-                "seq_len",
-                seq_len,
-                f"the {part} part of the data has {count} tokens, a sequence needs seq_len + 1",
-                more[part] + shorter,
-            )
+            reason = f"the {part} part of the data has {count} tokens, a sequence needs seq_len + 1"
+            fix = "Give more text with data.path"
+            fix += ", or raise data.validation_fraction" if part == "validation" else ""
+            fix += f", or write seq_len={count - 1}" if count > 1 else ""
+            yield DataError("seq_len", seq_len, reason, fix)
 
 
 def _errors(check: Callable, config: Config) -> list[DataError]:
     try:
-        return list(check(config))
+        return list(check(config) or ())
     except DataError as error:
         return [error]
 
 
 def _fraction(config: Config) -> Iterator[DataError]:
-    fraction = config.data.validation_fraction
-    if not 0 < fraction < 1:
-        yield DataError(
-            "data.validation_fraction", fraction, "must be > 0 and < 1", "Write 0.05, for example"
-        )
+    key, value = "data.validation_fraction", config.data.validation_fraction
+    if not 0 < value < 1:
+        yield DataError(key, value, "must be > 0 and < 1", "Write 0.05, for example")
 
 
 def _workers(config: Config) -> Iterator[DataError]:
@@ -122,22 +110,19 @@ def loader_workers(config: Config) -> int:
 
 
 def _vocabulary(config: Config) -> Iterator[DataError]:
-    if config.data.vocab_size < 1:
-        yield DataError(
-            "data.vocab_size", config.data.vocab_size, "must be at least 1", "Write 256, or more"
-        )
+    size = config.data.vocab_size
+    if size < 1:
+        yield DataError("data.vocab_size", size, "must be at least 1", "Write 256, or more")
 
 
-def _tokenizer(config: Config) -> Iterator[DataError]:
+def _tokenizer(config: Config) -> None:
     open_tokenizer(config.data.tokenizer)
-    return iter(())
 
 
-def _text_files(config: Config) -> Iterator[DataError]:
+def _text_files(config: Config) -> None:
     files = find_files(config.data.path)
     if (parquet := next((f for f in files if f.suffix.lower() == ".parquet"), None)) is not None:
         parquet_file(parquet).close()
-    return iter(())
 
 
 def _token_file(config: Config) -> Iterator[DataError]:
@@ -147,13 +132,10 @@ def _token_file(config: Config) -> Iterator[DataError]:
 
 def _boundary(config: Config) -> Iterator[DataError]:
     """documents=true needs a boundary token that occurs in the file; its beginning is searched."""
-    data = config.data
+    data, boundary = config.data, config.data.boundary
+    remedy = "Write the id of the token that begins a document, data.boundary=0"
     if not data.documents:
         return
-    boundary, remedy = (
-        data.boundary,
-        "Write the id of the token that begins a document, data.boundary=0",
-    )
     if boundary is None:
         yield DataError("data.boundary", "null", "documents=true needs the boundary token", remedy)
     elif not 0 <= boundary < data.vocab_size:
@@ -167,9 +149,8 @@ def _boundary(config: Config) -> Iterator[DataError]:
             yield DataError("data.boundary", boundary, reason, f"{remedy}, or data.documents=false")
 
 
-def _custom(config: Config) -> Iterator[DataError]:
+def _custom(config: Config) -> None:
     _custom_function(config.data)
-    return iter(())
 
 
 def _custom_function(data: Custom) -> Callable:

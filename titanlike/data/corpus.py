@@ -42,28 +42,21 @@ def find_files(path: str | None) -> list[Path]:
         if root.is_file():
             return [root]
         if not root.is_dir():
-            raise DataError(
-                "data.path",
-                path,
-                f"there is no such file or folder (from {os.getcwd()})",
-                "Give the path of a file or folder with text, JSONL or Parquet, or "
-                "data.path=null for the Python standard library's own sources",
+            reason = f"there is no such file or folder (from {os.getcwd()})"
+            fix = (
+                "Give the path of a file or folder with text, JSONL or Parquet, or data.path=null "
             )
+            fix += "for the Python standard library's own sources"
+            raise DataError("data.path", path, reason, fix)
     files: list[Path] = []
     for folder, folders, names in os.walk(root):
         folders[:] = [f for f in folders if f not in skipped and not f.startswith(".")]
-        files += [
-            Path(folder, name)
-            for name in names
-            if not name.startswith(".") and Path(name).suffix.lower() in suffixes
-        ]
+        visible = (Path(folder, name) for name in names if not name.startswith("."))
+        files += [file for file in visible if file.suffix.lower() in suffixes]
     if not files:
-        raise DataError(
-            "data.path",
-            path if path is not None else "null",
-            f"no file to read in {root}",
-            f"Give a file, or a folder with files that end in {' '.join(sorted(suffixes))}",
-        )
+        fix = f"Give a file, or a folder with files that end in {' '.join(sorted(suffixes))}"
+        value = path if path is not None else "null"
+        raise DataError("data.path", value, f"no file to read in {root}", fix)
     return sorted(files)
 
 
@@ -87,16 +80,12 @@ def documents(files: list[Path], text_key: str) -> Iterator[str]:
                 if text:
                     yield text
         except OSError as error:
-            raise DataError(
-                "data.path", file, f"cannot be read ({error.strerror or error})", "Give another"
-            ) from None
+            reason = f"cannot be read ({error.strerror or error})"
+            raise DataError("data.path", file, reason, "Give another") from None
         except UnicodeDecodeError as error:
-            raise DataError(
-                "data.path",
-                file,
-                f"is not UTF-8 text (byte {error.start})",
-                "Convert the file to UTF-8, or remove it from the folder",
-            ) from None
+            reason = f"is not UTF-8 text (byte {error.start})"
+            fix = "Convert the file to UTF-8, or remove it from the folder"
+            raise DataError("data.path", file, reason, fix) from None
 
 
 def _text(file: Path, text_key: str) -> Iterator[str]:
@@ -111,29 +100,19 @@ def _jsonl(file: Path, text_key: str) -> Iterator[str | None]:
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise DataError(
-                    "data.path",
-                    file,
-                    f"line {number} is not JSON ({error})",
-                    "Fix or delete that line; each line must be one JSON object",
-                ) from None
-            if not isinstance(row, dict) or text_key not in row:
-                found = (
-                    f"its fields are {', '.join(row)}" if isinstance(row, dict) else "not an object"
-                )
-                raise DataError(
-                    "data.text_key",
-                    text_key,
-                    f"line {number} of {file} has no such field ({found})",
-                    "Name the field that holds the text",
-                )
-            if not isinstance(row[text_key], str | None):
-                raise DataError(
-                    "data.text_key",
-                    text_key,
-                    f"line {number} of {file} holds {type(row[text_key]).__name__} there, not text",
-                    "Name the field that holds the text",
-                )
+                reason = f"line {number} is not JSON ({error})"
+                fix = "Fix or delete that line; each line must be one JSON object"
+                raise DataError("data.path", file, reason, fix) from None
+            reason = ""
+            if not isinstance(row, dict):
+                reason = "has no such field (not an object)"
+            elif text_key not in row:
+                reason = f"has no such field (its fields are {', '.join(row)})"
+            elif not isinstance(row[text_key], str | None):
+                reason = f"holds {type(row[text_key]).__name__} there, not text"
+            if reason:
+                fix = "Name the field that holds the text"
+                raise DataError("data.text_key", text_key, f"line {number} of {file} {reason}", fix)
             # JSON can contain half a surrogate pair, which is not a character: it becomes "?".
             yield row[text_key] and row[text_key].encode(errors="replace").decode()
 
@@ -142,19 +121,12 @@ def _parquet(file: Path, text_key: str) -> Iterator[str | None]:
     with parquet_file(file) as table:
         columns = {column.name: column.type for column in table.schema_arrow}
         if text_key not in columns:
-            raise DataError(
-                "data.text_key",
-                text_key,
-                f"{file} has no such column",
-                f"Name one of its columns: {', '.join(columns)}",
-            )
+            fix = f"Name one of its columns: {', '.join(columns)}"
+            raise DataError("data.text_key", text_key, f"{file} has no such column", fix)
         if "string" not in str(columns[text_key]):
-            raise DataError(
-                "data.text_key",
-                text_key,
-                f"the column holds {columns[text_key]} in {file}, not text",
-                f"Name a text column; there are {', '.join(columns)}",
-            )
+            reason = f"the column holds {columns[text_key]} in {file}, not text"
+            fix = f"Name a text column; there are {', '.join(columns)}"
+            raise DataError("data.text_key", text_key, reason, fix)
         for batch in table.iter_batches(batch_size=1024, columns=[text_key]):
             yield from batch.column(0).to_pylist()
 
@@ -168,6 +140,5 @@ def parquet_file(file: Path):
     try:
         return parquet.ParquetFile(file)
     except ArrowInvalid as error:
-        raise DataError(
-            "data.path", file, f"is not a Parquet file ({error})", "Give a complete Parquet file"
-        ) from None
+        reason = f"is not a Parquet file ({error})"
+        raise DataError("data.path", file, reason, "Give a complete Parquet file") from None

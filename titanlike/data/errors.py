@@ -17,9 +17,5 @@ class DataError(ValueError):
 
 def missing_extra(key: str, value: object, package: str) -> DataError:
     """The error for a package of the optional extra `text` that is not installed."""
-    return DataError(
-        key,
-        value,
-        f"the package {package} is not installed",
-        "Install it with: pip install titanlike[text]",
-    )
+    fix = "Install it with: pip install titanlike[text]"
+    return DataError(key, value, f"the package {package} is not installed", fix)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import nn
@@ -33,10 +32,8 @@ def example_batch(config: Config, data: Data | None = None) -> dict[str, torch.T
         batch = stack([sample])
     dtype = torch.bfloat16 if config.precision.name == "bf16" else torch.float32
     return {
-        name: torch.empty(
-            tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype, device="meta"
-        )
-        for name, tensor in batch.items()
+        name: torch.empty_like(t, dtype=dtype if t.is_floating_point() else t.dtype, device="meta")
+        for name, t in batch.items()
     }
 
 
@@ -45,28 +42,19 @@ def field_problems(config: Config, model: nn.Module, fields: Iterable[str]) -> l
     parameters = list(inspect.signature(model.forward).parameters.values())
     if any(p.kind == p.VAR_KEYWORD for p in parameters):
         return []
-    by_name = [
-        p.name for p in parameters[1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]
-    takes = (
-        f"beside its inputs it takes {', '.join(by_name)}" if by_name else "it takes inputs only"
-    )
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    by_name = [p.name for p in parameters[1:] if p.kind in kinds]
+    takes = f"beside its inputs it takes {', '.join(by_name)}"
+    takes = takes if by_name else "it takes inputs only"
     problems = []
-    for name in fields:
-        if name == "inputs" or name in by_name:
-            continue
-        key, value, fix = _source_of(config, name)
+    for name in (name for name in fields if name not in ("inputs", *by_name)):
         reason = (
             f"gives the batch a field {name}, which the forward of model.name={config.model.name} "
             f"does not take ({takes})"
         )
-        problems.append(Problem(key, value, reason, fix))
+        if isinstance(config.data, Custom):
+            fix = f"samples without it, or a forward with an argument {name}"
+            problems.append(Problem("data.name", config.data.name, reason, fix))
+        else:
+            problems.append(Problem("data.documents", True, reason, "data.documents=false"))
     return problems
-
-
-def _source_of(config: Config, name: str) -> tuple[str, Any, str]:
-    """(config key of a field of the batch, its value, what to write to remove the field)."""
-    if isinstance(config.data, Custom):
-        fix = f"samples without it, or a forward with an argument {name}"
-        return "data.name", config.data.name, fix
-    return "data.documents", True, "data.documents=false"

@@ -28,11 +28,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titanlike.config.schema import Config, SyntheticData, TextData, TokenData
 from titanlike.data.checked_source import CheckedSource, stack
-from titanlike.data.checks import (
-    call_custom,
-    loader_workers,
-    too_short,
-)
+from titanlike.data.checks import call_custom, loader_workers, too_short
 from titanlike.data.corpus import describe
 from titanlike.data.shuffle import shuffled_index
 from titanlike.data.sources import Data, PackedSource, Source, SyntheticSource
@@ -59,11 +55,9 @@ def open_data(config: Config) -> Data:
     if isinstance(data, TokenData):
         return _open_tokens(data, config.seq_len)
     if isinstance(data, SyntheticData):
-        train, validation = (
-            SyntheticSource(data.vocab_size, config.seq_len, config.seed, stream)
-            for stream in (0, 1)
-        )
-        return Data(train, validation, data.vocab_size, "random tokens, generated on demand")
+        sizes = (data.vocab_size, config.seq_len, config.seed)
+        sources = (SyntheticSource(*sizes, stream) for stream in (0, 1))
+        return Data(*sources, data.vocab_size, "random tokens, generated on demand")
     return call_custom(data, config.seq_len)
 
 

@@ -17,20 +17,16 @@ def open_tokens(path: Path, dtype: str) -> np.ndarray:
     the file is missing, empty, or of another format.
     """
     if not path.is_file():
-        raise DataError(
-            "data.path", path, "there is no such file", "Give a .npy or raw .bin file of token ids"
-        )
+        fix = "Give a .npy or raw .bin file of token ids"
+        raise DataError("data.path", path, "there is no such file", fix)
     if path.suffix == ".npy":
         return _open_npy(path)
     itemsize = np.dtype(dtype).itemsize
     size = path.stat().st_size
     if size == 0 or size % itemsize:
-        raise DataError(
-            "data.path",
-            path,
-            f"{size} bytes are not a multiple of the {itemsize} bytes of a {dtype} token id",
-            "Give a complete file, and data.dtype=uint16 or data.dtype=uint32 as it was written",
-        )
+        reason = f"{size} bytes are not a multiple of the {itemsize} bytes of a {dtype} token id"
+        fix = "Give a complete file, and data.dtype=uint16 or data.dtype=uint32 as it was written"
+        raise DataError("data.path", path, reason, fix)
     # A plain array over the map: slicing np.memmap itself is several times slower.
     return np.asarray(np.memmap(path, mode="r", dtype=np.dtype(dtype).newbyteorder("<")))
 

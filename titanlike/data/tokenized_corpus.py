@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import tempfile
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -64,12 +65,9 @@ def tokenize_corpus(data: TextData, tokenizer: Tokenizer) -> TokenizedCorpus:
             _write(unfinished, files, data, tokenizer)
             _publish(unfinished, folder)
     except OSError as error:
-        raise DataError(
-            "data.cache",
-            cache,
-            f"the folder cannot be written ({error.strerror or error})",
-            "Give a writable folder with 2 to 4 bytes of space per token: data.cache=/tmp/titanlike",
-        ) from None
+        reason = f"the folder cannot be written ({error.strerror or error})"
+        fix = "Give a writable folder with 2 to 4 bytes of space per token: "
+        raise DataError("data.cache", cache, reason, fix + "data.cache=/tmp/titanlike") from None
     entry = _read(folder)
     assert entry is not None, f"{folder} was just written"
     return entry
@@ -79,9 +77,8 @@ def _key(files: list[Path], data: TextData, tokenizer: Tokenizer) -> str:
     try:
         stats = [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
     except OSError as error:
-        raise DataError(
-            "data.path", error.filename, f"cannot be read ({error.strerror})", "Fix or delete it"
-        ) from None
+        reason = f"cannot be read ({error.strerror})"
+        raise DataError("data.path", error.filename, reason, "Fix or delete it") from None
     content = [FORMAT, stats, tokenizer.fingerprint, data.text_key, data.validation_fraction]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
 
@@ -92,12 +89,10 @@ def _read(folder: Path) -> TokenizedCorpus | None:
         meta = json.loads((folder / "meta.json").read_text())
         entry = TokenizedCorpus(folder, **meta)
         itemsize = np.dtype(entry.dtype).itemsize
-        complete = all(
-            entry.path(part).stat().st_size == entry.tokens[part] * itemsize for part in PARTS
-        )
+        sizes = [entry.path(part).stat().st_size for part in PARTS]
+        return entry if sizes == [entry.tokens[part] * itemsize for part in PARTS] else None
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    return entry if complete else None
 
 
 def _publish(unfinished: Path, folder: Path) -> None:
@@ -111,24 +106,17 @@ def _publish(unfinished: Path, folder: Path) -> None:
 
 def _write(folder: Path, files: list[Path], data: TextData, tokenizer: Tokenizer) -> None:
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-    entry = TokenizedCorpus(
-        folder,
-        dtype,
-        tokenizer.vocab_size,
-        tokenizer.boundary,
-        tokens=dict.fromkeys(PARTS, 0),
-        documents=dict.fromkeys(PARTS, 0),
-    )
+    none = dict.fromkeys(PARTS, 0)
+    sizes = (tokenizer.vocab_size, tokenizer.boundary)
+    entry = TokenizedCorpus(folder, dtype, *sizes, tokens={**none}, documents={**none})
     file_dtype = np.dtype(dtype).newbyteorder("<")
-    last = dict.fromkeys(PARTS, 0)  # tokens in each part's last document
-    with (
-        open(entry.path("train"), "wb") as train,
-        open(entry.path("validation"), "wb") as validation,
-    ):
-        out = {"train": train, "validation": validation}
+    last = {**none}  # tokens in each part's last document
+    with ExitStack() as stack:
+        out = {part: stack.enter_context(open(entry.path(part), "wb")) for part in PARTS}
         texts = documents(files, data.text_key)
         for number, ids in enumerate(tokenizer.encode_many(texts)):
-            part = "validation" if _is_validation(number, data.validation_fraction) else "train"
+            hashed = int(splitmix64(np.array([number + 1], np.uint64))[0])
+            part = "validation" if hashed < data.validation_fraction * 2.0**64 else "train"
             document = np.empty(len(ids) + 1, file_dtype)
             document[0] = tokenizer.boundary
             document[1:] = ids
@@ -143,10 +131,6 @@ def _write(folder: Path, files: list[Path], data: TextData, tokenizer: Tokenizer
             _move_last(entry, empty, full, last[full], data.validation_fraction)
     meta = {name: value for name, value in asdict(entry).items() if name != "folder"}
     (folder / "meta.json").write_text(json.dumps(meta))
-
-
-def _is_validation(number: int, fraction: float) -> bool:
-    return int(splitmix64(np.array([number + 1], np.uint64))[0]) < fraction * 2.0**64
 
 
 def _move_last(entry: TokenizedCorpus, empty: str, full: str, last: int, fraction: float) -> None:

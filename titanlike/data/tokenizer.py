@@ -17,17 +17,8 @@ from titanlike.data.errors import DataError, missing_extra
 
 # Special tokens that end or begin a document, in order of preference: GPT-2 and Qwen, Llama 3,
 # Llama 2 and Mistral, Gemma, BERT; then tokens that begin one.
-BOUNDARY_TOKENS = (
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "</s>",
-    "<eos>",
-    "[SEP]",
-    "<|begin_of_text|>",
-    "<s>",
-    "<bos>",
-    "[CLS]",
-)
+BOUNDARY_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+BOUNDARY_TOKENS += ("<|begin_of_text|>", "<s>", "<bos>", "[CLS]")
 
 # Characters per call of the tokenizers library: enough work for its threads, little memory.
 GROUP_CHARACTERS = 1 << 20
@@ -83,19 +74,15 @@ class JsonTokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises bare Exception
-            raise DataError(
-                "data.tokenizer", path, f"not a tokenizer.json ({error})", remedy
-            ) from None
+            reason = f"not a tokenizer.json ({error})"
+            raise DataError("data.tokenizer", path, reason, remedy) from None
         # The file may ask for truncation, which would drop text, and for padding.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         # Text that spells a special token is encoded as text.
         self._tokenizer.encode_special_tokens = True
-        special = {
-            token.content: i
-            for i, token in self._tokenizer.get_added_tokens_decoder().items()
-            if token.special
-        }
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        special = {token.content: i for i, token in added if token.special}
         past = max(self._tokenizer.get_vocab().values()) + 1  # ids may have gaps
         self.boundary = next((special[t] for t in BOUNDARY_TOKENS if t in special), past)
         self.vocab_size = max(past, self.boundary + 1)

@@ -188,10 +188,8 @@ def message_problem(graph: StageGraph) -> str:
         storages.setdefault(node.value.untyped_storage()._cdata, []).append(node)
     for nodes in storages.values():
         if len(nodes) > 1 and any(node.mutated for node in nodes):
-            return (
-                "a stage would begin between a view of a tensor and a change of it in place, which "
-                "the view would not reflect"
-            )
+            between = "a view of a tensor and a change of it in place"
+            return f"a stage would begin between {between}, which the view would not reflect"
     return ""
 
 
@@ -212,9 +210,8 @@ def messages(graph: StageGraph) -> tuple[list[Tensor], list[Tensor]]:
 
 def same_messages(graph: StageGraph, other: StageGraph) -> bool:
     """Whether two stages can take each other's place in a pipeline."""
-    pairs = zip(messages(graph), messages(other), strict=True)
-    return all(
-        [(tensor.shape, tensor.dtype) for tensor in ours]
-        == [(tensor.shape, tensor.dtype) for tensor in theirs]
-        for ours, theirs in pairs
-    )
+
+    def forms(graph: StageGraph) -> list[list[tuple]]:
+        return [[(tensor.shape, tensor.dtype) for tensor in part] for part in messages(graph)]
+
+    return forms(graph) == forms(other)

@@ -25,11 +25,7 @@ def find_units(model: nn.Module, points: Sequence[str] = ()) -> list[Unit]:
     points: modules where a stage begins, which must therefore not be inside a unit.
     """
     found = list(_expand(model, "", tuple(points)))
-    with_weights = [
-        unit
-        for unit in found
-        if next(model.get_submodule(unit.name).parameters(), None) is not None
-    ]
+    with_weights = [unit for unit in found if [*model.get_submodule(unit.name).parameters()]]
     blocks = sum(unit.block for unit in with_weights)
     if len(with_weights) - blocks > max(MAX_MODULES_BESIDE_BLOCKS, blocks):
         return [unit._replace(block=True) for unit in found]

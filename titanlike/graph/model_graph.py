@@ -66,10 +66,8 @@ class ModelGraph:
         key = (shapes(fields), training)
         if key not in self._recordings:
             batch = {
-                name: torch.empty(
-                    self.microbatch_size, *field.shape, dtype=field.dtype, device="meta"
-                )
-                for name, field in fields.items()
+                name: torch.empty(self.microbatch_size, *shape, dtype=dtype, device="meta")
+                for name, (shape, dtype) in fields.items()
             }
             self.model.train(training)
             flags = {name: module.training for name, module in self.model.named_modules()}
@@ -91,11 +89,8 @@ class ModelGraph:
         """(units, weights used outside of units) of each stage, in training or evaluation."""
         both = (self.graphs(self.fields, training) for training in (True, False))
         return [
-            (
-                list(dict.fromkeys([*graph.units, *other.units])),
-                list(dict.fromkeys([*graph.weights, *other.weights])),
-            )
-            for graph, other in zip(*both, strict=True)
+            (list(dict.fromkeys(a.units + b.units)), list(dict.fromkeys(a.weights + b.weights)))
+            for a, b in zip(*both, strict=True)
         ]
 
     def meta_output(self, fields: Fields, training: bool) -> Any:

@@ -18,21 +18,19 @@ def tree_flatten(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]
     """The leaves, and a function that rebuilds the structure from other leaves."""
     outer, spec = pytree.tree_flatten(value)
     leaves: list[Any] = []
-    parts: list[tuple[int, Callable[[Sequence[Any]], Any] | None]] = []  # leaves of each part
+    parts: list[tuple[int, Any, Callable | None]] = []  # (leaves, value, how to rebuild its fields)
     for leaf in outer:
-        if not is_plain_dataclass(leaf):
-            leaves.append(leaf)
-            parts.append((1, None))
-            continue
-        inner, rebuild = tree_flatten(dataclass_fields(leaf))
+        inner, rebuild = [leaf], None
+        if is_plain_dataclass(leaf):
+            inner, rebuild = tree_flatten(dataclass_fields(leaf))
         leaves += inner
-        parts.append((len(inner), _copy_with(leaf, rebuild)))
+        parts.append((len(inner), leaf, rebuild))
 
     def build(new: Sequence[Any]) -> Any:
         outer, at = [], 0
-        for size, make in parts:
-            outer.append(new[at] if make is None else make(new[at : at + size]))
-            at += size
+        for size, leaf, rebuild in parts:
+            given, at = new[at : at + size], at + size
+            outer.append(given[0] if rebuild is None else _copy_with(leaf, rebuild(given)))
         return pytree.tree_unflatten(outer, spec)
 
     return leaves, build
@@ -56,32 +54,22 @@ def dataclass_fields(value: Any) -> dict[str, Any]:
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
-def _copy_with(
-    value: Any, rebuild: Callable[[Sequence[Any]], Any]
-) -> Callable[[Sequence[Any]], Any]:
-    def make(leaves: Sequence[Any]) -> Any:
-        copied = copy.copy(value)
-        for name, field in rebuild(leaves).items():
-            object.__setattr__(copied, name, field)  # the dataclass may be frozen
-        return copied
-
-    return make
+def _copy_with(value: Any, fields: dict[str, Any]) -> Any:
+    copied = copy.copy(value)
+    for name, field in fields.items():
+        object.__setattr__(copied, name, field)  # the dataclass may be frozen
+    return copied
 
 
 def describe(value: Any) -> str:
     """A structure in words: "a dict of 'hidden' [2, 8, 4], 'aux' [1]"."""
     if hasattr(value, "shape"):
         return f"a tensor {list(value.shape)}"
-    named = dict(value) if isinstance(value, dict) else None
-    if is_plain_dataclass(value):
-        named = dataclass_fields(value)
-    if named is not None:
-        parts = [f"{name!r}{_shape(part)}" for name, part in named.items()]
+    named = dataclass_fields(value) if is_plain_dataclass(value) else value
+    if isinstance(named, dict):
+        shapes = {k: f" {list(v.shape)}" if hasattr(v, "shape") else "" for k, v in named.items()}
+        parts = [f"{name!r}{shape}" for name, shape in shapes.items()]
         return f"a {type(value).__name__} of {', '.join(parts)}"
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {len(value)}"
     return f"a {type(value).__name__}"
-
-
-def _shape(part: Any) -> str:
-    return f" {list(part.shape)}" if hasattr(part, "shape") else ""

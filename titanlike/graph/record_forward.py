@@ -11,6 +11,7 @@ shapes; unlike `torch.export` a unit stays a module, whose forward is not restri
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,15 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from titanlike.graph import side_effects
+from titanlike.graph.pytree import tree_map
 from titanlike.graph.recording import Node, RecordError, Recording, RecordingBuilder
-from titanlike.graph.run_on_cpu import run_on_cpu
-from titanlike.graph.side_effects import (
-    RngMonitor,
-    SideEffect,
-    argument_identities,
-    check_running_statistics,
-    restored,
-)
 from titanlike.torch_private import pytree
 from titanlike.torch_private.autograd import intercept_checkpoints, intercept_custom_functions
 
@@ -53,20 +48,19 @@ def record_forward(model: nn.Module, batch: dict[str, Tensor], units: Sequence[s
     others = {name: tensor for name, tensor in batch.items() if name != "inputs"}
     first = (batch["inputs"],) if "inputs" in batch else ()
     try:
-        with restored(model, units), interceptor.active():
+        with side_effects.restored(model, units), interceptor.active():
             output = model(*first, **others)
             return interceptor.finish(output)
-    except SideEffect as effect:
-        raise RecordError(effect.reason, effect.fix) from None
     except (RuntimeError, NotImplementedError) as error:
-        if "meta" in str(error).lower():
-            raise RecordError(
-                f"its forward reads the values of tensors ({_first_line(error)}), so the operations "
-                "it runs are not known in advance",
-                "it without .item(), .tolist() and `if tensor:` between its modules (inside blocks "
-                "they are allowed)",
-            ) from error
-        raise
+        if "meta" not in str(error).lower():
+            raise
+        line, *_ = str(error).strip().splitlines()
+        raise RecordError(
+            f"its forward reads the values of tensors ({line}), so the operations it runs are not "
+            "known in advance",
+            "it without .item(), .tolist() and `if tensor:` between its modules (inside blocks "
+            "they are allowed)",
+        ) from error
 
 
 class _Interceptor(TorchFunctionMode):
@@ -77,7 +71,7 @@ class _Interceptor(TorchFunctionMode):
         self.builder = RecordingBuilder(model)
         self._model, self._units = model, list(units)
         self._called: list[str] = []  # units, in the order of their first calls
-        self._rng = RngMonitor()
+        self._rng = side_effects.RngMonitor()
         self._checkpoint_depth = 0  # of torch.utils.checkpoint
         # of the unit or custom function that is running
         self._running: list[str] = []  # its name; nested units after it
@@ -107,7 +101,7 @@ class _Interceptor(TorchFunctionMode):
     def finish(self, output: Any) -> Recording:
         self.builder.mark_mutated()
         self._check_rng()
-        return self.builder.build(self._called, output)
+        return Recording(self.builder.nodes, self._called, self.builder.with_nodes(output))
 
     # --- torch functions between units ---------------------------------------------------------
 
@@ -118,7 +112,7 @@ class _Interceptor(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         draws = name.startswith(_RANDOM) or "dropout" in name
         self._random |= draws and kwargs.get("training", True) is not False
-        check_running_statistics(name, args, kwargs)
+        side_effects.check_running_statistics(name, args, kwargs)
         if self._running:
             if name != "__get__":
                 leaves = pytree.tree_leaves((args, kwargs))
@@ -130,14 +124,17 @@ class _Interceptor(TorchFunctionMode):
                 f"its forward calls {name} between its modules, which stages do not replay",
                 "it inside a block",
             )
+        accessed = getattr(getattr(function, "__self__", None), "__name__", "")  # by a getter
+        recorded = name != "__get__" or accessed in _TENSOR_PROPERTIES
         # before the call, which may change its arguments in place
-        recorded = name != "__get__" or _property_name(function) in _TENSOR_PROPERTIES
         arguments = self.builder.with_nodes((args, kwargs)) if recorded else None
         random, self._random = self._random, False
         result = function(*args, **kwargs)
         has_tensor = any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result))
         if arguments is not None and (has_tensor or name == "__setitem__"):
-            node = Node("function", *_replayable(function, *arguments))
+            node = Node("function", function, *arguments)
+            if name == "__get__":  # generated code calls getattr(x, "T") for x.T
+                node = Node("function", getattr, (arguments[0][0], accessed))
             self.builder.add_call(node, result, random)
         return result
 
@@ -158,7 +155,7 @@ class _Interceptor(TorchFunctionMode):
                 self._check_rng()
                 self._weight_uses.clear()
                 # now: the unit may change a list that it is given
-                identities = argument_identities(args, kwargs)
+                identities = side_effects.argument_identities(args, kwargs)
                 self._arguments = (*self.builder.with_nodes((args, kwargs)), identities)
             self._running.append(name)
 
@@ -172,7 +169,7 @@ class _Interceptor(TorchFunctionMode):
             if name not in self._called:
                 self._called.append(name)
             args_before, kwargs_before, identities = self._arguments
-            if argument_identities(args, kwargs) != identities:
+            if side_effects.argument_identities(args, kwargs) != identities:
                 raise RecordError(
                     f"its {name} changes an object, list or dict that it is given, which exists "
                     "only while the forward is recorded",
@@ -203,7 +200,7 @@ class _Interceptor(TorchFunctionMode):
                 self._on_cpu = True
                 if own is None:
                     vars(module).pop("forward", None)
-                return run_on_cpu(module, args, kwargs)
+                return _run_on_cpu(module, args, kwargs)
 
         module.forward = with_fallback
         try:
@@ -237,16 +234,44 @@ class _Interceptor(TorchFunctionMode):
         return result
 
 
-def _property_name(getter: Any) -> str:
-    return getattr(getattr(getter, "__self__", None), "__name__", "")
+# --- units that meta tensors cannot run ----------------------------------------------------------
 
 
-def _replayable(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-    """A call that generated code can make: `x.T` becomes getattr(x, "T")."""
-    if getattr(function, "__name__", "") == "__get__":
-        return getattr, (args[0], function.__self__.__name__), {}
-    return function, args, kwargs
+def _run_on_cpu(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a copy of a meta module on the CPU: meta arguments in, meta results out.
+
+    A mixture of experts, for example, branches on which tokens an expert gets. One unit at a time
+    fits in memory; its weights are random, and only shapes and dtypes are used. Raises what the
+    module raises.
+    """
+
+    def to_meta(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return torch.empty_like(leaf, device="meta").requires_grad_(leaf.requires_grad)
+
+    real = copy.deepcopy(module).to_empty(device="cpu")
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
+        for tensor in [*real.parameters(), *real.buffers()]:
+            _fill(tensor)
+        real_args, real_kwargs = tree_map((args, kwargs), _to_cpu)
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        return tree_map(real(*real_args, **real_kwargs), to_meta)
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _fill(tensor: Tensor) -> None:
+    """Values that most modules accept: small floats, index 0, True."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.normal_(0, 0.02)
+    else:
+        tensor.fill_(tensor.dtype == torch.bool)
+
+
+def _to_cpu(leaf: Any) -> Any:
+    if isinstance(leaf, torch.device) and leaf.type == "meta":
+        return torch.device("cpu")
+    if not isinstance(leaf, Tensor):
+        return leaf
+    tensor = torch.empty_like(leaf, device="cpu")
+    _fill(tensor)
+    return tensor.requires_grad_(leaf.requires_grad)

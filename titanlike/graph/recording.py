@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -78,9 +77,8 @@ class RecordingBuilder:
         self.nodes: list[Node] = []
         self._node_of: dict[int, Node] = {}  # by the id of its tensor
         self._versions: list[tuple[Node, int]] = []  # keeps the tensors alive, so ids stay unique
-        self._names = {
-            id(t): name for name, t in [*model.named_buffers(), *model.named_parameters()]
-        }
+        tensors = [*model.named_buffers(), *model.named_parameters()]
+        self._names = {id(tensor): name for name, tensor in tensors}
 
     def add(self, node: Node) -> Node:
         self.nodes.append(node)
@@ -113,20 +111,17 @@ class RecordingBuilder:
                 value = leaf if depth == len(path) and isinstance(leaf, Tensor) else None
                 part = self.add(Node("function", *_getter(part, key), value=value))
             for name, content in dataclass_fields(leaf).items() if is_plain_dataclass(leaf) else ():
-                inner = Node("function", getattr, (part, name))
-                if isinstance(content, Tensor):
-                    inner.value = content
-                self.add(inner)
-                self._add_parts(inner, () if inner.value is not None else content)
+                value = content if isinstance(content, Tensor) else None
+                inner = self.add(Node("function", getattr, (part, name), value=value))
+                self._add_parts(inner, () if value is not None else content)
 
     def with_nodes(self, value: Any) -> Any:
         """Arguments or an output with nodes in place of tensors; raises RecordError."""
         return tree_map(value, self._node_for)
 
     def _node_for(self, leaf: Any) -> Any:
-        if isinstance(leaf, torch.device) and leaf.type == "meta":
-            return DEVICE
-        if isinstance(leaf, str) and leaf == "meta":
+        on_meta = isinstance(leaf, torch.device) and leaf.type == "meta"
+        if on_meta or (isinstance(leaf, str) and leaf == "meta"):
             return DEVICE
         if isinstance(leaf, nn.Module):
             raise RecordError(
@@ -161,10 +156,6 @@ class RecordingBuilder:
                     f"its forward changes the batch's {node.target} in place",
                     f"{node.target} = {node.target}.clone() before",
                 )
-
-    def build(self, units: Iterable[str], output: Any) -> Recording:
-        output = self.with_nodes(output)
-        return Recording(self.nodes, list(units), output)
 
 
 def _getter(node: Node, key: Any) -> tuple[Any, tuple[Node, Any]]:

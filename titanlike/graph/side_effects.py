@@ -2,7 +2,7 @@
 
 The model's forward runs once, for the recording; in training only its units and the recorded calls
 run. State that the forward changes would stay as it was recorded, and random numbers of Python or
-numpy would be the same in all steps: both raise SideEffect. What the recording leaves on the model
+numpy would be the same in all steps: both raise RecordError. What the recording leaves on the model
 (a mask that is created on first use) is removed.
 """
 
@@ -16,24 +16,17 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from titanlike.graph.recording import RecordError
 from titanlike.torch_private import pytree
 
 _PLAIN = (bool, int, float, str)
-
-
-class SideEffect(ValueError):
-    """A side effect of a forward: why it gives wrong results, and what to write instead."""
-
-    def __init__(self, reason: str, fix: str) -> None:
-        super().__init__(reason)
-        self.reason, self.fix = reason, fix
 
 
 @contextmanager
 def restored(model: nn.Module, units: Sequence[str]) -> Iterator[None]:
     """Restore the model's attributes and buffers on exit.
 
-    Raises SideEffect where a buffer was changed, or a plain attribute outside of `units`.
+    Raises RecordError where a buffer was changed, or a plain attribute outside of `units`.
     """
     before = {name: _State(module) for name, module in model.named_modules()}
     inside = tuple(f"{unit}." for unit in units)
@@ -41,7 +34,7 @@ def restored(model: nn.Module, units: Sequence[str]) -> Iterator[None]:
         yield
         for name, state in before.items():
             for buffer in state.changed_buffers():
-                raise SideEffect(
+                raise RecordError(
                     f"its forward changes the buffer {f'{name}.{buffer}'.lstrip('.')}, once a "
                     "microbatch and on each dp rank separately: its values would depend on the "
                     "layout",
@@ -50,7 +43,7 @@ def restored(model: nn.Module, units: Sequence[str]) -> Iterator[None]:
             if name in units or name.startswith(inside):
                 continue  # runs in each step
             for attribute in state.changed_attributes():
-                raise SideEffect(
+                raise RecordError(
                     f"its forward changes {f'self.{name}.'.replace('..', '.')}{attribute}, which "
                     "would stay as it was when the forward was recorded",
                     "it without, or inside a block",
@@ -66,7 +59,7 @@ class _State:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._attributes, self._buffers = dict(vars(module)), dict(module._buffers)
-        self._versions = {name: _version(buffer) for name, buffer in self._buffers.items()}
+        self._versions = {name: b._version for name, b in self._buffers.items() if b is not None}
 
     def changed_buffers(self) -> Iterator[str]:
         for name, buffer in self._buffers.items():
@@ -88,10 +81,6 @@ class _State:
         self._module._buffers.update(self._buffers)
 
 
-def _version(buffer: Tensor | None) -> int:
-    return -1 if buffer is None else buffer._version
-
-
 class RngMonitor:
     """Detects use of Python's or numpy's global generator."""
 
@@ -110,25 +99,23 @@ def _rng_state() -> tuple[Any, ...]:
 
 def argument_identities(args: Any, kwargs: Any) -> list[Any]:
     """Ids of a call's arguments and of their attributes: equal before and after a pure call."""
-    leaves = pytree.tree_leaves((args, kwargs))
-    return [(id(leaf), _attribute_ids(leaf)) for leaf in leaves]
-
-
-def _attribute_ids(leaf: Any) -> dict[str, int]:
-    if isinstance(leaf, (Tensor, nn.Module, type)) or callable(leaf):
-        return {}
-    return {name: id(part) for name, part in getattr(leaf, "__dict__", {}).items()}
+    found = []
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        opaque = isinstance(leaf, (Tensor, nn.Module, type)) or callable(leaf)
+        attributes = {} if opaque else getattr(leaf, "__dict__", {})
+        found.append((id(leaf), {name: id(part) for name, part in attributes.items()}))
+    return found
 
 
 def check_running_statistics(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise SideEffect for F.batch_norm or F.instance_norm that updates running statistics."""
+    """Raise RecordError for F.batch_norm or F.instance_norm that updates running statistics."""
     if name not in ("batch_norm", "instance_norm"):
         return
     running = kwargs.get("running_mean", args[1] if len(args) > 1 else None)
     positional = args[5] if len(args) > 5 else False
     training = kwargs.get("training", kwargs.get("use_input_stats", positional))
     if isinstance(running, Tensor) and training:
-        raise SideEffect(
+        raise RecordError(
             f"its forward calls {name} with running statistics, which would depend on the layout",
             "nn.BatchNorm1d, 2d or 3d, whose statistics are those of the whole batch",
         )

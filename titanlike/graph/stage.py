@@ -77,16 +77,17 @@ def fsdp_groups(stage: nn.Module, units: Sequence[Unit], used: Iterable[str]) ->
     used: weights that the stage's forward uses directly. They, weights that two units share, and
     the units that contain them are gathered with the stage as a whole.
     """
-    seen: set[int] = {id(stage.get_parameter(name)) for name in used if _is_parameter(stage, name)}
+    used = set(used)
+    parameters = stage.named_parameters(remove_duplicate=False)
+    seen = {id(parameter) for name, parameter in parameters if name in used}
     shared = set(seen)
-    for unit in units:
-        own = {id(parameter) for parameter in stage.get_submodule(unit.name).parameters()}
+    parameters_of = [{id(p) for p in stage.get_submodule(unit.name).parameters()} for unit in units]
+    for own in parameters_of:
         shared |= own & seen
         seen |= own
     groups: list[list[str]] = []
     before: Unit | None = None
-    for unit in units:
-        own = {id(parameter) for parameter in stage.get_submodule(unit.name).parameters()}
+    for unit, own in zip(units, parameters_of, strict=True):
         if not own or own & shared:
             continue
         if before is not None and not unit.block and not before.block:
@@ -95,8 +96,3 @@ def fsdp_groups(stage: nn.Module, units: Sequence[Unit], used: Iterable[str]) ->
             groups.append([unit.name])
         before = unit
     return groups
-
-
-def _is_parameter(stage: nn.Module, name: str) -> bool:
-    path, _, last = name.rpartition(".")
-    return last in stage.get_submodule(path)._parameters

@@ -52,7 +52,8 @@ class _Writer:
         for index, node in enumerate(self._graph.nodes):
             self._variables[node] = f"v{index}"
             if node.kind == "input":
-                self._assign(node, self._batch_field(node.target))
+                first = self._first and node.target == "inputs"
+                self._assign(node, "received[0]" if first else f"batch[{node.target!r}]")
             elif node.kind == "weight":
                 path, _, last = node.target.rpartition(".")
                 module = self._constant("module", self._stage.get_submodule(path))
@@ -82,9 +83,6 @@ class _Writer:
             self._assign(node, f"{name}.clone()")
         elif node.value.requires_grad:
             self._relayed[node] = received  # a view, such as receive() returns, would be copied
-
-    def _batch_field(self, name: str) -> str:
-        return "received[0]" if self._first and name == "inputs" else f"batch[{name!r}]"
 
     def _call(self, node: Node) -> None:
         function = self._function(node)

@@ -44,13 +44,13 @@ def trace_forward(model: nn.Module, batch: dict[str, Tensor]) -> Recording:
     names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     tensors = dict(model.named_parameters(remove_duplicate=False))
     tensors |= dict(model.named_buffers(remove_duplicate=False))
-    fields = dict(zip(signature.user_inputs, _order(first, others), strict=True))
+    order = ["inputs"] * len(first) + list(others)  # in which the tracer flattens them
+    fields = dict(zip(signature.user_inputs, order, strict=True))
     inputs: list[Any] = []
     for placeholder in program.graph_module.graph.find_nodes(op="placeholder"):
-        if placeholder.name in names:
-            name = names[placeholder.name]
-            node = Node("weight", name, value=tensors[name])
-            node.has_parameters = isinstance(tensors[name], nn.Parameter)
+        if name := names.get(placeholder.name):
+            is_parameter = isinstance(tensors[name], nn.Parameter)
+            node = Node("weight", name, value=tensors[name], has_parameters=is_parameter)
         else:
             name = fields[placeholder.name]
             node = Node("input", name, value=batch[name])
@@ -60,11 +60,6 @@ def trace_forward(model: nn.Module, batch: dict[str, Tensor]) -> Recording:
     changed = len(signature.buffers_to_mutate) + len(signature.user_inputs_to_mutate)
     output = pytree.tree_unflatten(list(flat)[changed:], program.call_spec.out_spec)
     return converter.finish(output)
-
-
-def _order(first: tuple[Tensor, ...], others: dict[str, Tensor]) -> Sequence[str]:
-    """Names of the fields, in the order in which the tracer flattens them."""
-    return (["inputs"] if first else []) + list(others)
 
 
 class _Converter:
@@ -100,9 +95,7 @@ class _Converter:
         raise AssertionError("a graph ends with its output")
 
     def _call(self, fx_node: fx.Node, known: dict[fx.Node, Any], grad: bool) -> Any:
-        args, kwargs = (
-            fx.node.map_arg(x, known.__getitem__) for x in (fx_node.args, fx_node.kwargs)
-        )
+        args, kwargs = fx.node.map_arg((fx_node.args, fx_node.kwargs), known.__getitem__)
         name = getattr(fx_node.target, "__name__", str(fx_node.target))
         if name == "wrap_with_set_grad_enabled":
             enabled, subgraph, *given = args
@@ -119,18 +112,14 @@ class _Converter:
         for path, _ in fx_node.meta.get("nn_module_stack", {}).values():
             if path:
                 self._module_starts.setdefault(path, position)
-        result = fx_node.target(*_mapped(args, self._value), **_mapped(kwargs, self._value))
-        args, kwargs = (
-            _mapped(args, _with_device_placeholder),
-            _mapped(kwargs, _with_device_placeholder),
+        values, named = _mapped(
+            (args, kwargs), lambda x: self._values[x] if isinstance(x, Node) else x
         )
+        result = fx_node.target(*values, **named)
+        args, kwargs = _mapped((args, kwargs), _with_device_placeholder)
         random = operation and _is_random(fx_node.target, args)
-        return self.add(
-            Node("function", fx_node.target, args, kwargs, grad_enabled=grad, random=random), result
-        )
-
-    def _value(self, leaf: Any) -> Any:
-        return self._values[leaf] if isinstance(leaf, Node) else leaf
+        call = (fx_node.target, args, kwargs)
+        return self.add(Node("function", *call, grad_enabled=grad, random=random), result)
 
     def finish(self, output: Any) -> Recording:
         for node, version in self._versions.items():
@@ -138,9 +127,8 @@ class _Converter:
         changed = [n.target for n in self._nodes if n.kind == "weight" and n.mutated]
         if changed:
             raise RecordError(f"its forward changes {changed[0]}", _ALTERNATIVE)
-        return Recording(
-            self._nodes, list(self._module_starts), output, module_starts=self._module_starts
-        )
+        starts = self._module_starts
+        return Recording(self._nodes, list(starts), output, module_starts=starts)
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:

@@ -32,21 +32,14 @@ def model_problems(model: nn.Module, config: Config) -> list[Problem]:
         wrong("model.name", config.model.name, reason, fix)
     longest = getattr(model, "max_seq_len", None)
     if longest is not None and longest < config.seq_len:
-        wrong(
-            "seq_len",
-            config.seq_len,
-            f"is longer than the model's max_seq_len={longest}",
-            f"seq_len={longest} or model.max_seq_len={config.seq_len}",
-        )
+        fix = f"seq_len={longest} or model.max_seq_len={config.seq_len}"
+        reason = f"is longer than the model's max_seq_len={longest}"
+        wrong("seq_len", config.seq_len, reason, fix)
     if config.model.args.get("vocab_size") is not None:
         needed, given = vocab_size(config), config.model.args["vocab_size"]
         if given < needed:
-            wrong(
-                "model.vocab_size",
-                given,
-                f"is smaller than the {needed} token ids of data={config.data.name}",
-                "model.vocab_size=null (taken from the data)",
-            )
+            reason = f"is smaller than the {needed} token ids of data={config.data.name}"
+            wrong("model.vocab_size", given, reason, "model.vocab_size=null (taken from the data)")
     return problems
 
 

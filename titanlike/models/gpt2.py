@@ -38,10 +38,8 @@ class Attention(nn.Module):
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for part in self.qkv(x).chunk(3, dim=-1)
         )
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None
-        )  # [B, H, T, E]
-        return self.out(y.transpose(1, 2).flatten(-2))  # [B, T, H, E] -> [B, T, D]
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        return self.out(y.transpose(1, 2).flatten(-2))  # [B, H, T, E] -> [B, T, D]
 
 
 class Block(nn.Module):

@@ -64,9 +64,8 @@ def hf(
     try:
         import transformers
     except ImportError:
-        raise ValueError(
-            "name=hf: transformers is not installed; run pip install 'titanlike[hf]'"
-        ) from None
+        reason = "name=hf: transformers is not installed; run pip install 'titanlike[hf]'"
+        raise ValueError(reason) from None
     settings = settings_of(transformers, path, family, dict(config or {}), vocab_size, max_seq_len)
     eager = needs_eager(transformers, settings)
     _check_choices(settings, path, attention, weights, eager)
@@ -142,9 +141,8 @@ class Decoder(nn.Module):
             return _construct(self.config, self.config._attn_implementation)
 
         scratch = ScratchWeights(build, seed, everything=self._folder is None)
-        return (
-            scratch if self._folder is None else FolderWeights(self, self._folder, scratch.buffer)
-        )
+        folder = self._folder
+        return scratch if folder is None else FolderWeights(self, folder, scratch.buffer)
 
     def flops_per_token(self, tokens: int) -> float:
         """FLOPs of forward and backward per token, see `Llama.flops_per_token`.
@@ -172,8 +170,10 @@ def _construct(settings: PreTrainedConfig, attention: str) -> Any:
     """The model in fp32 on torch's default device."""
     from transformers import AutoModelForCausalLM
 
+    # of a mixture of experts: one that does not branch on values
+    experts = {"experts_implementation": "grouped_mm"} if routes(settings) else {}
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        settings, dtype=torch.float32, attn_implementation=attention, **_experts(settings)
+        settings, dtype=torch.float32, attn_implementation=attention, **experts
     )
     kind = type(model)
     model.__class__ = type(kind.__name__, (Decoder, kind), {"__module__": kind.__module__})
@@ -181,11 +181,6 @@ def _construct(settings: PreTrainedConfig, attention: str) -> Any:
         if hasattr(module, "warn_if_padding_and_no_attention_mask") and module is not model:
             module.warn_if_padding_and_no_attention_mask = lambda *_: None
     return model
-
-
-def _experts(settings: PreTrainedConfig) -> dict[str, str]:
-    """An implementation of a mixture of experts that does not branch on values."""
-    return {"experts_implementation": "grouped_mm"} if routes(settings) else {}
 
 
 # --- masks and positions, from the batch alone -----------------------------------------------------------
@@ -263,8 +258,7 @@ def _mask_function(ids: Tensor, allowed: Tensor | None, window: str | None) -> A
             mask = mask.expand(ids.size(0), 1, tokens, tokens)
         if not eager:
             return mask
-        dtype = inputs_embeds.dtype
-        zero = torch.zeros((), dtype=dtype, device=ids.device)
-        return torch.where(mask, zero, torch.finfo(dtype).min)
+        zero = torch.zeros((), dtype=inputs_embeds.dtype, device=ids.device)
+        return torch.where(mask, zero, torch.finfo(inputs_embeds.dtype).min)
 
     return make

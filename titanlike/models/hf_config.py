@@ -24,17 +24,9 @@ FAMILIES = tuple(_TESTED.split())
 _SCANS = "its layers scan over the sequence with kernels that are neither split nor packed here"
 _CHUNKS = "its attention in chunks is not rebuilt here"
 REFUSED = {
-    "mamba": _SCANS,
-    "mamba2": _SCANS,
-    "falcon_mamba": _SCANS,
-    "jamba": _SCANS,
-    "bamba": _SCANS,
-    "zamba2": _SCANS,
-    "qwen3_next": _SCANS,
-    "minimax": _SCANS,
-    "recurrent_gemma": _SCANS,
-    "llama4_text": _CHUNKS,
-    "llama4": _CHUNKS,
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "zamba2"), _SCANS),
+    **dict.fromkeys(("qwen3_next", "minimax", "recurrent_gemma"), _SCANS),
+    **dict.fromkeys(("llama4_text", "llama4"), _CHUNKS),
     "phimoe": "no gradient reaches its router",
     "biogpt": "it draws its layers at random",
     "lfm2": "its convolutions reach across documents",
@@ -89,9 +81,10 @@ def _from_family(
     _check_family(family, "family", family)
     settings = transformers.AutoConfig.for_model(family)
     given = {settings.attribute_map.get(key, key) for key in config}
+    known = {*settings.to_dict(), *settings.attribute_map}
     for key, value in (("vocab_size", vocab_size), ("max_position_embeddings", max_seq_len)):
         own_key = settings.attribute_map.get(key, key)
-        if value is not None and own_key not in given and _has(settings, key):
+        if value is not None and own_key not in given and key in known:
             config[key] = value
     for key in ("pad_token_id", "bos_token_id", "eos_token_id"):  # of the family's tokenizer
         token = getattr(settings, key, None)
@@ -104,22 +97,15 @@ def _from_family(
 def _check_keys(settings: PreTrainedConfig, config: dict) -> None:
     """Raise ValueError for keys that transformers' config does not have."""
     known = {*settings.to_dict(), *settings.attribute_map}
+    parameters = inspect.signature(type(settings)).parameters
     problems = []
-    for key, value in config.items():
-        if key in known or key in inspect.signature(type(settings)).parameters:
-            continue
-        near = nearest(key, known)
-        fix = f"; write model.config.{near}={override_text(value)}" if near else ""
-        kind = settings.model_type
-        problems.append(
-            f"model.config.{key}={override_text(value)}: {kind} has no such key in transformers{fix}"
-        )
+    for key in (key for key in config if key not in known and key not in parameters):
+        near, value = nearest(key, known), override_text(config[key])
+        fix = f"; write model.config.{near}={value}" if near else ""
+        reason = f"{settings.model_type} has no such key in transformers"
+        problems.append(f"model.config.{key}={value}: {reason}{fix}")
     if problems:
         raise ValueError(*problems)
-
-
-def _has(settings: PreTrainedConfig, key: str) -> bool:
-    return key in settings.to_dict() or key in settings.attribute_map
 
 
 def _checked(
@@ -131,22 +117,17 @@ def _checked(
         problems.append(f"path={path}: its weights are quantized; write a folder in bf16 or fp32")
     if getattr(settings, "add_cross_attention", False) or not getattr(settings, "is_causal", True):
         problems.append("model.config.is_causal=false: only decoders are trained here")
-    if getattr(settings, "use_bidirectional_attention", False):
-        problems.append(
-            "model.config.use_bidirectional_attention=true: only decoders are trained here; "
-            "write model.config.use_bidirectional_attention=false"
-        )
-    if getattr(settings, "output_router_logits", False):
-        problems.append(
-            "model.config.output_router_logits=true: the loss that balances experts is not added "
-            "here; write model.config.output_router_logits=false"
-        )
-    if getattr(settings, "layerdrop", 0):
-        problems.append(
-            f"model.config.layerdrop={settings.layerdrop}: a stage cannot skip its layers; "
-            "write model.config.layerdrop=0.0"
-        )
-    if "dynamic" in _rope_types(settings):
+    for key, off, reason in (
+        ("use_bidirectional_attention", False, "only decoders are trained here"),
+        ("output_router_logits", False, "the loss that balances experts is not added here"),
+        ("layerdrop", 0.0, "a stage cannot skip its layers"),
+    ):
+        if value := getattr(settings, key, off):
+            text, write = override_text(value), f"model.config.{key}={override_text(off)}"
+            problems.append(f"model.config.{key}={text}: {reason}; write {write}")
+    rope = getattr(settings, "rope_parameters", None) or {}
+    ropes = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    if any(part.get("rope_type") == "dynamic" for part in ropes):
         problems.append(
             "model.config.rope_parameters={rope_type:dynamic}: changes with the length of the "
             "batch; write model.config.rope_parameters={rope_type:yarn,factor:...}"
@@ -168,12 +149,6 @@ def _checked(
     if problems:
         raise ValueError(*problems)
     return settings
-
-
-def _rope_types(settings: PreTrainedConfig) -> set[str]:
-    found = getattr(settings, "rope_parameters", None) or {}
-    inner = [found, *(value for value in found.values() if isinstance(value, dict))]
-    return {str(part.get("rope_type")) for part in inner}
 
 
 def _check_family(family: str, key: str, value: str) -> None:

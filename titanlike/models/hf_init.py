@@ -44,10 +44,8 @@ class ScratchWeights:
         custom = {name for name, writes in self._writes.items() if writes is None}
         with torch.device("meta"):
             meta = build()
-        real_ones = {
-            (type(meta.get_submodule(name.rpartition(".")[0])), name.rpartition(".")[2])
-            for name in custom
-        }
+        parts = [name.rpartition(".") for name in custom]
+        real_ones = {(type(meta.get_submodule(path)), last) for path, _, last in parts}
         on_meta = parameters_on_meta(lambda module, name: (type(module), name) in real_ones)
         with seeded(seed), on_meta, torch.device("cpu"):
             real = build()

@@ -11,7 +11,6 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +32,9 @@ def other_weights(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*") if path.suffix in kinds)
 
 
-@dataclass
-class Experts:
-    """A parameter [experts, out, in] that is stored as matrices, each [part of out, in]."""
-
-    matrices: list[list[str]] = field(default_factory=list)  # of each expert, in order
+# Where a parameter is stored: its name in the files; or, of a parameter [experts, out, in] that is
+# merged from matrices [part of out, in], the names of each expert's matrices, in order.
+Sources = str | list[list[str]]
 
 
 class FolderWeights:
@@ -58,11 +55,8 @@ class FolderWeights:
 
     def rows(self, name: str, shape: torch.Size, rows: slice) -> Tensor:
         source = self._sources[name]
-        if isinstance(source, Experts):
-            parts = [
-                torch.cat([self._slice(key)[:] for key in matrices])
-                for matrices in source.matrices[rows]
-            ]
+        if isinstance(source, list):
+            parts = [torch.cat([self._slice(key)[:] for key in keys]) for keys in source[rows]]
             return torch.stack(parts).float() if parts else torch.empty(0, *shape[1:])
         if not shape:
             return self._handle(source).get_tensor(source).float()
@@ -83,24 +77,18 @@ class FolderWeights:
             if found != needed:
                 wrong.append(f"{name} is {found} in the files and {needed} in the model")
         if wrong:
-            more = f" and {len(wrong) - _MAX_SHOWN} more" if len(wrong) > _MAX_SHOWN else ""
-            raise ValueError(
-                f"path={self._folder}: {', '.join(wrong[:_MAX_SHOWN])}{more}; use the sizes of its "
-                "config.json, or model.weights=scratch"
-            )
+            remedy = "use the sizes of its config.json, or model.weights=scratch"
+            raise ValueError(f"path={self._folder}: {_first_names(wrong)}; {remedy}")
 
     def _shape(self, name: str) -> list[int]:
         source = self._sources[name]
-        if not isinstance(source, Experts):
+        if not isinstance(source, list):
             return self._slice(source).get_shape()
-        shapes = {
-            (
-                sum(self._slice(key).get_shape()[0] for key in matrices),
-                *self._slice(matrices[0]).get_shape()[1:],
-            )
-            for matrices in source.matrices
-        }
-        return [len(source.matrices), *shapes.pop()] if len(shapes) == 1 else []
+        shapes = set()
+        for keys in source:
+            parts = [self._slice(key).get_shape() for key in keys]
+            shapes.add((sum(part[0] for part in parts), *parts[0][1:]))
+        return [len(source), *shapes.pop()] if len(shapes) == 1 else []
 
     def _handle(self, key: str) -> Any:
         name = self._files[key]
@@ -122,46 +110,41 @@ class FolderWeights:
                 "copy the files again"
             ) from None
 
-    def _find_sources(self) -> dict[str, str | Experts]:
+    def _find_sources(self) -> dict[str, Sources]:
         """Parameter or buffer -> name in the files, or experts to merge. Raises ValueError."""
+        from transformers import core_model_loading as loading
         from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import (
-            WeightConverter,
-            WeightRenaming,
-            rename_source_key,
-        )
 
-        model = self._model
+        model, folder = self._model, self._folder
         transforms = get_model_conversion_mapping(model)
-        renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-        converters = [t for t in transforms if isinstance(t, WeightConverter)]
+        renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
+        converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
         state = dict.fromkeys(model.state_dict(keep_vars=True), True)
         simple: dict[str, str] = {}
         merged: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
         for key in sorted(self._files, key=_natural):
-            name, pattern = rename_source_key(
-                key, renamings, converters, model.base_model_prefix, state
-            )
+            prefix = model.base_model_prefix
+            name, pattern = loading.rename_source_key(key, renamings, converters, prefix, state)
             if pattern is None or key in state:
                 simple[key if key in state else name] = key
             else:
                 merged[name][pattern].append(key)
-        sources: dict[str, str | Experts] = dict(simple)
+        sources: dict[str, Sources] = dict(simple)
         for name, patterns in merged.items():
             sources[name] = self._experts(name, patterns, converters)
-        canonical = {}  # every name of a tied parameter -> the first
         first = {id(parameter): name for name, parameter in model.named_parameters()}
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            canonical[name] = first[id(parameter)]
-        for name, source in list(sources.items()):
-            sources.setdefault(canonical.get(name, name), source)
-        self._check_missing([name for name in first.values() if name not in sources])
+            if name in sources:  # a tied parameter is stored under any of its names
+                sources.setdefault(first[id(parameter)], sources[name])
+        if missing := [name for name in first.values() if name not in sources]:
+            remedy = "write model.weights=scratch, or copy the files again"
+            raise ValueError(f"path={folder}: its files lack {_first_names(missing)}; {remedy}")
         self._check_unexpected([name for name in sources if name not in state])
         return sources
 
     def _experts(
         self, name: str, patterns: dict[str, list[str]], converters: list[Any]
-    ) -> str | Experts:
+    ) -> list[list[str]]:
         """Raises ValueError for any other conversion than merging experts."""
         converter = next(c for c in converters if set(patterns) <= set(c.source_patterns))
         steps = [(type(step).__name__, getattr(step, "dim", None)) for step in converter.operations]
@@ -176,15 +159,7 @@ class FolderWeights:
         counts = {len(keys) for keys in lists}
         if len(counts) != 1:
             raise ValueError(f"path={self._folder}: experts of {name} are missing; copy it again")
-        return Experts([list(keys) for keys in zip(*lists, strict=True)])
-
-    def _check_missing(self, names: list[str]) -> None:
-        if names:
-            more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
-            raise ValueError(
-                f"path={self._folder}: its files lack {', '.join(names[:_MAX_SHOWN])}{more}; write "
-                "model.weights=scratch, or copy the files again"
-            )
+        return [list(keys) for keys in zip(*lists, strict=True)]
 
     def _check_unexpected(self, names: list[str]) -> None:
         """Raise ValueError for tensors that the model lacks, such as more layers."""
@@ -192,10 +167,9 @@ class FolderWeights:
         ignored += [r"\.attn\.(masked_)?bias$", r"^lm_head\.weight$"]
         left = [name for name in names if not any(re.search(part, name) for part in ignored)]
         if left:
-            more = f" and {len(left) - _MAX_SHOWN} more" if len(left) > _MAX_SHOWN else ""
             raise ValueError(
-                f"path={self._folder}: the model has no {', '.join(left[:_MAX_SHOWN])}{more}, which "
-                "its files have; use its own config.json, or model.weights=scratch"
+                f"path={self._folder}: the model has no {_first_names(left)}, which its files "
+                "have; use its own config.json, or model.weights=scratch"
             )
 
 
@@ -206,23 +180,23 @@ def _files(folder: Path) -> dict[str, str]:
         try:
             files = json.loads(index.read_text())["weight_map"]
         except (json.JSONDecodeError, KeyError) as error:
-            raise ValueError(
-                f"path={folder}: {INDEX} is damaged ({error}); copy it again"
-            ) from None
+            reason = f"path={folder}: {INDEX} is damaged ({error}); copy it again"
+            raise ValueError(reason) from None
         lost = sorted({name for name in files.values() if not (folder / name).is_file()})
         if lost:
-            more = f" and {len(lost) - _MAX_SHOWN} more" if len(lost) > _MAX_SHOWN else ""
-            raise ValueError(
-                f"path={folder}: lacks {', '.join(lost[:_MAX_SHOWN])}{more}; copy the files again"
-            )
+            raise ValueError(f"path={folder}: lacks {_first_names(lost)}; copy the files again")
         return files
     try:
         with safe_open(folder / SINGLE, framework="pt") as opened:
             return dict.fromkeys(opened.keys(), SINGLE)
     except (OSError, SafetensorError) as error:
-        raise ValueError(
-            f"path={folder}: {SINGLE} cannot be read: {error}; copy the file again"
-        ) from None
+        reason = f"path={folder}: {SINGLE} cannot be read: {error}; copy the file again"
+        raise ValueError(reason) from None
+
+
+def _first_names(names: list[str]) -> str:
+    more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
+    return ", ".join(names[:_MAX_SHOWN]) + more
 
 
 def _natural(key: str) -> list[tuple[bool, int, str]]:

@@ -32,9 +32,7 @@ def rotary_table(positions: Tensor, head_dim: int, theta: float) -> Tensor:
     Computed in every forward: its cost is negligible beside a block's.
     """
     exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    angle = (
-        positions.float().unsqueeze(-1) * theta**-exponent
-    )  # [..., T, 1] * [E/2] -> [..., T, E/2]
+    angle = positions.float().unsqueeze(-1) * theta**-exponent  # [..., T, 1] * [E/2]
     return torch.stack([angle.cos(), angle.sin()])
 
 
@@ -134,15 +132,12 @@ class Llama(nn.Module):
             raise ValueError(*problems)
         if dim % (2 * heads):
             fit = -(-dim // (2 * heads)) * 2 * heads
-            problems.append(
-                f"heads={heads}: dim={dim} does not give each head an even size (the rotary "
-                f"embedding rotates pairs); write model.dim={fit}"
-            )
+            reason = "does not give each head an even size (the rotary embedding rotates pairs)"
+            problems.append(f"heads={heads}: dim={dim} {reason}; write model.dim={fit}")
         if heads % kv_heads:
             fit = max(k for k in range(1, kv_heads) if heads % k == 0)
-            problems.append(
-                f"kv_heads={kv_heads}: does not divide heads={heads}; write model.kv_heads={fit}"
-            )
+            reason = f"does not divide heads={heads}"
+            problems.append(f"kv_heads={kv_heads}: {reason}; write model.kv_heads={fit}")
         if problems:
             raise ValueError(*problems)
         super().__init__()

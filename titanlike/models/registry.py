@@ -25,13 +25,7 @@ from titanlike.config.imports import import_object
 from titanlike.config.parse import convert
 from titanlike.config.schema import Config, Custom
 from titanlike.data.checks import vocab_size
-from titanlike.parallel.initialize import (
-    ConstructedWeights,
-    InitialWeights,
-    SeededWeights,
-    parameters_on_meta,
-    seeded,
-)
+from titanlike.parallel import initialize
 
 MODELS = {
     "llama": "titanlike.models.llama.Llama",
@@ -136,18 +130,18 @@ def _construct(model: Custom, family: Callable[..., Any], device: str) -> nn.Mod
     return built
 
 
-def initial_weights_of(model: Custom, seed: int) -> InitialWeights:
+def initial_weights_of(model: Custom, seed: int) -> initialize.InitialWeights:
     """The initial weights of a model, see `titanlike.parallel.initialize`."""
     meta = build_model(model)
     if hasattr(meta, "initial_weights"):
         return meta.initial_weights(seed)
     initial = getattr(meta, "initial", None)
-    buffers = next(meta.buffers(), None) is not None
-    if initial is not None and not buffers:
-        return SeededWeights(initial, seed, {})
-    with seeded(seed):
+    if initial is not None and next(meta.buffers(), None) is None:
+        return initialize.SeededWeights(initial, seed, {})
+    with initialize.seeded(seed):
         if initial is None:
-            return ConstructedWeights(build_model(model, "cpu"))
-        with parameters_on_meta():
+            return initialize.ConstructedWeights(build_model(model, "cpu"))
+        with initialize.parameters_on_meta():
             real = build_model(model, "cpu")
-    return SeededWeights(initial, seed, dict(real.named_buffers(remove_duplicate=False)))
+    buffers = dict(real.named_buffers(remove_duplicate=False))
+    return initialize.SeededWeights(initial, seed, buffers)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from titanlike.graph.cut import StageGraph
-from titanlike.graph.pytree import tree_flatten, tree_map
+from titanlike.graph.pytree import tree_map
 from titanlike.graph.recording import DEVICE, Node, RecordError
 from titanlike.optim.loss import Loss, OutputError, logits_of
 
@@ -63,11 +63,8 @@ class ChunkedHead:
         module: the head in a stage, or None for a function.
         """
         if module is None:
-
-            def with_function(x: Tensor, targets: Tensor, *weights: Tensor) -> Tensor:
-                return self._in_chunks(self.head.target, x, targets, weights, ())
-
-            return with_function
+            head = self.head.target
+            return lambda x, targets, *weights: self._in_chunks(head, x, targets, weights, ())
 
         def with_module(x: Tensor, targets: Tensor) -> Tensor:
             forward = module.forward
@@ -157,11 +154,9 @@ class _LossInChunks(torch.autograd.Function):
                     total += grad
                 del loss, grad_part, grads
         summed = iter(sums)
-        grad_tensors = [
-            next(summed).to(tensor.dtype) if need else None
-            for tensor, need in zip(tensors, needed, strict=True)
-        ]
-        return None, None, None, grad_x, None, *grad_tensors
+        pairs = zip(tensors, needed, strict=True)
+        grads = [next(summed).to(tensor.dtype) if need else None for tensor, need in pairs]
+        return None, None, None, grad_x, None, *grads
 
 
 def _chunks(x: Tensor, targets: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor, slice]]:
@@ -222,16 +217,17 @@ def loss_of_output(loss: Loss, graph: StageGraph, output: Any, targets: Tensor) 
     tensors = [output] if isinstance(output, Tensor) else list(output)
     if graph.sends and graph.sends[0].chunked_head is not None:
         return tensors[0].sum() * loss.scale
-    leaves, build = tree_flatten(graph.output)
     given = iter(tensors)
-    values = [_model_dtype(next(given), x) if isinstance(x, Node) else x for x in leaves]
-    return loss(build(values), targets)
 
+    def value(leaf: Any) -> Any:
+        """An integer output as integer again: `stage_forward.to_send` made it fp64."""
+        if not isinstance(leaf, Node):
+            return leaf
+        tensor, meta = next(given), leaf.value
+        same_kind = tensor.is_floating_point() == meta.is_floating_point()
+        return tensor if same_kind else tensor.to(meta.dtype)
 
-def _model_dtype(tensor: Tensor, node: Node) -> Tensor:
-    """An integer output as integer again: `stage_forward.to_send` made it fp64."""
-    same_kind = tensor.is_floating_point() == node.value.is_floating_point()
-    return tensor if same_kind else tensor.to(node.value.dtype)
+    return loss(tree_map(graph.output, value), targets)
 
 
 def _call(function: Callable[..., Any], node: Node, given: dict[Node, Tensor]) -> Any:
@@ -262,11 +258,8 @@ def _is_head(node: Node) -> bool:
 
 def _is_weight(node: Node) -> bool:
     """Whether it is a weight, or computed from weights alone."""
-    return node.kind == "weight" or (
-        node.kind == "function"
-        and bool(node.input_nodes)
-        and all(map(_is_weight, node.input_nodes))
-    )
+    inputs = node.input_nodes if node.kind == "function" else ()
+    return node.kind == "weight" or (bool(inputs) and all(map(_is_weight, inputs)))
 
 
 def _no_head_error(node: Node, model: nn.Module) -> RecordError:

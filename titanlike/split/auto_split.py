@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
@@ -62,43 +62,27 @@ def find_auto_split(
     cost = config.split.cost
     if cost == "time" and measure_times is None:
         cost = "flops"
+    ones = [1] * order.stages
+    zeros = unit_costs.parameter_table(lambda _: 0)
     try:
-        costs = _costs(cost, config, unit_costs, order, zero, measure_times)
+        match cost:
+            case "params":
+                sizes = unit_costs.parameter_table(lambda p: p.numel())
+                costs = StageCosts(sizes, [0] * (len(zeros) - 1), ones)
+            case "memory":
+                costs = memory_costs(unit_costs, config, order, zero)
+            case "time":
+                costs = StageCosts(zeros, measure_times(unit_costs), ones)
+            case _:
+                costs = StageCosts(zeros, unit_costs.flops(), ones)
     except CostError as error:
         others = {"params": "split=even", "time": "split.cost=flops"}
         fix = others.get(config.split.cost, "split.cost=params")
         problem = Problem("split.cost", config.split.cost, str(error), fix)
         raise ConfigError([problem]) from error
-    starts, position = [], 0
-    for part in partition(units, EvenSplit(), order.stages):
-        starts.append(position)
-        position += len(part)
-    chosen = best_split(costs, order.place)
-    return AutoSplitResult(cost, chosen, cost_of_split(costs, order.place, starts), costs.scale)
-
-
-def _costs(
-    cost: str,
-    config: Config,
-    unit_costs: UnitCosts,
-    order: Order,
-    zero: int,
-    measure_times: MeasureTimes | None,
-) -> StageCosts:
-    ones = [1] * order.stages
-    zeros = unit_costs.parameter_table(lambda _: 0)
-    match cost:
-        case "params":
-            return StageCosts(
-                unit_costs.parameter_table(lambda p: p.numel()), [0] * (len(zeros) - 1), ones
-            )
-        case "memory":
-            return memory_costs(unit_costs, config, order, zero)
-        case "time":
-            assert measure_times is not None
-            return StageCosts(zeros, measure_times(unit_costs), ones)
-        case _:
-            return StageCosts(zeros, unit_costs.flops(), ones)
+    sizes = map(len, partition(units, EvenSplit(), order.stages))
+    even = cost_of_split(costs, order.place, [*accumulate(sizes, initial=0)][:-1])
+    return AutoSplitResult(cost, best_split(costs, order.place), even, costs.scale)
 
 
 def measured_times(config: Config, mesh: Mesh, unit_costs: UnitCosts) -> list[int]:

@@ -19,12 +19,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from titanlike.split.best_split_search import (
-    BranchAndBound,
-    SearchLimit,
-    VPlacementSearch,
-    load_lower_bound,
-)
+from titanlike.split import best_split_search as searches
 from titanlike.split.stage_costs import INFINITE, StageCosts, Starts
 
 _MAX_NODES = 200_000  # of branch and bound: some seconds
@@ -68,25 +63,23 @@ def best_split(costs: StageCosts, place: Sequence[int], max_nodes: int = _MAX_NO
     """
     n, stages = costs.units, costs.stages
     if n <= stages:
-        own = list(range(n))
-        last = own[-1] if n > 1 else n  # empty stages come before the last stage
-        return cost_of_split(
-            costs, place, [*own[: max(1, n - 1)], *[last] * (stages - max(1, n - 1))]
-        )
+        own = list(range(max(1, n - 1)))
+        last = n - 1 if n > 1 else n  # empty stages come before the last stage
+        return cost_of_split(costs, place, [*own, *[last] * (stages - len(own))])
     bottleneck, starts = _one_stage_per_rank(costs)
     if len(set(place)) == stages:
         return cost_of_split(costs, place, starts)
     best = _improve(costs, place, cost_of_split(costs, place, starts))
-    if len(set(place)) * 2 == stages and list(place) == list(place)[::-1]:
-        search = VPlacementSearch(costs)
-        best = _minimize_rank(costs, place, best, search.find, bisect=True)
-        best = _minimize_stage(costs, place, best, search.find, bottleneck, bisect=True)
+    if v := len(set(place)) * 2 == stages and list(place) == list(place)[::-1]:
+        search = searches.VPlacementSearch(costs)
+    else:
+        search = searches.BranchAndBound(costs, place, max_nodes)
+    low = searches.load_lower_bound(costs.lower_bounds, len(set(place)))
+    best = _minimize(costs, place, best, 0, low, lambda limit: search.find(limit, limit), v)
+    if not best.proven:
         return best
-    search = BranchAndBound(costs, place, max_nodes)
-    best = _minimize_rank(costs, place, best, search.find, bisect=False)
-    if best.proven:
-        best = _minimize_stage(costs, place, best, search.find, bottleneck, bisect=False)
-    return best
+    rank = max(best.ranks)
+    return _minimize(costs, place, best, 1, bottleneck, lambda limit: search.find(rank, limit), v)
 
 
 # --- one stage per rank --------------------------------------------------------------------------
@@ -119,28 +112,6 @@ def _one_stage_per_rank(costs: StageCosts) -> tuple[int, Starts]:
 
 # --- several stages per rank ---------------------------------------------------------------------
 
-# (limit per rank, limit per stage) -> a split within both, or None
-Find = Callable[[int, int], Starts | None]
-
-
-def _minimize_rank(
-    costs: StageCosts, place: Sequence[int], best: CostedSplit, find: Find, bisect: bool
-) -> CostedSplit:
-    low = load_lower_bound(costs.lower_bounds, len(set(place)))
-    return _minimize(costs, place, best, 0, low, lambda limit: find(limit, limit), bisect)
-
-
-def _minimize_stage(
-    costs: StageCosts,
-    place: Sequence[int],
-    best: CostedSplit,
-    find: Find,
-    low: int,
-    bisect: bool,
-) -> CostedSplit:
-    rank = max(best.ranks)
-    return _minimize(costs, place, best, 1, low, lambda limit: find(rank, limit), bisect)
-
 
 def _minimize(
     costs: StageCosts,
@@ -153,14 +124,14 @@ def _minimize(
 ) -> CostedSplit:
     """Minimize `best.key[which]`, which is at least `low`.
 
-    bisect: halve the interval, as `find` takes equally long for any limit.
+    find: a split within a limit, or None; bisect: halve the interval, as `find` takes equally long for any limit.
     """
     halve = False
     while low < best.key[which]:
         limit = (low + best.key[which]) // 2 if halve else best.key[which] - 1
         try:
             starts = find(limit)
-        except SearchLimit:
+        except searches.SearchLimit:
             return replace(best, proven=False)
         if starts is None:
             low = limit + 1
@@ -174,19 +145,13 @@ def _improve(costs: StageCosts, place: Sequence[int], best: CostedSplit) -> Cost
     """Local search: move one unit from a stage to another, shifting all cuts between them."""
     stages = costs.stages
     for _ in range(_MAX_MOVES):
-        edges = [*best.starts, costs.units]
-        key, found = best.key, None
+        edges, key = [*best.starts, costs.units], best.key
         heavy = {s for s in range(stages) if best.ranks[place[s]] == key[0]}
         heavy |= {s for s in range(stages) if best.stages[s] == key[1]}
-        for only_heavy in (True, False):
-            for source in range(stages):
-                if only_heavy and source not in heavy or edges[source + 1] - edges[source] < 2:
-                    continue
-                found = _best_move(costs, place, best, edges, source) or found
-                if found:
-                    break
-            if found:
-                break
+        sources = sorted(range(stages), key=lambda stage: stage not in heavy)  # heavy ones first
+        sources = [s for s in sources if edges[s + 1] - edges[s] >= 2]
+        moves = (_best_move(costs, place, best, edges, source) for source in sources)
+        found = next((move for move in moves if move is not None), None)
         if found is None:
             return best
         best = found

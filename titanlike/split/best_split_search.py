@@ -6,8 +6,9 @@ placement and has a limit. `load_lower_bound` is a bound without a search.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, takewhile
 
 import numpy as np
 
@@ -39,9 +40,7 @@ def cannot_fit(weights: Sequence[int], bins: int, capacity: int) -> bool:
     By dual feasible functions, which round weights such that what fits into a bin still does (at
     most k weights that are each more than 1 / (k + 1) of the capacity).
     """
-    counts: dict[int, int] = {}
-    for weight in weights:
-        counts[weight] = counts.get(weight, 0) + 1
+    counts = Counter(weights)
     for k in range(1, 65):
         total = 0  # in units of 1 / (k * capacity)
         for weight, count in counts.items():
@@ -78,9 +77,7 @@ class VPlacementSearch:
             steps.append((early, cost, nearest))
             least = np.full((n + 1, n + 1), INFINITE)
             for i in np.flatnonzero(reached.any(axis=1)):
-                ends = np.flatnonzero(
-                    early[i] <= rank
-                )  # costs grow with the end, so this is a range
+                ends = np.flatnonzero(early[i] <= rank)  # a range, as costs grow with the end
                 if len(ends):
                     part = least[ends[0] : ends[-1] + 1]
                     sums = early[i, ends[0] : ends[-1] + 1, None] + cost[i][None, :]
@@ -156,13 +153,8 @@ class BranchAndBound:
                 raise SearchLimit
             where, row = self._place[s], self._tables[s][start]
             most = min(stage, rank - loads[where])
-            last = n - (stages - s - 1)
-            stops = [n] if s == stages - 1 else range(start + 1, last + 1)
-            fits = []
-            for stop in stops:
-                if row[stop] > most:
-                    break
-                fits.append(stop)
+            stops = [n] if s == stages - 1 else range(start + 1, n - (stages - s - 1) + 1)
+            fits = takewhile(lambda stop: row[stop] <= most, stops)
             ideal = self._rest[start] / (stages - s)
             before, starts_here = capacity[where], len(starts)
             starts.append(start)

@@ -109,8 +109,8 @@ def _even_starts(units: list[Unit], split: EvenSplit, stages: int) -> list[int]:
 def _sparse_starts(blocks: list[int], units: int, stages: int) -> list[int]:
     """More stages than blocks: embedding and head get their own stages, if there are such units;
     empty stages come before the last."""
-    own = [0, *blocks, blocks[-1] + 1] if blocks[-1] + 1 < units else [0, *blocks]
-    own = sorted(set(own))
+    head = [blocks[-1] + 1] if blocks[-1] + 1 < units else []
+    own = sorted({0, *blocks, *head})
     if len(own) > stages:  # one too many: the embedding stays with the first block
         own.pop(1)
     empty = stages - len(own)
@@ -123,9 +123,8 @@ def _balance_starts(units: list[Unit], balance: list[int], stages: int) -> list[
     blocks = _blocks(units)
 
     def wrong(reason: str) -> SplitError:
-        return SplitError(
-            "split.balance", balance, reason, _example("split.balance", units, stages)
-        )
+        fix = _example("split.balance", units, stages)
+        return SplitError("split.balance", balance, reason, fix)
 
     if len(balance) != stages:
         raise wrong(f"it has {len(balance)} numbers, and the schedule has {stages} stages")
@@ -167,11 +166,9 @@ def _point_starts(units: list[Unit], points: list[str], stages: int) -> list[int
         if at[before] > at[after]:
             fix = f"write split.points={_text(sorted(set(points), key=at.get))}"
             raise wrong(f"{after} comes before {before} in the model", fix)
-    if len(points) + 1 != stages:
-        raise wrong(
-            f"{len(points)} points make {len(points) + 1} stages, and the schedule has {stages}, "
-            f"which takes {stages - 1} points"
-        )
+    if (made := len(points) + 1) != stages:
+        schedule = f"the schedule has {stages}, which takes {stages - 1} points"
+        raise wrong(f"{len(points)} points make {made} stages, and {schedule}")
     return [0, *(at[point] for point in points)]
 
 

@@ -51,15 +51,12 @@ class UnitCosts:
         else:
             replaced = set()
             end = Node("function", loss.total, (recording.output, Node("input", "", value=targets)))
+
+        def is_call(node: Node) -> bool:
+            return node.kind in ("unit", "function") and node not in replaced
+
         edges = [*unit_starts(recording), len(recording.nodes)]
-        self._calls = [
-            [
-                n
-                for n in recording.nodes[a:b]
-                if n.kind in ("unit", "function") and n not in replaced
-            ]
-            for a, b in pairwise(edges)
-        ]
+        self._calls = [list(filter(is_call, recording.nodes[a:b])) for a, b in pairwise(edges)]
         self._calls[-1].append(end)
         self._end = end
         self._keys: dict[Node, str] = {}
@@ -113,9 +110,8 @@ class UnitCosts:
         for node in calls:
             if node.kind == "unit":
                 yield from self.model.get_submodule(node.target).parameters()
-            yield from (
-                use.value for use in node.input_nodes if isinstance(use.value, nn.Parameter)
-            )
+            values = (use.value for use in node.input_nodes)
+            yield from (value for value in values if isinstance(value, nn.Parameter))
 
     def _sums(self, cost: Callable[[Node], int]) -> list[int]:
         """Sum of each unit's calls."""
@@ -130,8 +126,9 @@ class UnitCosts:
                 except Exception as error:  # of any kind, from the user's model
                     name = getattr(node.target, "__name__", node.target)
                     text = (str(error).strip().splitlines() or [""])[0]
-                    reason = f"{name} alone raised {type(error).__name__}: {text}"
-                    raise CostError(reason) from error
+                    raise CostError(
+                        f"{name} alone raised {type(error).__name__}: {text}"
+                    ) from error
         return [sum(known[self._key(node)] for node in calls) for calls in self._calls]
 
     def _key(self, node: Node) -> str:
@@ -142,9 +139,8 @@ class UnitCosts:
                 target = _settings(self.model.get_submodule(node.target))
             arguments = tree_map([list(node.args), node.kwargs], _describe)
             chunk = None if node.chunked_head is None else node.chunked_head.chunk
-            self._keys[node] = repr(
-                (target, arguments, node.grad_enabled, chunk, node is self._end)
-            )
+            is_end = node is self._end
+            self._keys[node] = repr((target, arguments, node.grad_enabled, chunk, is_end))
         return self._keys[node]
 
 
@@ -160,13 +156,9 @@ def _settings(module: nn.Module) -> Hashable:
     """Classes, plain attributes and shapes of a module and its submodules."""
     parts = []
     for part in module.modules():
-        plain = {
-            key: value
-            for key, value in vars(part).items()
-            if isinstance(value, (bool, int, float, str)) and not key.endswith(_POSITIONS)
-        }
-        kind = type(part)
-        parts.append((kind.__module__, kind.__qualname__, sorted(plain.items())))
+        named = ((key, value) for key, value in vars(part).items() if not key.endswith(_POSITIONS))
+        plain = sorted(item for item in named if isinstance(item[1], (bool, int, float, str)))
+        parts.append((type(part).__module__, type(part).__qualname__, plain))
     tensors = [*module.named_parameters(), *module.named_buffers()]
     shapes = [(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors]
     return repr((parts, shapes))
