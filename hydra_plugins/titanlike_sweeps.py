@@ -68,19 +68,19 @@ class GridSweeper(BasicSweeper):
     def sweep(self, arguments: list[str]) -> Any:
         """Launch the jobs. The launcher reports failures."""
         assert self.hydra_context is not None and self.launcher is not None
-        context = self.task.context
-        assert context is not None, "only a sweep has a sweeper"
+        sweep_run = self.task.sweep_run
+        assert sweep_run is not None, "only a sweep has a sweeper"
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
         overrides = parser.parse_overrides([*self._parse_config(), *arguments])
         (combinations,) = self.split_arguments(overrides, None)
-        jobs = self._todo(context, combinations)
+        jobs = self._todo(sweep_run, combinations)
         lists = [
             [*map(to_hydra, job.overrides), f"hydra.sweep.subdir={job.folder}"] for job in jobs
         ]
         return self.launcher.launch(lists, initial_job_idx=0) if lists else []
 
-    def _todo(self, context: SweepRun, combinations: list[list[str]]) -> list[Job]:
-        return context.jobs_to_run(combinations)
+    def _todo(self, sweep_run: SweepRun, combinations: list[list[str]]) -> list[Job]:
+        return sweep_run.jobs_to_run(combinations)
 
     def _parse_config(self) -> list[str]:
         return [to_hydra(f"{key}={value}") for key, value in self.params.items()]
@@ -96,17 +96,17 @@ class LayoutSweeper(GridSweeper):
             for key, value in settings.items()
         }
 
-    def _todo(self, context: SweepRun, combinations: list[list[str]]) -> list[Job]:
+    def _todo(self, sweep_run: SweepRun, combinations: list[list[str]]) -> list[Job]:
         from titanlike.launch.failures import JobFailed
         from titanlike.sweeps.layout_search import search
 
         def compose(overrides: list[str]) -> tuple[Config, list[Any]]:
             assert self.hydra_context is not None
             loader = self.hydra_context.config_loader
-            return _parsed(loader.load_sweep_config(self.config, overrides), context.folder)
+            return _parsed(loader.load_sweep_config(self.config, overrides), sweep_run.folder)
 
-        found = search(context, self.task.runner, compose, combinations, self.settings)
-        jobs = context.jobs_to_run(found.combinations, found.skipped)
+        found = search(sweep_run, self.task.runner, compose, combinations, self.settings)
+        jobs = sweep_run.jobs_to_run(found.combinations, found.skipped)
         if not found.to_run:
             raise JobFailed("no layout can be run", "no layout can be run")
         return jobs
@@ -130,14 +130,14 @@ class JobLauncher(Launcher):
         from titanlike.sweeps.run_jobs import Prepared, run_jobs
 
         setup_globals()
-        context = self.task.context
-        assert context is not None, "only a sweep has a launcher"
+        sweep_run = self.task.sweep_run
+        assert sweep_run is not None, "only a sweep has a launcher"
         composed: dict[int, DictConfig] = {}
 
         def compose(overrides: list[str], job: Job) -> tuple[Config | None, list[Any]]:
             try:
                 composed[job.number] = self._compose(overrides, job)
-                return _parsed(composed[job.number], context.folder / job.folder)
+                return _parsed(composed[job.number], sweep_run.folder / job.folder)
             except Exception as error:
                 if not type(error).__module__.startswith(("hydra", "omegaconf")):
                     raise
@@ -145,12 +145,12 @@ class JobLauncher(Launcher):
 
         prepared = []
         for index, overrides in enumerate(map(list, job_overrides)):
-            job = context.job_for(overrides, context.base + initial_job_idx + index)
+            job = sweep_run.job_for(overrides, sweep_run.base + initial_job_idx + index)
             prepared.append(Prepared(job, partial(compose, overrides, job)))
 
         def here(item: Prepared) -> float | None:
             if item.config is None:
-                error = ConfigError(item.problems)
+                error = ConfigError(item.composed[1])
                 raise JobFailed(str(error), str(error))
             ended = run_job(
                 hydra_context=self.hydra_context,
@@ -164,7 +164,7 @@ class JobLauncher(Launcher):
                 raise ended._return_value
             return ended._return_value
 
-        ends = run_jobs(context, self.task.runner, prepared, here)
+        ends = run_jobs(sweep_run, self.task.runner, prepared, here)
         returns = []
         for item, end in zip(prepared, ends, strict=True):
             failed = isinstance(end, Exception)

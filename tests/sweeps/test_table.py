@@ -31,14 +31,10 @@ from support.sweep_folders import (
 from titanlike.launch.heartbeat import Beat, Heartbeat
 from titanlike.metrics.events import Events
 from titanlike.metrics.summary import OBJECTIVES, Summary, objective_value, summarize
-from titanlike.sweeps.job_commands import job_command
 from titanlike.sweeps.picture import draw
 from titanlike.sweeps.plan import Job, Plan, add_jobs, read_plan, write_plan
-from titanlike.sweeps.table import (
-    read_table,
-    terminal_lines,
-)
-from titanlike.sweeps.table_files import write_csv, write_markdown
+from titanlike.sweeps.report import write_csv, write_markdown
+from titanlike.sweeps.table import job_command, read_table, terminal_lines
 
 TOOL = [sys.executable, str(ROOT / "tools" / "sweep.py")]
 
@@ -446,7 +442,7 @@ def test_the_picture_shows_every_jobs_curve(tmp_path, jobs):
     nothing on standard error, and changes nothing of the program's own pictures."""
     import matplotlib
 
-    from titanlike.sweeps.plot_style import COLOURS, GREY
+    from titanlike.sweeps.picture import COLOURS, GREY
 
     plan = [Job(i, str(i), [f"optimizer.lr={0.001 * i + 0.001}"], []) for i in range(jobs)]
     write_plan(tmp_path, Plan(COMMAND, "loss", "", plan))
@@ -473,7 +469,7 @@ def test_the_picture_shows_every_jobs_curve(tmp_path, jobs):
 
 def test_curves_that_coincide_are_all_seen(tmp_path):
     """Layouts of one model have the same losses to the last bit: none hides the others."""
-    from titanlike.sweeps.plot_style import COLOURS
+    from titanlike.sweeps.picture import COLOURS
 
     jobs = [Job(i, str(i), [f"pp={2**i}"], []) for i in range(4)]
     write_plan(tmp_path, Plan(COMMAND, "loss", "", jobs))

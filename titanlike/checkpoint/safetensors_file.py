@@ -31,12 +31,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from titanlike.checkpoint import state_dict
 from titanlike.checkpoint.compare import open_checkpoint
 from titanlike.checkpoint.dcp_storage import Writer
-from titanlike.checkpoint.integrity import (
-    MARKER,
-    DamagedCheckpoint,
-    delete_checkpoint,
-    read_state,
-)
+from titanlike.checkpoint.integrity import MARKER, DamagedCheckpoint, delete_checkpoint, read_state
 from titanlike.checkpoint.storage import Storage
 from titanlike.checkpoint.tensor_index import MODEL, OPTIMIZER, RNG
 from titanlike.metrics import units

@@ -15,12 +15,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from titanlike.checkpoint.integrity import (
-    METADATA,
-    DamagedCheckpoint,
-    Manifest,
-    UnsafeCheckpoint,
-)
+from titanlike.checkpoint.integrity import METADATA, DamagedCheckpoint, Manifest, UnsafeCheckpoint
 from titanlike.checkpoint.storage import Storage
 
 MODEL, OPTIMIZER, RNG = "model.", "optimizer.state.", "rng."  # prefixes of names

@@ -69,7 +69,7 @@ class Task:
 
     def __init__(self, runner: JobRunner) -> None:
         self.runner = runner
-        self.context: SweepRun | None = None  # of a sweep
+        self.sweep_run: SweepRun | None = None  # of a sweep
         self.end: JobEnd | None = None  # of a run
         self._pid = os.getpid()
 
@@ -80,13 +80,13 @@ class Task:
         overrides = [from_hydra(text) for text in hydra.overrides.task]
         plain = OmegaConf.to_container(composed, resolve=True)
         assert isinstance(plain, dict)
-        if self.context is None:
+        if self.sweep_run is None:
             self.runner.restart_state.set_default("hydra.run.dir", str(run_dir))
             self.runner.restart_state.set_default("started", str(time.time()))
             self.end = self.runner.run(plain, run_dir, overrides)
             return self.end.value
-        overrides = self.context.register(overrides, hydra.job.num, run_dir)
-        name = self.context.group, self.context.job_name(overrides)
+        overrides = self.sweep_run.register(overrides, hydra.job.num, run_dir)
+        name = self.sweep_run.group, self.sweep_run.job_name(overrides)
         if os.getpid() != self._pid:  # a launcher like submitit pickled it to another machine
             end = _run_elsewhere(self.runner, plain, run_dir, overrides, name)
         else:
@@ -133,7 +133,7 @@ def _prepare(args: argparse.Namespace, task: Task, result_dir: str | None) -> Ex
         problems = _problems(args, checked, runner)
         if checked.multirun and not problems:
             assert checked.config is not None and checked.sweep is not None
-            task.context, problems = open_sweep(
+            task.sweep_run, problems = open_sweep(
                 *(args, sys.argv[1:], checked.config, checked.sweep),
                 inner=runner.folder,
                 restart=runner.restart,
@@ -147,7 +147,7 @@ def _prepare(args: argparse.Namespace, task: Task, result_dir: str | None) -> Ex
     if problems:
         _write_result(result_dir, args, "invalid", str(ConfigError(problems)))
         return print_problems(problems)
-    if args.check and (task.context is None or not task.context.grid):
+    if args.check and (task.sweep_run is None or not task.sweep_run.grid):
         print("config OK; nothing was started (--check)")
         return 0
     return None
@@ -197,7 +197,7 @@ def _write_result(
 
 def _run(args: argparse.Namespace, parser: argparse.ArgumentParser, task: Task) -> ExitCode:
     """Let Hydra compose and call `task`; the exit code."""
-    context = task.context
+    sweep_run = task.sweep_run
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors; they are shown here
     code: ExitCode = 0
     try:
@@ -213,15 +213,15 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser, task: Task) 
         if not _is_user_error(error):
             raise
         text = " ".join(str(error).split())
-        if context is not None and context.planned:  # a search without a successful trial
+        if sweep_run is not None and sweep_run.planned:  # a search without a successful trial
             print(f"the search ends: {text}", file=sys.stderr)
             code = 1
         else:
             code = print_problems([Problem("config", "", text)])
     finally:
         del os.environ["HYDRA_FULL_ERROR"]
-        if context is not None:
-            code = context.close(code)
+        if sweep_run is not None:
+            code = sweep_run.close(code)
     return code
 
 

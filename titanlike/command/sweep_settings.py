@@ -81,7 +81,7 @@ def open_sweep(
     words: the command line as typed. inner: a job's subfolder of its run directory, or "".
     restart: whether this command was started before.
     """
-    context = SweepRun(
+    sweep_run = SweepRun(
         folder=settings.folder,
         settings=config.sweep,
         value=config.value or ("val_loss" if config.validation.every else "loss"),
@@ -97,12 +97,12 @@ def open_sweep(
     args.overrides.append(f"hydra.sweep.dir={quoted(str(settings.folder))}")
     if args.check:
         args.overrides.append("hydra/launcher=jobs")  # others would start the jobs
-    problems = [*settings.problems(context.value, config.sweep.resume)] or context.open()
+    problems = [*settings.problems(sweep_run.value, config.sweep.resume)] or sweep_run.open()
     if not problems and not settings.grid:
-        args.overrides += settings.search_overrides(config, context.value, context.done)
-        if context.base:  # a resumed search adds jobs, whose launcher counts from 0 again
-            args.overrides.append(f"hydra.sweep.subdir='{context.base}+${{hydra.job.num}}'")
-    return context, problems
+        args.overrides += settings.search_overrides(config, sweep_run.value, sweep_run.done)
+        if sweep_run.base:  # a resumed search adds jobs, whose launcher counts from 0 again
+            args.overrides.append(f"hydra.sweep.subdir='{sweep_run.base}+${{hydra.job.num}}'")
+    return sweep_run, problems
 
 
 def _best_direction(value: str) -> str:

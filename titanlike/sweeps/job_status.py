@@ -1,9 +1,8 @@
 """The status of each job of a sweep, read from the files in its directory. Imports no torch.
 
-A job that is running has left no result.json yet. Whether its process is alive is
-derived from the age of the files that a run rewrites (heartbeats, metrics.jsonl): waiting for a
-heartbeat to change would take 10 s or more. Ages use the file system's clock: that of the machine on
-which the job runs may differ.
+Whether a job without result.json is alive is derived from the age of the files that a run rewrites
+(heartbeats, metrics.jsonl): waiting for a heartbeat to change would take 10 s or more. Ages use the
+file system's clock: that of the machine on which the job runs may differ.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -37,10 +36,10 @@ _LEFT_BY_RUNS = ("result.json", "config.yaml", "metrics.jsonl")
 class JobRow:
     """A job, its status and its numbers. Statuses:
 
-    completed, failed, interrupted and stopped (early by a stop request: it can be resumed), as result.json says;
-    invalid: an error in its config, nothing was started; killed: it ended without result.json, or a
-    signal killed one of its processes; running; waiting: not started yet; submitted: queued in a
-    scheduler; skipped: not to be run.
+    completed, failed, interrupted, stopped (early by a stop request: it can be resumed) and invalid
+    (an error in its config, nothing was started), as result.json says; killed: it ended without
+    result.json, or a signal killed one of its processes; running; waiting: not started yet;
+    submitted: queued in a scheduler; skipped: not to be run.
     """
 
     job: Job
@@ -70,16 +69,15 @@ def read_job_rows(folder: Path, plan: Plan | None, ended: Collection[int] = ()) 
     for job in [*(plan.jobs if plan else ()), *_others(folder, plan)]:
         run_dir = folder / job.folder / (plan.inner if plan else "")
         rows.append(_row(job, run_dir, value, clock, job.number in ended))
-    unknown = [
-        row for row in rows if not row.job.overrides and (row.run_dir / "config.yaml").exists()
-    ]
-    if unknown:
-        rows = _from_configs(rows, unknown)
+    rows = _with_overrides_from_configs(rows)
     return _with_settings(sorted(rows, key=lambda row: row.job.number))
 
 
 def _row(job: Job, run_dir: Path, value: str, clock: _FileSystemClock, ended: bool) -> JobRow:
-    result = _result(run_dir)
+    try:
+        result = read_result(run_dir) or {}
+    except (ValueError, NotADirectoryError):  # truncated by a copy
+        result = {}
     numbers = summarize(run_dir)
     error: str | None = result.get("error")
     if result:
@@ -98,34 +96,8 @@ def _row(job: Job, run_dir: Path, value: str, clock: _FileSystemClock, ended: bo
     if not isinstance(own, (int, float)):
         own = objective_value(value, numbers) if value in OBJECTIVES else None
     overrides = job.overrides or list(result.get("overrides") or ())
-    return JobRow(
-        replace(job, overrides=overrides),
-        run_dir,
-        status,
-        error,
-        result.get("seconds"),
-        numbers,
-        own,
-        {},
-    )
-
-
-def best(rows: Iterable[JobRow], value: str) -> JobRow | None:
-    """The done job with the best objective; None where none is comparable."""
-    if value not in OBJECTIVES:
-        return None
-    sign = -1 if OBJECTIVES[value] else 1
-    finite = [
-        (sign * row.value, row.job.number, row)
-        for row in rows
-        if row.done and row.value is not None and math.isfinite(row.value)
-    ]
-    return min(finite)[2] if finite else None
-
-
-def left(rows: Iterable[JobRow]) -> list[JobRow]:
-    """The jobs that are not done: all but the completed and the skipped ones."""
-    return [row for row in rows if not row.done]
+    job = replace(job, overrides=overrides)
+    return JobRow(job, run_dir, status, error, result.get("seconds"), numbers, own, {})
 
 
 # --- which jobs --------------------------------------------------------------------------------
@@ -138,15 +110,14 @@ def is_sweep(folder: Path) -> bool:
 
 def _others(folder: Path, plan: Plan | None) -> Iterator[Job]:
     """Jobs in subfolders that are not in the plan: of an older sweep, or another sweeper."""
-    known = {job.folder.partition("/")[0] for job in plan.jobs} if plan else set()
-    taken = {job.number for job in plan.jobs} if plan else set()
-    inner = plan.inner if plan else ""
+    plan = plan or Plan("", "")
+    known = {job.folder.partition("/")[0] for job in plan.jobs}
+    taken = {job.number for job in plan.jobs}
     with os.scandir(folder) as entries:
         names = [entry.name for entry in entries if entry.is_dir() and entry.name not in known]
+    inner = plan.inner
     found = [
-        name
-        for name in names
-        if any((folder / name / inner / file).exists() for file in _LEFT_BY_RUNS)
+        n for n in names if any((folder / n / inner / file).exists() for file in _LEFT_BY_RUNS)
     ]
     for name in sorted(found, key=lambda name: (not name.isdecimal(), name.zfill(20))):
         number = int(name) if name.isdecimal() else -1
@@ -154,13 +125,6 @@ def _others(folder: Path, plan: Plan | None) -> Iterator[Job]:
             number = max(taken, default=-1) + 1
         taken.add(number)
         yield Job(number, name, [], [])
-
-
-def _result(run_dir: Path) -> dict[str, Any]:
-    try:
-        return read_result(run_dir) or {}
-    except (ValueError, NotADirectoryError):  # truncated by a copy
-        return {}
 
 
 # --- alive ------------------------------------------------------------------------------
@@ -194,11 +158,9 @@ def _alive(run_dir: Path, clock: _FileSystemClock) -> bool:
     beat = launch.get("heartbeat") if isinstance(launch, dict) else None
     beat = float(beat) if isinstance(beat, (int, float)) else HEARTBEAT
     files = [*(run_dir / "logs").glob("rank*.heartbeat"), run_dir / "metrics.jsonl"]
-    newest = max(map(_changed, files))
-    return (
-        clock.now - newest <= 3 * beat + 5
-        or clock.now - _changed(run_dir / "config.yaml") <= STARTING
-    )
+    if clock.now - max(map(_changed, files)) <= 3 * beat + 5:
+        return True
+    return clock.now - _changed(run_dir / "config.yaml") <= STARTING
 
 
 def _changed(path: Path) -> float:
@@ -236,11 +198,12 @@ def _parse(overrides: list[str]) -> dict[str, str]:
     return {key: v for key, v in settings.items() if not key.startswith(("sweep.", "hydra."))}
 
 
-def _from_configs(rows: list[JobRow], unknown: list[JobRow]) -> list[JobRow]:
-    """Give `unknown` overrides from their config.yaml: of the keys that the others override.
+def _with_overrides_from_configs(rows: list[JobRow]) -> list[JobRow]:
+    """Give rows without overrides those of their config.yaml: of the keys that the others override.
 
     Where there are no others, of the keys that differ.
     """
+    unknown = [r for r in rows if not r.job.overrides and (r.run_dir / "config.yaml").exists()]
     flat = {id(row): dict(_flat(_config(row.run_dir))) for row in unknown}
     keys = list(dict.fromkeys(key for row in rows for key in _parse(row.job.overrides)))
     if not keys:

@@ -1,16 +1,16 @@
 """The throughput search: which layouts of a model are run on a machine.
 
-1. `read_space` reads the keys of `hydra.sweeper`; without them the machine is asked how many ranks
-   it has, and how much memory each;
-2. `planning.layouts.candidates` lists the layouts: what the command line fixes stays as it is;
-3. `search` skips what is invalid, does not fit, or is not promising, before anything starts.
+1. `read_space` reads the keys of `hydra.sweeper`;
+2. `find_machine` says how many ranks there are and how much memory each has, where those do not;
+3. `candidates` lists the layouts: what the command line fixes stays as it is;
+4. `filter_layouts` skips those that are invalid, do not fit, or are not promising.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
 from titanlike.config import validate
@@ -27,15 +27,16 @@ from titanlike.planning.machine import Machine, find_machine
 from titanlike.sweeps.sweep_run import SweepRun
 from titanlike.training.draft import draft
 
+INVALID, TOO_LARGE, UNPROMISING = "invalid", "too large", "less promising"
+
 
 def read_space(plain: Mapping[str, Any]) -> SearchSpace:
     """From hydra.sweeper's plain values. Raises ConfigError with every mistake."""
     problems: list[Problem] = []
     texts = {**plain, "memory": None if plain["memory"] is None else str(plain["memory"])}
-    hints = get_type_hints(SearchSpace)
-    names = [one.name for one in fields(SearchSpace)]
     values = {
-        name: convert(hints[name], texts[name], f"hydra.sweeper.{name}", problems) for name in names
+        name: convert(hint, texts[name], f"hydra.sweeper.{name}", problems)
+        for name, hint in get_type_hints(SearchSpace).items()
     }
     examples = {"ranks": "8", "most": "24", "microbatches": "[4,8]", "stages_per_rank": "[2,4]"}
     for name, example in examples.items() if not problems else ():
@@ -48,15 +49,13 @@ def read_space(plain: Mapping[str, Any]) -> SearchSpace:
         problems.append(Problem(key, [], "names no schedule", f"{key}=[1f1b,gpipe]"))
     if problems:
         raise ConfigError(problems)
+    space = SearchSpace(**values)
     try:
-        _ = SearchSpace(**values).bytes
+        _ = space.bytes
     except ValueError:
         key = "hydra.sweeper.memory"
-        raise ConfigError([Problem(key, values["memory"], "is no size", f"{key}=80GiB")]) from None
-    return SearchSpace(**values)
-
-
-INVALID, TOO_LARGE, UNPROMISING = "invalid", "too large", "less promising"
+        raise ConfigError([Problem(key, space.memory, "is no size", f"{key}=80GiB")]) from None
+    return space
 
 
 @dataclass
@@ -133,8 +132,8 @@ def filter_layouts(
             try:
                 result = layout_filter(candidate, tuple(combination))
             except _Skipped as skipped:
+                found.skip(candidate.overrides, *skipped.args)
                 found.combinations.append(candidate.overrides)
-                found.skip(candidate.overrides, skipped.kind, skipped.reason)
                 continue
             if result is not None:
                 found.combinations.append(candidate.overrides)
@@ -145,11 +144,7 @@ def filter_layouts(
 
 
 class _Skipped(Exception):
-    """Raised for a layout that is not run."""
-
-    def __init__(self, kind: str, reason: str) -> None:
-        super().__init__(reason)
-        self.kind, self.reason = kind, reason
+    """Raised for a layout that is not run, with the kind of reason and the reason."""
 
 
 class _LayoutFilter:

@@ -111,18 +111,13 @@ def _job(line: str) -> Job | None:
 def _locked(folder: Path) -> Iterator[None]:
     """One writer at a time, where the file system has locks."""
     deadline = time.monotonic() + _LOCK_TIMEOUT
-    handle = os.open(folder / f".{FILE}.lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        while True:
+    with open(folder / f".{FILE}.lock", "ab") as file:
+        while time.monotonic() <= deadline:
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if time.monotonic() > deadline:
-                    break
                 time.sleep(0.01)
             except OSError:
                 break
         yield
-    finally:
-        os.close(handle)

@@ -1,7 +1,8 @@
 """A sweep's jobs as processes of this machine: one after another, or several at a time.
 
-Each job is a process, as if the user had typed its command: a crash does not affect the next one. One after another they share the terminal; several at a time, each
-writes to its own output.log, and a line says when it begins and ends.
+Each job is a process, as if the user had typed its command: a crash does not affect the next one.
+One after another they share the terminal; several at a time, each writes to its own output.log, and
+a line says when it begins and ends.
 
 Several share the devices: each job gets as many GPUs as it has ranks (CUDA_VISIBLE_DEVICES), or on
 the CPU a share of the threads. A job that needs more than there are runs alone.
@@ -113,9 +114,8 @@ class Processes:
             finally:
                 for running in self._running.values():  # after an exception here
                     running.kill()
-        if stop.received and not (
-            len(ended) == len(builders) and all(e.done for e in ended.values())
-        ):
+        all_done = len(ended) == len(builders) and all(end.done for end in ended.values())
+        if stop.received and not all_done:
             if all(end.code in (0, _STOPPED) for end in ended.values()):
                 raise SystemExit(_STOPPED)
             raise Interrupted(stop.code())
@@ -148,17 +148,11 @@ class Processes:
             result = read_result(command.folder)
         if result is None or running.error:
             error = running.error or describe_exit(running.code)
-            error += _output_tail(command.folder if running.output else None)
+            error += _output_tail(command.folder) if running.output else ""
             result = {"status": "failed", "value": None, "error": error}
+            record = {**result, "seconds": seconds, "overrides": command.overrides}
             with contextlib.suppress(OSError):  # a full disk may be why it failed
-                write_result(
-                    command.folder,
-                    status="failed",
-                    value=None,
-                    error=error,
-                    seconds=seconds,
-                    overrides=command.overrides,
-                )
+                write_result(command.folder, **record)
         error = result["error"] or ""
         ended = EndedJob(command, running.code, result["status"], error, result["value"], seconds)
         self._ended(ended)
@@ -207,8 +201,7 @@ class _ForwardedStop(StopRequest):
         now = time.monotonic()
         if now - self._last < 1.0:  # Ctrl-C reaches every process of a terminal at once
             return True
-        self._last, self._code = now, signum
-        self._times += 1
+        self._last, self._code, self._times = now, signum, self._times + 1
         return self._forward(signum)
 
     @property
@@ -265,10 +258,8 @@ def _program(command: Command) -> str:
     )
 
 
-def _output_tail(folder: Path | None) -> str:
+def _output_tail(folder: Path) -> str:
     """The last lines in a job's output.log."""
-    if folder is None:
-        return ""
     text = (folder / OUTPUT).read_text(encoding="utf-8", errors="replace")[-_TAIL:]
     lines = [line for line in text.splitlines() if line.strip()]
     return "".join(f"\n  {line}" for line in lines[-5:])

@@ -38,18 +38,13 @@ class Prepared:
     compose: Callable[[], tuple[Config | None, list[Problem]]]
 
     @cached_property
-    def config(self) -> Config | None:
-        """None where the overrides cannot be composed."""
-        return self._composed[0]
+    def composed(self) -> tuple[Config | None, list[Problem]]:
+        """The config, None where the overrides cannot be composed; and problems of form."""
+        return self.compose()
 
     @property
-    def problems(self) -> list[Problem]:
-        """Problems of form."""
-        return self._composed[1]
-
-    @cached_property
-    def _composed(self) -> tuple[Config | None, list[Problem]]:
-        return self.compose()
+    def config(self) -> Config | None:
+        return self.composed[0]
 
     @property
     def name(self) -> str:
@@ -63,8 +58,7 @@ Here = Callable[[Prepared], float | None]  # runs a job in this process; raises 
 
 def run_jobs(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared], here: Here) -> list[End]:
     """Run jobs to their ends; submitted ones only if sweep.wait is set."""
-    for item in jobs:
-        sweep.ran.add(item.job.number)
+    sweep.ran.update(item.job.number for item in jobs)
     if sweep.check:
         return [_check(sweep, runner, item) for item in jobs]
     if runner.ranks is not None:
@@ -76,25 +70,28 @@ def run_jobs(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared], here: Her
 
 def _check(sweep: SweepRun, runner: JobRunner, item: Prepared) -> End:
     with removing_new_folders(sweep.folder / item.job.folder):
-        problems = _problems(sweep, runner, item)
+        problems = _problems(runner, item)
     if not problems:
         return None
-    error = ConfigError(problems)
     sweep.wrong += 1
-    sweep.say_error(f"job {item.name}\n" + _indented(str(error)))
-    return JobFailed(str(error), str(error))
+    return _failed(sweep, item, "", str(ConfigError(problems)))
 
 
-def _problems(sweep: SweepRun, runner: JobRunner, item: Prepared) -> list[Problem]:
-    if item.config is None:
-        return item.problems
+def _failed(sweep: SweepRun, item: Prepared, what: str, error: str) -> JobFailed:
+    """Print that a job failed; its end."""
+    sweep.say_error(f"job {item.name}{what}{_indented(error)}")
+    return JobFailed(error, error)
+
+
+def _problems(runner: JobRunner, item: Prepared) -> list[Problem]:
+    config, problems = item.composed
+    if config is None:
+        return problems
     try:
-        found = config_problems(
-            item.config, runner.ranks and runner.ranks.world_size, item.problems
-        )
+        started = runner.ranks and runner.ranks.world_size
+        return problems + config_problems(config, started, problems)
     except JobFailed as failed:
         return [Problem("config", "", failed.error)]
-    return item.problems + found
 
 
 def _run_here(sweep: SweepRun, item: Prepared, here: Here) -> End:
@@ -124,7 +121,7 @@ def _as_processes(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> l
         if end.done:
             sweep.say(line)
         else:
-            sweep.say_error(f"{line}\n{_indented(end.error)}" if end.error else line)
+            sweep.say_error(line + _indented(end.error))
 
     def command(item: Prepared) -> Command:
         return Command(
@@ -148,31 +145,8 @@ def _submit_all(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> lis
     assert sweep.settings.submit is not None
     ends: dict[int, End] = {}
     for item in jobs:
-        folder = sweep.job_folder(item.job)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            sweep.say_error(f"job {item.name} is not submitted\n  {error}")
-            ends[item.job.number] = JobFailed(str(error), str(error))
-            continue
-        report = ResultReporter(folder, item.job.overrides, 1)  # removes an earlier result
-        if problems := _problems(sweep, runner, item):
-            error = ConfigError(problems)
-            report.write("invalid", error=str(error))
-            sweep.say_error(f"job {item.name} is not submitted\n{_indented(str(error))}")
-            ends[item.job.number] = JobFailed(str(error), str(error))
-            continue
-        command = submit_command(sweep.settings.submit, arguments(sweep, item))
-        output, error_text = _submit(command)
-        if error_text:
-            report.write("failed", error=error_text)
-            sweep.say_error(f"job {item.name} is not submitted\n{_indented(error_text)}")
-            ends[item.job.number] = JobFailed(error_text, error_text)
-        else:
-            shown = output[:_OUTPUT_SHOWN] or "(the command printed nothing)"
-            with contextlib.suppress(OSError):
-                (folder / SUBMITTED).write_text(f"{time.ctime()}: {shown}\n", encoding="utf-8")
-            sweep.say(f"job {item.name} submitted: {shown}")
+        if error := _submit(sweep, runner, item, sweep.settings.submit):
+            ends[item.job.number] = _failed(sweep, item, " is not submitted", error)
     if sweep.settings.wait is not None:
         ends |= _wait_for(sweep, [item for item in jobs if item.job.number not in ends])
     return [ends.get(item.job.number) for item in jobs]
@@ -186,16 +160,34 @@ def submit_command(submit: str, arguments: list[str]) -> list[str]:
     return [*words, *arguments]
 
 
-def _submit(command: list[str]) -> tuple[str, str]:
+def _submit(sweep: SweepRun, runner: JobRunner, item: Prepared, submit: str) -> str:
+    """Submit a job; the error, "" for none."""
+    folder = sweep.job_folder(item.job)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return str(error)
+    report = ResultReporter(folder, item.job.overrides, 1)  # removes an earlier result
+    if problems := _problems(runner, item):
+        text = str(ConfigError(problems))
+        report.write("invalid", error=text)
+        return text
+    output, error_text = _run_submit_command(submit_command(submit, arguments(sweep, item)))
+    if error_text:
+        report.write("failed", error=error_text)
+        return error_text
+    shown = output[:_OUTPUT_SHOWN] or "(the command printed nothing)"
+    with contextlib.suppress(OSError):
+        (folder / SUBMITTED).write_text(f"{time.ctime()}: {shown}\n", encoding="utf-8")
+    sweep.say(f"job {item.name} submitted: {shown}")
+    return ""
+
+
+def _run_submit_command(command: list[str]) -> tuple[str, str]:
     """A submit command's output, or its error."""
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=_SUBMIT_TIMEOUT,
-            stdin=subprocess.DEVNULL,
-        )
+        streams = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+        done = subprocess.run(command, timeout=_SUBMIT_TIMEOUT, **streams)
     except (OSError, subprocess.TimeoutExpired) as error:
         return "", f"sweep.submit={command[0]}: {error}"
     printed = " ".join(f"{done.stdout} {done.stderr}".split())
@@ -213,16 +205,15 @@ def _wait_for(sweep: SweepRun, jobs: list[Prepared]) -> dict[int, End]:
             if item.job.number in ends:
                 continue
             result = _final_result(sweep.job_folder(item.job))
-            text = f"has not ended after {sweep.settings.wait:g} s (sweep.wait)"
             if result is None and time.monotonic() <= deadline:
                 continue
             if result is not None and result["status"] in ("completed", "stopped"):
                 ends[item.job.number] = result["value"]
                 sweep.say(f"job {item.name} is done")
                 continue
-            text = text if result is None else result["error"]
-            ends[item.job.number] = JobFailed(text, text)
-            sweep.say_error(f"job {item.name} failed\n{_indented(text)}")
+            late = f"has not ended after {sweep.settings.wait:g} s (sweep.wait)"
+            text = late if result is None else result["error"]
+            ends[item.job.number] = _failed(sweep, item, " failed", text)
         time.sleep(_POLL if len(ends) < len(jobs) else 0)
     return ends
 
@@ -232,22 +223,21 @@ def _final_result(folder: Path) -> dict[str, Any] | None:
 
     A job that a signal stopped was preempted: its scheduler restarts it.
     """
-    try:
+    with contextlib.suppress(ValueError):
         result = read_result(folder)
-    except ValueError:
-        return None
-    if result is None or result["status"] == "interrupted":
-        return None
-    if result["status"] == "stopped" and not ended_by_max_time("stopped", result["error"]):
-        return None
-    return result
+        status = result and result["status"]
+        if status != "interrupted" and (
+            status != "stopped" or ended_by_max_time(status, result["error"])
+        ):
+            return result
+    return None
 
 
 def arguments(sweep: SweepRun, item: Prepared) -> list[str]:
     """A job's own command line, after the program's name."""
     words = [*sweep.options, *item.job.overrides, "hydra.mode=RUN"]
-    words.append(f"hydra.job.num={item.job.number}")
-    words.append(f"run_dir={quoted(str(sweep.folder / item.job.folder))}")
+    words += [f"hydra.job.num={item.job.number}"]
+    words += [f"run_dir={quoted(str(sweep.folder / item.job.folder))}"]
     if item.config is not None and isinstance(item.config.logger, Wandb):
         logger = with_run_name(item.config, sweep.group, sweep.job_name(item.job.overrides)).logger
         words += [f"logger.group={quoted(logger.group)}"]
@@ -256,4 +246,4 @@ def arguments(sweep: SweepRun, item: Prepared) -> list[str]:
 
 
 def _indented(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.splitlines())
+    return "".join(f"\n  {line}" for line in text.splitlines())

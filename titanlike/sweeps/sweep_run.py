@@ -54,35 +54,40 @@ class SweepRun:
         """Write the plan, or read the one to resume; problems with the directory."""
         if self.check:
             return []
-        fix = "run_dir=outputs/NAME"
+
+        def problem(reason: str, fix: str = "run_dir=outputs/NAME") -> list[Problem]:
+            return [Problem("run_dir", str(self.folder), reason, fix)]
+
         try:
             plan = read_plan(self.folder)
             if plan is None and (self.folder / "config.yaml").exists():
-                return [Problem("run_dir", str(self.folder), "has a run, not a sweep", fix)]
+                return problem("has a run, not a sweep")
             if plan is None:
-                of_this_start = ("sweep.resume=", "sweep.share=")
-                words = [word for word in self.command if not word.startswith(of_this_start)]
-                if not any(word.startswith(("run_dir=", "hydra.sweep.dir=")) for word in words):
-                    words.append(f"run_dir={self.folder}")
-                command = shlex.join([*self.program, *words])
-                begun = write_plan(self.folder, Plan(command, self.value, self.inner))
+                begun = write_plan(self.folder, Plan(self._resume_line(), self.value, self.inner))
                 plan = None if begun else read_plan(self.folder)
         except OSError as error:
-            return [Problem("run_dir", str(self.folder), error.strerror or str(error), fix)]
+            return problem(error.strerror or str(error))
         except ValueError as error:
-            return [Problem("run_dir", str(self.folder), str(error), fix)]
+            return problem(str(error))
         if plan is None:
             return []
         if plan.inner != self.inner:
-            return [Problem("run_dir", str(self.folder), "has the sweep of another program", fix)]
+            return problem("has the sweep of another program")
         if not self.resumes:
-            reason = f"holds a sweep of {_count(len(plan.jobs))} already"
             fix = "sweep.resume=true to run what is not done, or another run_dir"
-            return [Problem("run_dir", str(self.folder), reason, fix)]
+            return problem(f"holds a sweep of {_count(len(plan.jobs))} already", fix)
         if plan.jobs and not self.grid:
             self.base = plan.jobs[-1].number + 1
             self.done = sum(row.done for row in read_job_rows(self.folder, plan))
         return []
+
+    def _resume_line(self) -> str:
+        """The shell line that runs this sweep again, into the same directory."""
+        of_this_start = ("sweep.resume=", "sweep.share=")
+        words = [word for word in self.command if not word.startswith(of_this_start)]
+        if not any(word.startswith(("run_dir=", "hydra.sweep.dir=")) for word in words):
+            words.append(f"run_dir={self.folder}")
+        return shlex.join([*self.program, *words])
 
     def swept(self, overrides: Iterable[str]) -> list[str]:
         """Those of a job's overrides that the sweep varies."""
@@ -95,11 +100,6 @@ class SweepRun:
     def job_folder(self, job: Job) -> Path:
         """Where a job writes result.json and metrics.jsonl."""
         return self.folder / job.folder / self.inner
-
-    def add(self, jobs: list[Job]) -> None:
-        """Put jobs into the plan."""
-        if not self.check:
-            add_jobs(self.folder, jobs)
 
     def jobs_to_run(
         self, combinations: list[list[str]], skipped: Mapping[tuple[str, ...], str] | None = None
@@ -127,7 +127,8 @@ class SweepRun:
                 new.append(known[key])
             if why is None:
                 jobs[known[key].number] = known[key]
-        self.add(new)
+        if not self.check:
+            add_jobs(self.folder, new)
         if self.settings.share is not None and (part := parse_share(self.settings.share)):
             jobs = {at: job for at, job in jobs.items() if at % part[1] == part[0]}
         self.planned = {job.folder: job for job in jobs.values()}
@@ -146,9 +147,8 @@ class SweepRun:
         before = f", {len(done)} of them done before" if done else ""
         self.say(f"a sweep of {_count(len(jobs))}{before}, in {self.folder}")
         for row in elsewhere:
-            where = "runs elsewhere"
-            if row.status == "submitted":
-                where = f"is submitted; to submit it again, remove {row.run_dir / SUBMITTED}"
+            submitted = f"is submitted; to submit it again, remove {row.run_dir / SUBMITTED}"
+            where = submitted if row.status == "submitted" else "runs elsewhere"
             self.say(f"job {row.job.number} {where}")
         skipped = {row.job.number for row in (*done, *elsewhere)}
         jobs = {at: job for at, job in jobs.items() if at not in skipped}
@@ -163,19 +163,22 @@ class SweepRun:
             key, _, folder = text.partition("=")
             if key == "hydra.sweep.subdir" and folder in self.planned:
                 return self.planned[folder]
-        own = job_overrides(overrides)
-        job = self.planned[str(number)] = Job(number, str(number), own, self.swept(own))
-        self.add([job])
-        return job
+        return self._add_job(str(number), number, job_overrides(overrides))
 
     def register(self, overrides: list[str], number: int, run_dir: Path) -> list[str]:
         """Add a job to the plan if it is new; its own overrides. For any launcher."""
         own = job_overrides(overrides)
         folder = str(run_dir.relative_to(self.folder)) if run_dir != self.folder else "."
         if folder not in self.planned:
-            self.planned[folder] = Job(self.base + number, folder, own, self.swept(own))
-            self.add([self.planned[folder]])
+            self._add_job(folder, self.base + number, own)
         return own
+
+    def _add_job(self, folder: str, number: int, overrides: list[str]) -> Job:
+        """A new job, in the plan."""
+        job = self.planned[folder] = Job(number, folder, overrides, self.swept(overrides))
+        if not self.check:
+            add_jobs(self.folder, [job])
+        return job
 
     def close(self, code: int | str | None) -> int | str | None:
         """Print and write the table; the exit code, given the one so far."""
@@ -201,12 +204,10 @@ class SweepRun:
         return 75 if statuses & {"stopped", "interrupted"} else 0
 
     def say(self, line: str) -> None:
-        """Print a line."""
         with contextlib.suppress(OSError):  # stdout is closed: the jobs continue
             print(line, flush=True)
 
     def say_error(self, line: str) -> None:
-        """Print a line to stderr."""
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             print(line, file=sys.stderr, flush=True)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
+import shlex
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titanlike.config.program import program_length, train_program
 from titanlike.metrics import units
 from titanlike.metrics.console import table_lines
-from titanlike.sweeps import job_status
-from titanlike.sweeps.job_commands import job_command, resume_command
+from titanlike.metrics.summary import OBJECTIVES
 from titanlike.sweeps.job_status import JobRow, read_job_rows
 from titanlike.sweeps.plan import Plan, read_plan
 
@@ -22,6 +24,7 @@ _WIDEST = 160  # columns of a terminal that are used
 _NAMED = 12  # jobs that are left are named, up to so many
 _SETTING = 12  # columns of a setting, where there is little room
 _ERRORS = 20  # different errors below the terminal's table
+_SEARCH = "throughput"  # conf/experiment/throughput.yaml
 
 
 @dataclass(frozen=True)
@@ -49,14 +52,24 @@ class Table:
 
     @property
     def best(self) -> JobRow | None:
-        """None for a tool's sweep: whether its value is to be maximized is unknown."""
-        if self.plan is not None and self.plan.inner:
+        """The done job with the best objective; None where none is comparable.
+
+        None for a tool's sweep: whether its value is to be maximized is unknown.
+        """
+        if (self.plan is not None and self.plan.inner) or self.value not in OBJECTIVES:
             return None
-        return job_status.best(self.rows, self.value)
+        sign = -1 if OBJECTIVES[self.value] else 1
+        finite = [
+            (sign * row.value, row.job.number, row)
+            for row in self.rows
+            if row.done and row.value is not None and math.isfinite(row.value)
+        ]
+        return min(finite)[2] if finite else None
 
     @property
     def left(self) -> list[JobRow]:
-        return job_status.left(self.rows)
+        """The jobs that are not done: all but the completed and the skipped ones."""
+        return [row for row in self.rows if not row.done]
 
 
 def read_table(folder: Path, ended: Collection[int] = ()) -> Table:
@@ -78,10 +91,9 @@ def terminal_lines(table: Table, width: int) -> list[str]:
     """
     width = min(width, _WIDEST)
     columns = _fitting(table, width)
-    skipped = sum(row.status == "skipped" for row in table.rows)
-    shown = [  # many skipped ones have only a line for each reason, below
-        i for i, row in enumerate(table.rows) if skipped <= _NAMED or row.status != "skipped"
-    ]
+    shown = [i for i, row in enumerate(table.rows) if row.status != "skipped"]
+    if len(table.rows) - len(shown) <= _NAMED:  # of many, only the reasons are shown, below
+        shown = list(range(len(table.rows)))
     cells = [[column.cells[i] for column in columns] for i in shown]
     headers = [column.header for column in columns]
     lines = table_lines("", headers, cells, width) if cells else []
@@ -89,7 +101,7 @@ def terminal_lines(table: Table, width: int) -> list[str]:
         lines += ["", *errors]
     if (best := table.best) is not None:
         lines += ["", best_line(table, best), f"  {job_command(table.plan, best)}"]
-    lines += ["", *counts(table.rows)]
+    lines += ["", counts(table)]
     if again := resume_command(table.plan, table.left):
         lines += ["to run what is left:", f"  {again}"]
     return lines
@@ -111,15 +123,12 @@ def read_columns(table: Table, keys: list[str]) -> list[Column]:
     rows = table.rows
 
     def numbers(header: str, values: Iterable[Any], form: Any) -> list[Column]:
-        values = list(values)
-        if all(value is None for value in values):
-            return []
-        return [Column(header, ["-" if v is None else form(v) for v in values], number=True)]
+        cells = ["-" if value is None else form(value) for value in values]
+        return [Column(header, cells, number=True)] if set(cells) - {"-"} else []
 
-    settings = [Column(key, [_setting(row, key) for row in rows]) for key in keys]
     return [
         Column("job", [str(row.job.number) for row in rows], number=True),
-        *settings,
+        *(Column(key, [_setting(row, key) for row in rows]) for key in keys),
         Column("status", [row.status for row in rows]),
         *numbers("loss", (row.summary.loss for row in rows), units.decimal),
         *numbers("val_loss", (row.summary.val_loss for row in rows), units.decimal),
@@ -138,22 +147,21 @@ def _setting(row: JobRow, key: str) -> str:
 def _fitting(table: Table, width: int) -> list[Column]:
     """The columns that fit: where shortened settings are not enough, some are omitted."""
     names = _short_names(table.keys)
+    settings = []
     if 2 * len(names) > width // 12:  # too many for a column each
         labels = [table.label(row) if row.settings else "" for row in table.rows]
         settings = [Column("overrides", labels)]
-    else:
-        settings = []
     columns = read_columns(table, [] if settings else table.keys)
     columns = [Column(names.get(c.header, c.header), c.cells, c.number) for c in columns]
     columns[1:1] = settings
-    first, last = 1, 1 + (len(settings) or len(table.keys))
+    last = 1 + (len(settings) or len(table.keys))
     losses = {column.header for column in columns} & {"loss", "val_loss"}
     other = "loss" if table.value == "val_loss" else "val_loss"
     spare = ["time", "memory", *([other] if len(losses) > 1 else []), "tok/s"]
 
     def fits() -> bool:
         widths = [
-            min(column.width, _SETTING) if first <= i < last else column.width
+            min(column.width, _SETTING) if 1 <= i < last else column.width
             for i, column in enumerate(columns)
         ]
         return 2 * len(widths) + sum(widths) <= width
@@ -199,23 +207,21 @@ def first_line(error: str | None) -> str:
 # --- the end -----------------------------------------------------------------------------------
 
 
-def counts(rows: list[JobRow]) -> list[str]:
-    """One line: how many are done, and which are left, by status."""
-    to_do = [row for row in rows if row.status != "skipped"]
-    not_done = job_status.left(rows)
-    skipped = f", {len(rows) - len(to_do)} skipped" if len(to_do) < len(rows) else ""
-    text = f"{len(to_do) - len(not_done)} of {len(to_do)} done{skipped}"
+def counts(table: Table) -> str:
+    """How many are done, and which are left, by status."""
+    skipped = sum(row.status == "skipped" for row in table.rows)
+    to_do, not_done = len(table.rows) - skipped, table.left
+    text = f"{to_do - len(not_done)} of {to_do} done" + (f", {skipped} skipped" if skipped else "")
     if 0 < len(not_done) <= _NAMED:
         named = ", ".join(f"{row.job.number} ({row.status})" for row in not_done)
         text += f"; left: {named}"
     elif not_done:
-        by_status: dict[str, list[JobRow]] = {}
-        for row in not_done:
-            by_status.setdefault(row.status, []).append(row)
+        statuses = dict.fromkeys(row.status for row in not_done)
+        groups = {status: [r for r in not_done if r.status == status] for status in statuses}
         text += "; left: " + "; ".join(
-            f"{len(those)} {status} ({_numbers(those)})" for status, those in by_status.items()
+            f"{len(rows)} {status} ({_numbers(rows)})" for status, rows in groups.items()
         )
-    return [text]
+    return text
 
 
 def best_line(table: Table, best: JobRow) -> str:
@@ -235,3 +241,50 @@ def _numbers(rows: list[JobRow]) -> str:
             runs.append([number, number])
     texts = [str(a) if a == b else f"{a}-{b}" for a, b in runs]
     return ", ".join(texts[:8]) + (", ..." if len(texts) > 8 else "")
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+def resume_command(plan: Plan | None, left: list[JobRow]) -> str:
+    """The shell line that runs the jobs left; "" where there are none, or it is unknown."""
+    if plan is None or not plan.command or all(row.status == "running" for row in left):
+        return ""
+    command = plan.command
+    return command if "sweep.resume=true" in command else f"{command} sweep.resume=true"
+
+
+def job_command(plan: Plan | None, row: JobRow) -> str:
+    """The shell line that runs one job by itself; of a throughput search, a full training."""
+    overrides = list(_without_search(row.job.overrides))
+    try:
+        words = shlex.split(plan.command if plan else "")
+    except ValueError:  # a quote that is not closed
+        words = []
+    count = program_length(words)
+    if not count:
+        return shlex.join([*train_program(), *overrides])
+    program, rest, options = words[:count], words[count:], []
+    for i, word in enumerate(rest):  # where the config is
+        if word.startswith("--config") or word in ("-cp", "-cn", "-cd"):
+            options += [word] if "=" in word else rest[i : i + 2]
+    start = [
+        word if "=" in word and i == 0 else shlex.quote(word) for i, word in enumerate(program)
+    ]
+    if not {"-m", "--multirun"} & set(rest) and any("experiment=" in text for text in overrides):
+        overrides.append("hydra.mode=RUN")  # the experiment's file says that it is a sweep
+    return " ".join([*start, shlex.join([*options, *overrides])]).rstrip()
+
+
+def _without_search(overrides: list[str]) -> Iterator[str]:
+    """Overrides without experiment=throughput, which sets the search and its few steps."""
+    for text in overrides:
+        key, _, value = text.lstrip("+").partition("=")
+        if key != "experiment":
+            yield text
+            continue
+        names = [name.strip() for name in value.strip("[]").split(",")]
+        if _SEARCH not in names:
+            yield text
+        elif others := [name for name in names if name != _SEARCH]:
+            yield f"experiment=[{','.join(others)}]"
