@@ -15,8 +15,8 @@ from support.saved_runs import a_run, events, numbers, train_all, train_each
 from support.world import run_world
 from titanlike.checkpoint.discovery import committed
 from titanlike.checkpoint.integrity import check_all
-from titanlike.checkpoint.retention import Saved, superseded
 from titanlike.checkpoint.storage import Storage
+from titanlike.checkpoint.writer import Saved, superseded
 from titanlike.config.schema import Checkpoint, Config
 from titanlike.job import check
 from titanlike.launch.worker import Worker

@@ -24,7 +24,7 @@ PRELOADED = [
     "torch.distributed.tensor",
     "titanlike.cli",
     "titanlike.command.hydra_overrides",
-    "titanlike.checkpoint.restart",
+    "titanlike.checkpoint.resume",
     "titanlike.job.check",
     "titanlike.job.elastic",
     "titanlike.models.gpt2",

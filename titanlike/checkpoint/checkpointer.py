@@ -1,4 +1,4 @@
-"""A run's checkpoints, as training uses them: resume, save, roll back.
+"""A run's checkpoints, as training uses them: resume and roll back here; written by writer.py.
 
 To load, rank 0 selects the newest complete checkpoint (resume.py); all ranks check its files, each
 some of them; a damaged one is marked, and the next older one is tried.
@@ -17,28 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlike.checkpoint import state_dict
-from titanlike.checkpoint.discovery import (
-    checkpoint_folder,
-    committed,
-    step_name,
-    step_of,
-    uncommitted,
-)
-from titanlike.checkpoint.integrity import (
-    MARKER,
-    DamagedCheckpoint,
-    check_sums,
-    delete_checkpoint,
-    mark_damaged,
-    read_manifest,
-    read_state,
-)
+from titanlike.checkpoint import discovery, integrity, state_dict
+from titanlike.checkpoint.discovery import committed, step_of
+from titanlike.checkpoint.integrity import DamagedCheckpoint, read_state
 from titanlike.checkpoint.resume import incompatibility, run_identity, select_resume
-from titanlike.checkpoint.retention import Saved
-from titanlike.checkpoint.saver import Save, Saver
 from titanlike.checkpoint.storage import Storage
 from titanlike.checkpoint.warm_start import warm_start
+from titanlike.checkpoint.writer import CheckpointWriter, Save, Saved
 from titanlike.config.schema import Config
 from titanlike.data.sources import Data
 from titanlike.metrics.events import Events
@@ -63,19 +48,18 @@ class Checkpointer:
     ) -> None:
         self._stage_states, self._config, self._data = stage_states, config, data
         self._settings, self._events = config.checkpoint, events
-        self._folder = checkpoint_folder(config)
+        self._folder = discovery.checkpoint_folder(config)
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         # DCP's plans are objects, which nccl would copy through GPU memory; and a background
         # save needs its own group
-        self._group = dist.new_group(
-            backend="gloo", timeout=timedelta(seconds=self._settings.timeout)
-        )
-        self._saver = Saver(self._settings, self._folder, self._group, events)
+        timeout = timedelta(seconds=self._settings.timeout)
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._writer = CheckpointWriter(self._settings, self._folder, self._group, events)
 
     @property
     def newest(self) -> int:
         """Step of the newest committed checkpoint; 0 for none."""
-        return self._saver.newest
+        return self._writer.newest
 
     # --- loading -----------------------------------------------------------------------------
 
@@ -95,17 +79,17 @@ class Checkpointer:
 
     def rollback(self) -> Progress | None:
         """Load the newest intact checkpoint of this run; None where there is none."""
-        self._saver.wait()
+        self._writer.wait()
         path = self._first_intact(self._select_own)
         return None if path is None else self._load(path)
 
     def resume_hint(self) -> str:
         """What to do about a run that diverged; waits for the save in progress."""
         with contextlib.suppress(OSError):
-            self._saver.wait()
+            self._writer.wait()
         if not self.newest:
             return "there is no checkpoint yet: write a smaller optimizer.lr or a longer lr.warmup"
-        path = self._folder.at(step_name(self.newest))
+        path = self._folder.at(discovery.step_name(self.newest))
         return f"the last good checkpoint is {path}: resume from it with a smaller optimizer.lr"
 
     def _first_intact(self, select: Callable[[set[str]], Storage | None]) -> Storage | None:
@@ -115,9 +99,7 @@ class Checkpointer:
         """
         rejected: set[str] = set()
         while True:
-            selected = [""]
-            if self._rank == 0:
-                selected = [str(select(rejected) or "")]
+            selected = [str(select(rejected) or "") if self._rank == 0 else ""]
             dist.broadcast_object_list(selected, src=0, group=self._group)
             if not selected[0]:
                 return None
@@ -131,35 +113,35 @@ class Checkpointer:
             self._mark_damaged(path, damage)
 
     def _select_own(self, rejected: set[str]) -> Storage | None:
-        own = [path for path in committed(self._folder) if str(path) not in rejected]
-        return own[0] if own else None
+        own = (path for path in committed(self._folder) if str(path) not in rejected)
+        return next(own, None)
 
     def _select_resume(self, rejected: set[str]) -> Storage | None:
         """As the config says; deletes what killed saves have left. On rank 0."""
         selection = select_resume(self._config, rejected)
         for damage in selection.damaged:
             self._mark_damaged(damage.folder, str(damage))
-        for path in uncommitted(self._folder):
-            text = f"{path} has no {MARKER}: its save was not completed; deleted"
+        for path in discovery.uncommitted(self._folder):
+            text = f"{path} has no {integrity.MARKER}: its save was not completed; deleted"
             self._events.log("leftover", step_of(path), text)
-            delete_checkpoint(path)
+            integrity.delete_checkpoint(path)
         for path in committed(self._folder):
             with contextlib.suppress(DamagedCheckpoint):
                 val_loss = read_state(path)["val_loss"]
-                self._saver.saved[step_of(path)] = Saved(step_of(path), val_loss)
+                self._writer.saved[step_of(path)] = Saved(step_of(path), val_loss)
         return selection.path
 
     def _find_damage(self, path: Storage) -> str | None:
         """What is wrong with a checkpoint's files. Each rank reads some of them."""
-        if not path.exists(MARKER):
+        if not path.exists(integrity.MARKER):
             raise ValueError(
                 f"rank {self._rank} does not see {path}, from which rank 0 resumes; "
                 "write a run_dir on a file system that all machines share"
             )
         own = ""
         try:
-            files = read_manifest(path)
-            check_sums(path, files, sorted(files)[self._rank :: self._world_size])
+            files = integrity.read_manifest(path)
+            integrity.check_sums(path, files, sorted(files)[self._rank :: self._world_size])
         except DamagedCheckpoint as damage:
             own = str(damage)
         found: list[str] = [""] * self._world_size
@@ -170,23 +152,22 @@ class Checkpointer:
         self._events.log("damaged", step_of(path), f"{damage}; trying an older one")
         if self._rank == 0:
             try:
-                mark_damaged(path, damage)
+                integrity.mark_damaged(path, damage)
             except OSError as error:  # each start will find the damage again
                 self._events.log("damaged", step_of(path), f"{path} could not be marked: {error}")
-            self._saver.saved.pop(step_of(path), None)
+            self._writer.saved.pop(step_of(path), None)
 
     def _load(self, path: Storage) -> Progress:
         if text := incompatibility(path, self._config):
             raise ValueError(text)
-        state = read_state(path)
-        sequences = state["sequences"]
-        if sequences != len(self._data.train):
+        state, sequences = read_state(path), len(self._data.train)
+        if state["sequences"] != sequences:
             raise ValueError(
-                f"data: {path} was trained on {sequences} sequences, and there are "
-                f"{len(self._data.train)} now; use the same data, or another run_dir"
+                f"data: {path} was trained on {state['sequences']} sequences, and there are "
+                f"{sequences} now; use the same data, or another run_dir"
             )
         state_dict.load_run(path, self._stage_states, self._group)
-        self._saver.newest = state["step"]
+        self._writer.newest = state["step"]
         self._events.log("resume", self.newest, path=str(path), world_size=self._world_size)
         return Progress(**state["progress"])
 
@@ -198,31 +179,33 @@ class Checkpointer:
         Raises OSError at the second failure in a row.
         """
         begin = time.perf_counter()
-        self._saver.wait()
+        self._writer.wait()
         if progress.step != self.newest:
-            folder = self._folder.at(step_name(progress.step))
+            folder = self._folder.at(discovery.step_name(progress.step))
             record = Saved(progress.step, val_loss)
             save = Save(folder, self._state(progress, val_loss), record, begin)
-            self._saver.start(save, state_dict.run_tensors(self._stage_states), self._settings.mode)
+            self._writer.start(
+                save, state_dict.run_tensors(self._stage_states), self._settings.mode
+            )
         return time.perf_counter() - begin
 
     def poll(self) -> None:
         """Report a background save that has ended. Not collective."""
-        self._saver.poll()
+        self._writer.poll()
 
     def finish(self, progress: Progress, *, done: bool) -> None:
         """Complete all saves; of a run that is done, save the model alone if configured.
 
         Raises OSError if the last save failed.
         """
-        self._saver.wait()
+        self._writer.wait()
         if done and self._settings.model_only != "none":
             dtype = state_dict.DTYPES[self._settings.model_only]
             folder = self._folder.at(f"model-{progress.step:08d}")
             save = Save(folder, self._state(progress, None), None)
-            self._saver.start(save, state_dict.model_tensors(self._stage_states, dtype), "sync")
-        if self._saver.failures:
-            raise OSError(self._saver.failures[-1])
+            self._writer.start(save, state_dict.model_tensors(self._stage_states, dtype), "sync")
+        if self._writer.failures:
+            raise OSError(self._writer.failures[-1])
 
     def _state(self, progress: Progress, val_loss: float | None) -> dict[str, Any]:
         config = self._config

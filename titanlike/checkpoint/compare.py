@@ -73,10 +73,8 @@ def compare(
         console.line(f"random generators: not compared, of {ranks[0]} and of {ranks[1]} ranks")
     same = not found and names_a == names_b
     within = f" (differences of at most {tolerance:g} count as none)" if tolerance else ""
-    text = "the same" if same else "different"
-    console.line(
-        f"{text}: {len(both) - len(found)} of {len(names_a | names_b)} tensors are equal{within}"
-    )
+    count = f"{len(both) - len(found)} of {len(names_a | names_b)} tensors are equal"
+    console.line(f"{'the same' if same else 'different'}: {count}{within}")
     largest = max(((d.largest, d.name) for d in differences if d.count), default=(0.0, ""))
     if largest[0] > 0:
         console.line(f"largest absolute difference: {largest[0]:.3e} in {largest[1]}")
@@ -123,12 +121,10 @@ def _print_table(console: Console, found: list[_Difference], limit: int) -> None
         return
     # parameters first: the optimizer's step counts differ by more
     found = sorted(found, key=lambda d: (not d.name.startswith(MODEL), -d.largest))
-    rows: list[list[Any]] = [
-        [d.name, d.reason, None, None]
-        if d.reason.startswith("shape")
-        else [d.name, d.reason, d.largest, d.count]
-        for d in found[:limit]
-    ]
+    rows: list[list[Any]] = []
+    for d in found[:limit]:
+        numbers = [None, None] if d.reason.startswith("shape") else [d.largest, d.count]
+        rows.append([d.name, d.reason, *numbers])
     console.table("", ["tensor", "what differs", "by at most", "elements"], rows)
     if len(found) > limit:
         console.line(f"  and {len(found) - limit} more (--tensors names all)")

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from titanlike.checkpoint.integrity import METADATA, DamagedCheckpoint, UnsafeCheckpoint
 from titanlike.checkpoint.storage import Storage
+from titanlike.checkpoint.tensor_index import unpickling
 from titanlike.torch_private.distributed_checkpoint import read_newer_checkpoints
 
 # What a `.metadata` file may name. torch.float32 and the like are read as attributes of torch.
@@ -23,18 +24,11 @@ _DCP = "torch.distributed.checkpoint."
 _ALLOWED = {
     "collections": {"OrderedDict", "defaultdict"},
     "builtins": {"dict", "list", "set", "tuple"},
-    "torch": {"Size"}
-    | {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)},
+    "torch": {"Size", *(n for n in dir(torch) if isinstance(getattr(torch, n), torch.dtype))},
     "torch.serialization": {"_get_layout"},
     f"{_DCP}metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
+        *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
     },
     f"{_DCP}filesystem": {"_StorageInfo", "_StoragePrefix"},
 }
@@ -81,18 +75,8 @@ def read_metadata(folder: Storage) -> Metadata:
     Raises DamagedCheckpoint, UnsafeCheckpoint.
     """
     read_newer_checkpoints()
-    try:
+    with unpickling(folder):
         metadata = RestrictedUnpickler(folder.read(METADATA)).load()
-    except FileNotFoundError:
-        raise DamagedCheckpoint(folder, METADATA, "is missing") from None
-    except UnsafeCheckpoint as error:
-        raise UnsafeCheckpoint(
-            f"checkpoint {folder} is refused: {METADATA} {error}; it may execute code on your "
-            "machine: take a checkpoint from a source that you trust"
-        ) from None
-    except Exception as error:  # pickle raises anything on damaged bytes
-        reason = f"cannot be read ({type(error).__name__})"
-        raise DamagedCheckpoint(folder, METADATA, reason) from None
     if not isinstance(metadata, Metadata):
         raise DamagedCheckpoint(folder, METADATA, "has no description of tensors")
     for info in (metadata.storage_data or {}).values():

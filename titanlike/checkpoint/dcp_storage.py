@@ -10,7 +10,6 @@ import contextlib
 import io
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import IO, Any
 
 import torch
@@ -34,14 +33,7 @@ from titanlike.checkpoint.integrity import (
 from titanlike.checkpoint.storage import Storage
 
 
-@dataclass(frozen=True)
-class _Written:
-    """The files that a rank has written; sent to the coordinator with DCP's own results."""
-
-    files: Manifest
-
-
-class Writer(FileSystemWriter):
+class StorageWriter(FileSystemWriter):
     """Writes a checkpoint's files, and commits it on the coordinator when all are written.
 
     A save that fails on any rank fails on all: DCP gathers the errors.
@@ -72,19 +64,15 @@ class Writer(FileSystemWriter):
     def write_data(self, plan: Any, planner: Any) -> Future[list[WriteResult]]:
         written = super().write_data(plan, planner).value()
         future: Future[list[Any]] = Future()
-        future.set_result([*written, _Written(self._files.written)])
+        future.set_result([*written, self._files.written])  # to the coordinator
         return future
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         files: Manifest = {}
-        plain: list[list[WriteResult]] = []
-        for rank_results in results:
-            plain.append([result for result in rank_results if isinstance(result, WriteResult)])
-            for result in rank_results:
-                if isinstance(result, _Written):
-                    files |= result.files
-        super().finish(metadata, plain)
-        files |= self._files.written
+        for *_, written in results:
+            files |= written
+        super().finish(metadata, [dcp_results for *dcp_results, _ in results])
+        files |= self._files.written  # with .metadata
         try:
             check_sizes(self._folder, files)
         except DamagedCheckpoint as damage:  # written by another rank, not visible here
@@ -103,7 +91,7 @@ class Writer(FileSystemWriter):
         return True
 
 
-class Reader(FileSystemReader):
+class StorageReader(FileSystemReader):
     """Reads a checkpoint's tensors."""
 
     def __init__(self, folder: Storage, metadata: Metadata) -> None:
@@ -160,10 +148,10 @@ class _Files(FileSystemBase):
 
     def rename(self, path: Any, new_path: Any) -> None:
         """Of `.metadata`, which DCP writes to a temporary file first."""
-        data = self._folder.read(os.fspath(path))
-        self._folder.write(os.fspath(new_path), data)
-        self._folder.remove(os.fspath(path))
-        self.written[os.fspath(new_path)] = self.written.pop(os.fspath(path))
+        old, new = os.fspath(path), os.fspath(new_path)
+        self._folder.write(new, self._folder.read(old))
+        self._folder.remove(old)
+        self.written[new] = self.written.pop(old)
 
     def mkdir(self, path: Any) -> None:
         self._folder.make()

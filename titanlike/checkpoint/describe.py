@@ -1,20 +1,16 @@
-"""The list and show commands: tables of checkpoints and of what one contains. No torch."""
+"""The list, show and verify commands: which checkpoints exist, what one contains, what is damaged.
+Only verify imports torch."""
 
 from __future__ import annotations
 
+import time
 from datetime import datetime
 from typing import Any
 
-from titanlike.checkpoint.discovery import all_checkpoints
-from titanlike.checkpoint.integrity import (
-    DAMAGED_MARKER,
-    MARKER,
-    DamagedCheckpoint,
-    check_quick,
-    read_state,
-)
+from titanlike.checkpoint import integrity, tensor_index
+from titanlike.checkpoint.discovery import all_checkpoints, is_checkpoint
+from titanlike.checkpoint.integrity import DAMAGED_MARKER, MARKER, DamagedCheckpoint
 from titanlike.checkpoint.storage import Storage
-from titanlike.checkpoint.tensor_index import MODEL, OPTIMIZER, RNG, TensorEntry, read_entries
 from titanlike.metrics import units
 from titanlike.metrics.console import Console
 
@@ -28,18 +24,12 @@ def list_checkpoints(console: Console, location: str) -> None:
     for path in all_checkpoints(location):
         word, reason = condition(path)
         state = _state(path)
-        when = path.modified(MARKER if path.exists(MARKER) else _any_file(path))
+        any_file = next(iter(path.names()), MARKER)
+        when = path.modified(MARKER if path.exists(MARKER) else any_file)
         loss = state.get("val_loss")
-        rows.append(
-            [
-                path.name,
-                word,
-                None if loss is None else units.decimal(loss),
-                _layout(state),
-                units.size(sum(path.size(name) for name in path.names())),
-                when and _date(when),
-            ]
-        )
+        size = units.size(sum(path.size(name) for name in path.names()))
+        shown = None if loss is None else units.decimal(loss)
+        rows.append([path.name, word, shown, _layout(state), size, when and _date(when)])
         if reason:
             reasons.append((path.name, reason))
     console.table("", ["checkpoint", "state", "val_loss", "layout", "size", "written"], rows)
@@ -56,7 +46,7 @@ def condition(path: Storage) -> tuple[str, str]:
             return REJECTED, f"a start found it damaged: {reason}"
         return INCOMPLETE, f"no {MARKER}: its save was killed, or is in progress"
     try:
-        check_quick(path)
+        integrity.check_quick(path)
     except DamagedCheckpoint as damage:
         return DAMAGED, f"{damage.file} {damage.reason}"
     return COMPLETE, ""
@@ -86,7 +76,7 @@ def show(console: Console, location: str, *, all_names: bool) -> bool:
     console.fields([row for row in fields if row[1] != "-"])
     _show_files(console, path, all_names)
     try:
-        _show_tensors(console, read_entries(path), all_names)
+        _show_tensors(console, tensor_index.read_entries(path), all_names)
     except DamagedCheckpoint as damage:
         console.line(f"  {damage.file} {damage.reason}")
         return False
@@ -102,34 +92,79 @@ def _show_files(console: Console, path: Storage, all_names: bool) -> None:
     console.table("", ["file", "size"], [[name, units.size(size)] for name, size in sizes])
 
 
-def _show_tensors(console: Console, entries: list[TensorEntry], all_names: bool) -> None:
-    kinds = {"parameters": MODEL, "optimizer": OPTIMIZER, "random generators": RNG}
-    groups = {
-        kind: [entry for entry in entries if entry.name.startswith(prefix)]
-        for kind, prefix in kinds.items()
-    }
-    prefixes = tuple(kinds.values())
-    groups["others"] = [entry for entry in entries if not entry.name.startswith(prefixes)]
+def _show_tensors(
+    console: Console, entries: list[tensor_index.TensorEntry], all_names: bool
+) -> None:
+    prefixes = (tensor_index.MODEL, tensor_index.OPTIMIZER, tensor_index.RNG)
+    groups = [[entry for entry in entries if entry.name.startswith(one)] for one in prefixes]
+    groups.append([entry for entry in entries if not entry.name.startswith(prefixes)])
+    rows = []
+    kinds = ("parameters", "optimizer", "random generators", "others")
+    for kind, group in zip(kinds, groups, strict=True):
+        dtypes = ", ".join(sorted({one.dtype for one in group}))
+        numel, size = sum(one.numel for one in group), sum(one.bytes for one in group)
+        if group:
+            rows.append([kind, len(group), units.count(numel), dtypes, units.size(size)])
     console.line()
-    headers = ["tensors", "count", "elements", "dtype", "size"]
-    console.table("", headers, [_totals(kind, group) for kind, group in groups.items() if group])
+    console.table("", ["tensors", "count", "elements", "dtype", "size"], rows)
     if all_names:
+        shapes = [" x ".join(map(str, one.shape)) or "scalar" for one in entries]
+        rows = [
+            [one.name, shape, one.dtype, units.size(one.bytes)]
+            for one, shape in zip(entries, shapes, strict=True)
+        ]
         console.line()
-        console.table(
-            "",
-            ["tensor", "shape", "dtype", "size"],
-            [
-                [one.name, " x ".join(map(str, one.shape)) or "scalar", one.dtype]
-                + [units.size(one.bytes)]
-                for one in entries
-            ],
-        )
+        console.table("", ["tensor", "shape", "dtype", "size"], rows)
 
 
-def _totals(kind: str, group: list[TensorEntry]) -> list[Any]:
-    dtypes = ", ".join(sorted({one.dtype for one in group}))
-    numel, size = sum(one.numel for one in group), sum(one.bytes for one in group)
-    return [kind, len(group), units.count(numel), dtypes, units.size(size)]
+def verify(console: Console, location: str) -> bool:
+    """Read all files and print a line for each problem; whether the checkpoints are intact.
+
+    Raises ValueError where there is no checkpoint.
+    """
+    alone = is_checkpoint(Storage(location))
+    intact = damaged = 0
+    for path in all_checkpoints(location):
+        begin = time.perf_counter()
+        word, reason = condition(path)
+        if word == INCOMPLETE and not alone:
+            console.line(f"{path.name}: {reason}")  # harms no run
+            continue
+        problems = [reason] if word in (INCOMPLETE, REJECTED) else _problems(path)
+        if problems:
+            damaged += 1
+            console.line(f"{path.name}: {word if word == INCOMPLETE else 'damaged'}")
+            for problem in dict.fromkeys(problems):
+                console.line(f"  {problem}")
+            continue
+        files = integrity.read_manifest(path)
+        size = units.size(sum(size for size, _ in files.values()))
+        seconds = units.duration(time.perf_counter() - begin)
+        console.line(f"{path.name}: complete ({len(files)} files, {size}, read in {seconds})")
+        intact += 1
+    return intact > 0 and not damaged
+
+
+def _problems(path: Storage) -> list[str]:
+    from titanlike.checkpoint.dcp_metadata import read_metadata
+
+    found = []
+    try:
+        files = integrity.read_manifest(path)
+        for name in files:
+            try:
+                integrity.check_sizes(path, {name: files[name]})
+                integrity.check_sums(path, files, [name])
+            except DamagedCheckpoint as damage:
+                found.append(f"{damage.file} {damage.reason}")
+        if not any(problem.startswith(integrity.METADATA) for problem in found):
+            read_metadata(path)  # as training reads it
+            found += tensor_index.missing_data(tensor_index.read_entries(path), files)
+    except DamagedCheckpoint as damage:
+        found.append(f"{damage.file} {damage.reason}")
+    except integrity.UnsafeCheckpoint as error:
+        found.append(str(error))
+    return found
 
 
 # --- texts ---------------------------------------------------------------------------------------
@@ -144,7 +179,7 @@ def _date(when: datetime) -> str:
 def _state(path: Storage) -> dict[str, Any]:
     """state.json, {} where it cannot be read."""
     try:
-        return read_state(path)
+        return integrity.read_state(path)
     except (ValueError, KeyError):
         return {}
 
@@ -168,7 +203,3 @@ def _saved_by(state: dict[str, Any]) -> str:
         more += f", split {layout['split']}"
     ranks = state.get("world_size", 1)
     return f"{ranks} rank{'s' * (ranks > 1)} ({_layout(state)}{more}), torch {state.get('torch')}"
-
-
-def _any_file(path: Storage) -> str:
-    return next(iter(path.names()), MARKER)

@@ -10,14 +10,8 @@ from pathlib import Path
 
 import yaml
 
-from titanlike.checkpoint.integrity import (
-    DAMAGED_MARKER,
-    MARKER,
-    METADATA,
-    STATE,
-    DamagedCheckpoint,
-    check_quick,
-)
+from titanlike.checkpoint import integrity
+from titanlike.checkpoint.integrity import DAMAGED_MARKER, MARKER, METADATA
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.schema import Config
 
@@ -30,7 +24,7 @@ class Selection:
     """The selected checkpoint, None where there is none, and the damaged newer ones."""
 
     path: Storage | None
-    damaged: list[DamagedCheckpoint] = field(default_factory=list)
+    damaged: list[integrity.DamagedCheckpoint] = field(default_factory=list)
 
 
 def checkpoint_folder(config: Config) -> Storage:
@@ -59,8 +53,8 @@ def committed(folder: Storage) -> list[Storage]:
 
 def uncommitted(folder: Storage) -> list[Storage]:
     """What killed saves and deletions have left in a folder."""
-    found = [path for path in all_steps(folder) if not path.exists(MARKER)]
-    return [path for path in found if not path.exists(DAMAGED_MARKER)]
+    markers = (MARKER, DAMAGED_MARKER)
+    return [path for path in all_steps(folder) if not any(map(path.exists, markers))]
 
 
 def newest_complete(folder: Storage, rejected: Collection[str] = ()) -> Selection:
@@ -73,12 +67,12 @@ def newest_complete(folder: Storage, rejected: Collection[str] = ()) -> Selectio
         if str(path) in rejected:
             continue
         try:
-            check_quick(path)
-        except DamagedCheckpoint as damage:
+            integrity.check_quick(path)
+        except integrity.DamagedCheckpoint as damage:
             selection.damaged.append(damage)
-            continue
-        selection.path = path
-        break
+        else:
+            selection.path = path
+            break
     return selection
 
 
@@ -96,7 +90,7 @@ def resolve(key: str, location: str) -> Storage:
     reason = "no complete checkpoint there"
     if path.exists(DAMAGED_MARKER):
         reason = f"is damaged (see {path}/{DAMAGED_MARKER})"
-    elif path.exists(STATE) or path.exists(METADATA):
+    elif path.exists(integrity.STATE) or path.exists(METADATA):
         reason = f"incomplete: it has no file {MARKER}, so its save was not completed"
     raise ValueError(
         f"{key}={location}: {reason}; "

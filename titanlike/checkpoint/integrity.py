@@ -12,9 +12,10 @@ No torch.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import xxhash
@@ -78,9 +79,12 @@ def mark_damaged(folder: Storage, reason: str) -> None:
 
 def read_manifest(folder: Storage) -> Manifest:
     """Sizes and checksums of a committed checkpoint's files. Raises DamagedCheckpoint."""
-    text = _read(folder, MANIFEST)
+    with _reading(folder, MANIFEST):
+        text = folder.read(MANIFEST)
+    with _reading(folder, MARKER):
+        marker = folder.read(MARKER).decode(errors="replace")
     # a marker restored by renaming DAMAGED has the reason above the checksum
-    expected = _read(folder, MARKER).decode(errors="replace").strip().rpartition("\n")[2]
+    expected = marker.strip().rpartition("\n")[2]
     if checksum(text) != expected:
         raise DamagedCheckpoint(folder, MANIFEST, f"does not match the checksum in {MARKER}")
     try:
@@ -108,14 +112,9 @@ def check_sums(folder: Storage, files: Manifest, names: Iterable[str]) -> None:
     """Read these files and check their checksums. Raises DamagedCheckpoint."""
     for name in names:
         hasher = xxhash.xxh3_128()
-        try:
-            with folder.open(name, "rb") as file:
-                while chunk := file.read(_CHUNK):
-                    hasher.update(chunk)
-        except FileNotFoundError:
-            raise DamagedCheckpoint(folder, name, "is missing") from None
-        except OSError as error:
-            raise DamagedCheckpoint(folder, name, f"cannot be read: {error}") from None
+        with _reading(folder, name), folder.open(name, "rb") as file:
+            while chunk := file.read(_CHUNK):
+                hasher.update(chunk)
         if hasher.hexdigest() != files[name][1]:
             raise DamagedCheckpoint(folder, name, "does not match the checksum that was written")
 
@@ -127,17 +126,17 @@ def check_quick(folder: Storage) -> None:
     check_sums(folder, files, [STATE])
 
 
-def check_all(folder: Storage) -> Manifest:
+def check_all(folder: Storage) -> None:
     """Check every file, reading all. Raises DamagedCheckpoint."""
     files = read_manifest(folder)
     check_sizes(folder, files)
     check_sums(folder, files, files)
-    return files
 
 
 def read_state(folder: Storage) -> dict[str, Any]:
     """state.json. Raises DamagedCheckpoint, and ValueError for a later format."""
-    text = _read(folder, STATE)
+    with _reading(folder, STATE):
+        text = folder.read(STATE)
     try:
         state = json.loads(text)
     except ValueError as error:
@@ -154,9 +153,10 @@ def read_state(folder: Storage) -> dict[str, Any]:
     return state
 
 
-def _read(folder: Storage, name: str) -> bytes:
+@contextlib.contextmanager
+def _reading(folder: Storage, name: str) -> Iterator[None]:
     try:
-        return folder.read(name)
+        yield
     except FileNotFoundError:
         raise DamagedCheckpoint(folder, name, "is missing") from None
     except OSError as error:

@@ -1,26 +1,22 @@
-"""Which checkpoint a run resumes from, and whether it belongs to that run. No torch, so that a
-config can be checked with it."""
+"""Which checkpoint a run resumes from, whether it belongs to that run, and the config of a restart.
+No torch, so that a config can be checked with it."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from titanlike.checkpoint.discovery import (
-    STEP_NAME,
-    Selection,
-    all_steps,
-    checkpoint_folder,
-    committed,
-    newest_complete,
-    resolve,
-    step_of,
-)
+from titanlike.checkpoint import discovery
+from titanlike.checkpoint.discovery import Selection, checkpoint_folder, step_of
 from titanlike.checkpoint.integrity import DAMAGED_MARKER, read_state
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config
+from titanlike.launch.failures import JobFailed
+from titanlike.metrics.events import Events
 
 
 def select_resume(config: Config, rejected: Collection[str] = ()) -> Selection:
@@ -32,10 +28,10 @@ def select_resume(config: Config, rejected: Collection[str] = ()) -> Selection:
     """
     resume, folder = config.checkpoint.resume, checkpoint_folder(config)
     if resume == "auto":
-        selection = newest_complete(folder, rejected)
+        selection = discovery.newest_complete(folder, rejected)
         if selection.path is not None and config.checkpoint.folder is not None:
             _check_owner(selection.path, config)
-        marked = [path for path in all_steps(folder) if path.exists(DAMAGED_MARKER)]
+        marked = [path for path in discovery.all_steps(folder) if path.exists(DAMAGED_MARKER)]
         if selection.path is None and (selection.damaged or marked or rejected):
             reasons = [*map(str, selection.damaged), *(f"{path} is damaged" for path in marked)]
             raise ValueError(
@@ -44,14 +40,14 @@ def select_resume(config: Config, rejected: Collection[str] = ()) -> Selection:
                 "another run's checkpoint"
             )
         return selection
-    chosen = None if resume == "never" else resolve("checkpoint.resume", resume)
-    if chosen is not None and not STEP_NAME.fullmatch(chosen.name):
+    chosen = None if resume == "never" else discovery.resolve("checkpoint.resume", resume)
+    if chosen is not None and not discovery.STEP_NAME.fullmatch(chosen.name):
         raise ValueError(
             f"checkpoint.resume={resume}: a run resumes only from a step-XXXXXXXX folder; write "
             f"checkpoint.start_from={resume} to start a new run from its weights"
         )
     start = 0 if chosen is None else step_of(chosen)
-    own = committed(folder)
+    own = discovery.committed(folder)
     if own and step_of(own[0]) > start:
         raise ValueError(
             f"checkpoint.resume={resume}: run_dir already has the checkpoint of step "
@@ -91,3 +87,36 @@ def incompatibility(path: Storage, config: Config) -> str | None:
                 f"another run; write {key}={value}, or another run_dir"
             )
     return None
+
+
+def resumed_config(config: Config) -> tuple[Config, int]:
+    """The config for a restart, and the step that it resumes from.
+
+    `checkpoint.resume` applies to a run's first start: once the run has saved a checkpoint of its
+    own, it is "auto".
+    """
+    try:
+        own = discovery.newest_complete(checkpoint_folder(config)).path
+        step = step_of(own) if own is not None else 0
+        resume = config.checkpoint.resume
+        if resume == "auto":
+            return config, step
+        begin = 0 if resume == "never" else step_of(discovery.resolve("checkpoint.resume", resume))
+    except (OSError, ValueError):  # reported in detail by the start itself
+        return config, 0
+    if step <= begin:
+        return config, begin
+    return replace(config, checkpoint=replace(config.checkpoint, resume="auto")), step
+
+
+def restarted_config(config: Config, failed: JobFailed, number: int) -> Config:
+    """Report restart `number` after a failure, also in events.jsonl; the config for it."""
+    resumed, step = resumed_config(config)
+    most = config.launch.max_restarts
+    where = f"from step {step}" if step else "from the beginning"
+    events = Events(
+        Path(config.run_dir), lambda line: print(f"\n{line}", file=sys.stderr, flush=True)
+    )
+    text = f"{failed.error}; restart {number} of {most} {where}"
+    events.log("restart", step, text, restart=number, of=most)
+    return resumed

@@ -18,7 +18,6 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -30,7 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from titanlike.checkpoint import state_dict
 from titanlike.checkpoint.compare import open_checkpoint
-from titanlike.checkpoint.dcp_storage import Writer
+from titanlike.checkpoint.dcp_storage import StorageWriter
 from titanlike.checkpoint.integrity import MARKER, DamagedCheckpoint, delete_checkpoint, read_state
 from titanlike.checkpoint.storage import Storage
 from titanlike.checkpoint.tensor_index import MODEL, OPTIMIZER, RNG
@@ -66,8 +65,7 @@ def consolidate(location: str, file: str, *, dtype: str | None, with_optimizer: 
     tensors = {}
     for name in source.tensors:
         if not name.startswith(MODEL):
-            if with_optimizer:
-                tensors[name] = source.read(name)
+            tensors |= {name: source.read(name)} if with_optimizer else {}
             continue
         short = name.removeprefix(MODEL)
         if short.startswith(_RUN_PREFIXES):
@@ -105,16 +103,19 @@ def restore(file: str, folder: str) -> str:
         raise DamagedFile(path, "its tensors do not match its checksum")
     prefixes = _RUN_PREFIXES if about.get("contents") == "run" else ()
     named = {
-        name if prefixes and name.startswith(prefixes) else MODEL + name: tensor
+        name if name.startswith(prefixes) else MODEL + name: tensor
         for name, tensor in tensors.items()
     }
-    state = _state(about)
+    # a file of another program counts as step 0
+    state = {"step": 0, "progress": {}, "val_loss": None, "same": {}, "sequences": None}
+    state |= {**json.loads(about.get("titanlike", "{}")), "torch": torch.__version__}
     target = parent.at(f"{'step' if prefixes else 'model'}-{state['step']:08d}")
     if target.names():
         raise ValueError(f"{target} exists already; write another FOLDER, or remove it first")
     parent.make()
+    writer = StorageWriter(target, state, lambda files: None)
     try:
-        dcp.save(named, storage_writer=Writer(target, state, lambda files: None), no_dist=True)
+        dcp.save(named, storage_writer=writer, no_dist=True)
     except CheckpointException as error:  # a BaseException
         raise OSError(f"{target} could not be written: {state_dict.error_line(error)}") from error
     finally:
@@ -122,13 +123,6 @@ def restore(file: str, folder: str) -> str:
             delete_checkpoint(target)
     key = "checkpoint.resume" if prefixes else "checkpoint.start_from"
     return f"{target}: {_summary(tensors)}; train with {key}={target}"
-
-
-def _state(about: dict[str, str]) -> dict[str, Any]:
-    """For state.json; a file of another program counts as step 0."""
-    default = {"step": 0, "progress": {}, "val_loss": None, "same": {}, "sequences": None}
-    state = json.loads(about.get("titanlike", "{}"))
-    return {**default, **state, "torch": torch.__version__}
 
 
 def _cast(name: str, tensor: Tensor, dtype: str | None) -> Tensor:

@@ -13,22 +13,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict as dcp_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
 from titanlike.checkpoint.dcp_metadata import read_metadata
-from titanlike.checkpoint.dcp_storage import Reader, TensorsOnly
+from titanlike.checkpoint.dcp_storage import StorageReader, TensorsOnly
 from titanlike.checkpoint.storage import Storage
 from titanlike.optim.optimizer import StageState
 
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_FLAT = dcp_state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
 Tensors = dict[str, Tensor]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -42,7 +36,7 @@ def model_tensors(
     """
     tensors: Tensors = {}
     for stage in stage_states:
-        for name, value in get_model_state_dict(stage.stage).items():
+        for name, value in dcp_state_dict.get_model_state_dict(stage.stage).items():
             name = stage.names.get(name, name)
             if copies or stage.owns(name):
                 cast = dtype is not None and value.is_floating_point()
@@ -53,9 +47,7 @@ def model_tensors(
 def run_tensors(stage_states: list[StageState], *, copies: bool = False) -> Tensors:
     """This rank's entries of a run's checkpoint; copies: see `model_tensors`."""
     tensors = model_tensors(stage_states, copies=copies)
-    for (
-        stage
-    ) in stage_states:  # one optimizer a stage: DCP mixes up those that span several modules
+    for stage in stage_states:  # one optimizer each: DCP mixes up those that span several modules
         if not stage.optimizer.state:
             continue  # torch would initialize it by a step with lr=0, and count that step
         for name, value in _optimizer_state(stage).items():
@@ -89,17 +81,15 @@ def load_run(folder: Storage, stage_states: list[StageState], group: dist.Proces
     tensors = run_tensors(stage_states, copies=True)
     # a parameter that never had a gradient has no state in the checkpoint, and gets none here
     stateful = {_parameter(name) for name in saved if name.startswith("optimizer.state.")}
-    tensors = {
-        name: value
-        for name, value in tensors.items()
-        if not name.startswith("optimizer.") or _parameter(name) in stateful
-    }
-    random = {name: value for name, value in tensors.items() if name.startswith("rng.")}
+    for name in [name for name in tensors if name.startswith("optimizer.")]:
+        if _parameter(name) not in stateful:
+            del tensors[name]
+    random = [name for name in tensors if name.startswith("rng.")]
     ranks = sum(name.startswith("rng.") and name.endswith(".cpu") for name in saved)
-    if ranks != dist.get_world_size() or not random.keys() <= saved.keys():
+    if ranks != dist.get_world_size() or not saved.keys() >= set(random):
         # another layout has other ranks: each keeps its own seed
         tensors = {name: value for name, value in tensors.items() if name not in random}
-        random = {}
+        random = []
     if problems := _mismatches(tensors, metadata):
         more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise ValueError(
@@ -108,10 +98,12 @@ def load_run(folder: Storage, stage_states: list[StageState], group: dist.Proces
             "another run_dir, or checkpoint.start_from to load only its weights"
         )
     read(folder, metadata, tensors, group)
-    _set_rng_states({name: tensors[name] for name in random})
+    for name in random:
+        setter = torch.cuda.set_rng_state if name.endswith("cuda") else torch.set_rng_state
+        setter(tensors[name])
     for stage in stage_states:
-        state = get_model_state_dict(stage.stage)
-        set_model_state_dict(
+        state = dcp_state_dict.get_model_state_dict(stage.stage)
+        dcp_state_dict.set_model_state_dict(
             stage.stage, {name: tensors[f"model.{stage.names.get(name, name)}"] for name in state}
         )
         # hyperparameters are not in the checkpoint and stay
@@ -121,7 +113,9 @@ def load_run(folder: Storage, stage_states: list[StageState], group: dist.Proces
                 own = stage.owns(_parameter(entry))
                 state[name] = tensors[entry] if own else tensors[entry].clone()
         if stage.names:
-            set_optimizer_state_dict(stage.stage, stage.optimizer, state, options=_FLAT)
+            dcp_state_dict.set_optimizer_state_dict(
+                stage.stage, stage.optimizer, state, options=_FLAT
+            )
         for name, parameter in stage.parameters():
             if name not in stateful:
                 stage.optimizer.state.pop(parameter, None)
@@ -134,14 +128,9 @@ def read(
 
     Raises OSError where reading fails.
     """
+    options = {"storage_reader": StorageReader(folder, metadata), "planner": TensorsOnly()}
     try:
-        dcp.load(
-            dict(tensors),
-            storage_reader=Reader(folder, metadata),
-            planner=TensorsOnly(),
-            process_group=group,
-            no_dist=group is None,
-        )
+        dcp.load(dict(tensors), **options, process_group=group, no_dist=group is None)
     except CheckpointException as error:  # a BaseException; one entry a rank that failed
         raise OSError(f"checkpoint {folder} could not be read: {error_line(error)}") from error
 
@@ -182,7 +171,7 @@ def _in_model(name: str, stage: StageState) -> str:
 def _optimizer_state(stage: StageState) -> dict[str, Any]:
     if not stage.names:
         return {}  # torch raises for a stage without parameters
-    return get_optimizer_state_dict(stage.stage, stage.optimizer, options=_FLAT)
+    return dcp_state_dict.get_optimizer_state_dict(stage.stage, stage.optimizer, options=_FLAT)
 
 
 def _rng_states() -> Tensors:
@@ -191,9 +180,3 @@ def _rng_states() -> Tensors:
     if torch.cuda.is_initialized():
         states[f"rng.{rank}.cuda"] = torch.cuda.get_rng_state()
     return states
-
-
-def _set_rng_states(states: Tensors) -> None:
-    for name, state in states.items():
-        setter = torch.cuda.set_rng_state if name.endswith("cuda") else torch.set_rng_state
-        setter(state)

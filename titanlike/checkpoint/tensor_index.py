@@ -1,11 +1,12 @@
 """The tensors that DCP's `.metadata` lists, read without torch and without executing code.
 
-For commands that read no tensors: importing torch takes seconds. The classes that the file names are
-replaced by inert ones; what training loads is read by dcp_metadata.
+For commands that read no tensors: importing torch takes seconds. Classes are replaced by inert ones;
+what training loads is read by dcp_metadata.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import re
@@ -56,13 +57,23 @@ class TensorEntry:
 
 def read_entries(folder: Storage) -> list[TensorEntry]:
     """The tensors in a checkpoint, sorted by name. Raises DamagedCheckpoint, UnsafeCheckpoint."""
-    try:
+    with unpickling(folder):
         metadata = _InertUnpickler(io.BytesIO(folder.read(METADATA))).load()
         return sorted(_entries(metadata), key=lambda entry: entry.name)
+
+
+@contextlib.contextmanager
+def unpickling(folder: Storage) -> Iterator[None]:
+    """Name the checkpoint in errors. Raises DamagedCheckpoint, UnsafeCheckpoint."""
+    try:
+        yield
     except FileNotFoundError:
         raise DamagedCheckpoint(folder, METADATA, "is missing") from None
     except UnsafeCheckpoint as error:
-        raise UnsafeCheckpoint(f"checkpoint {folder} is refused: {METADATA} {error}") from None
+        raise UnsafeCheckpoint(
+            f"checkpoint {folder} is refused: {METADATA} {error}; it may execute code on your "
+            "machine: take a checkpoint from a source that you trust"
+        ) from None
     except Exception as error:  # pickle raises anything on damaged bytes
         reason = f"cannot be read ({type(error).__name__})"
         raise DamagedCheckpoint(folder, METADATA, reason) from None
@@ -124,10 +135,7 @@ class _InertUnpickler(pickle.Unpickler):
         if module == "torch" and "." not in name:  # float32
             return name
         if not _TORCH.fullmatch(module):
-            raise UnsafeCheckpoint(
-                f"asks for {module}.{name}, which no checkpoint needs; it may execute code on your "
-                "machine: take a checkpoint from a source that you trust"
-            )
+            raise UnsafeCheckpoint(f"asks for {module}.{name}, which no checkpoint needs")
         return _Inert
 
 
@@ -140,8 +148,8 @@ class _Inert:
             self.state = state
 
 
-def _joined(*stage_states: Any) -> str:
-    return "/".join(map(str, stage_states))
+def _joined(*parts: Any) -> str:
+    return "/".join(map(str, parts))
 
 
 def _item_size(dtype: str) -> int:

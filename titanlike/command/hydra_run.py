@@ -22,7 +22,7 @@ from hydra._internal.utils import _run_hydra, get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from titanlike.checkpoint.restart import resumed_config
+from titanlike.checkpoint.resume import resumed_config
 from titanlike.command.hydra_args import complete_args
 from titanlike.command.hydra_overrides import CheckedOverrides, check_overrides
 from titanlike.command.sweep_settings import open_sweep

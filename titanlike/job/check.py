@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from titanlike.checkpoint.discovery import check_quick, checkpoint_folder, resolve
-from titanlike.checkpoint.integrity import DamagedCheckpoint
+from titanlike.checkpoint.discovery import checkpoint_folder, resolve
+from titanlike.checkpoint.integrity import DamagedCheckpoint, check_quick
 from titanlike.checkpoint.resume import incompatibility, select_resume
 from titanlike.checkpoint.storage import Storage
 from titanlike.config import credentials, validate

@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from titanlike.checkpoint.restart import resumed_config
+from titanlike.checkpoint.resume import resumed_config
 from titanlike.config import validate
 from titanlike.config.errors import Problem
 from titanlike.config.schema import Config

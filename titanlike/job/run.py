@@ -82,7 +82,7 @@ class JobRunner:
         self, config: Config, problems: list[Problem], run_dir: Path, single: bool
     ) -> Config:
         """The config to run, written to config.yaml. Raises ConfigError."""
-        from titanlike.checkpoint.restart import resumed_config
+        from titanlike.checkpoint.resume import resumed_config
         from titanlike.job import elastic
 
         if self.restart:
@@ -102,7 +102,7 @@ class JobRunner:
     def _run_on_all_ranks(
         self, job: Job, stop: StopRequest, reporter: ResultReporter
     ) -> dict[str, Any]:
-        from titanlike.checkpoint.restart import restarted_config
+        from titanlike.checkpoint.resume import restarted_config
 
         if self.ranks:
             return self.ranks.run(job, stop, reporter.failed)

@@ -1,7 +1,7 @@
 """Writes checkpoints: sync, or in the background from a copy in memory.
 
 1. `start`: the tensors are written (dcp_storage.py), then the checkpoint is committed
-   (integrity.py), then older ones are deleted (retention.py).
+   (integrity.py), then older ones are deleted (`superseded`).
 2. `wait`: the next save waits for the one in progress: two never overlap.
 3. A failed save is reported and its files are deleted, and training continues; the second failure
    in a row ends it.
@@ -13,6 +13,7 @@ import contextlib
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 import torch
@@ -21,10 +22,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from titanlike.checkpoint.dcp_storage import Writer
+from titanlike.checkpoint.dcp_storage import StorageWriter
 from titanlike.checkpoint.discovery import step_name
 from titanlike.checkpoint.integrity import Manifest, delete_checkpoint
-from titanlike.checkpoint.retention import Saved, superseded
 from titanlike.checkpoint.state_dict import Tensors, error_line
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.schema import Checkpoint
@@ -34,10 +34,16 @@ from titanlike.metrics.events import Events
 MAX_FAILURES = 2  # saves in a row
 
 
+@dataclass(frozen=True)
+class Saved:
+    """A committed checkpoint."""
+
+    step: int
+    val_loss: float | None  # None where its step was not validated
+
+
 @dataclass
 class Save:
-    """One save."""
-
     folder: Storage
     state: dict[str, Any]  # for state.json
     record: Saved | None  # for retention; None for a save of the model alone
@@ -51,8 +57,8 @@ class Save:
     reported: bool = False
 
 
-class Saver:
-    """Saves into one folder. All methods but `poll` are collective."""
+class CheckpointWriter:
+    """Writes a run's checkpoints. All methods but `poll` are collective."""
 
     def __init__(
         self, settings: Checkpoint, folder: Storage, group: dist.ProcessGroup, events: Events
@@ -74,7 +80,7 @@ class Saver:
             self._delete_superseded(save)
 
         options: dict[str, Any] = {
-            "storage_writer": Writer(save.folder, save.state, committed),
+            "storage_writer": StorageWriter(save.folder, save.state, committed),
             "process_group": self._group,
         }
         self._in_progress = save
@@ -132,15 +138,9 @@ class Saver:
                 delete_checkpoint(save.folder)  # first: events.jsonl may be on the same full disk
             self._events.log("save_failed", step, f"{text}; training continues without it")
             return
-        self._events.log(
-            "saved" if save.record else "saved_model",
-            step,
-            path=str(save.folder),
-            bytes=save.bytes,
-            seconds=save.seconds,
-            stall_seconds=save.stall,
-            let_go=save.deleted,
-        )
+        numbers = {"bytes": save.bytes, "seconds": save.seconds, "stall_seconds": save.stall}
+        kind = "saved" if save.record else "saved_model"
+        self._events.log(kind, step, path=str(save.folder), **numbers, let_go=save.deleted)
         if save.retention_error:
             self._events.log("retention_failed", step, save.retention_error)
 
@@ -153,14 +153,28 @@ class Saver:
             try:
                 delete_checkpoint(self._folder.at(step_name(step)))
             except Exception as error:  # the new one is complete all the same
-                text = f"the checkpoint of step {step} could not be deleted: {error}"
-                save.retention_error = text
-                continue
-            del self.saved[step]
-            save.deleted.append(step)
+                what = f"the checkpoint of step {step}"
+                save.retention_error = f"{what} could not be deleted: {error}"
+            else:
+                del self.saved[step]
+                save.deleted.append(step)
 
 
 def _reason(save: Save, error: BaseException) -> str:
     free = save.folder.parent.free()
     note = "" if free is None else f" ({units.size(free)} free)"
     return f"checkpoint {save.folder} could not be written{note}: {error_line(error)}"
+
+
+def superseded(saved: list[Saved], settings: Checkpoint) -> list[int]:
+    """The steps that `keep`, `keep_every` and `keep_best` delete, oldest first; never the newest."""
+    if settings.keep == 0:
+        return []
+    kept = {one.step for one in sorted(saved, key=lambda one: one.step)[-settings.keep :]}
+    if settings.keep_every:
+        kept |= {one.step for one in saved if one.step % settings.keep_every == 0}
+    validated = [one for one in saved if one.val_loss is not None and isfinite(one.val_loss)]
+    # of equal ones the earlier is the best
+    best = sorted(validated, key=lambda one: (one.val_loss, one.step))[: settings.keep_best]
+    kept |= {one.step for one in best}
+    return sorted(one.step for one in saved if one.step not in kept)
