@@ -1,0 +1,77 @@
+"""The estimates of a plan: the time of a step and the memory of a rank."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.models import LLAMA, tiny
+from support.world import run_world
+from titanlike.config.schema import Config, Custom, LoopedSchedule, Schedule, SyntheticData
+from titanlike.data.loader import batches, open_data
+from titanlike.launch.worker import Worker
+from titanlike.parallel.device import peak_memory, resident_memory, return_freed_memory
+from titanlike.parallel.mesh import open_mesh
+from titanlike.pipeline.from_config import build_order
+from titanlike.pipeline.schedules import gpipe
+from titanlike.planning.estimate import estimate, step_time
+from titanlike.training.build import build
+from titanlike.training.draft import draft
+from titanlike.training.guard import Guard
+from titanlike.training.measure import measured_step
+
+
+def test_the_most_promising_have_the_smallest_bubble_and_not_too_small_microbatches():
+    """Simulated as an order of computations: gpipe's bubble is (pp - 1) / (m + pp - 1)."""
+    for pp, microbatches in (2, 4), (4, 8), (4, 1):
+        ideal = 3.0 * microbatches
+        assert step_time(gpipe(pp, microbatches), [3.0] * pp) == pytest.approx(
+            ideal * (microbatches + pp - 1) / microbatches
+        )
+    sizes = {"pp": 4, "microbatches": 4}
+    times = {
+        name: step_time(build_order(kind, **sizes), [1.0] * stages)
+        for name, kind, stages in (
+            ("gpipe", Schedule("gpipe"), 4),
+            ("zbv", Schedule("zbvzerobubble"), 8),
+            ("loops", LoopedSchedule("interleaved1f1b"), 8),
+        )
+    }
+    assert times["zbv"] / 2 < times["loops"] / 2 < times["gpipe"]
+    one, many = (tiny(pp=2, batch_size=256, schedule=Schedule("1f1b", count)) for count in (8, 256))
+    assert estimate(one, draft(one)).time < estimate(many, draft(many)).time
+
+
+def grown(config: Config, worker: Worker) -> int:
+    """Bytes that this rank's memory grew by at its peak, as metrics.jsonl has it less the start."""
+    return_freed_memory()  # as a GPU's allocator does
+    mesh = open_mesh(config, worker)
+    before = resident_memory(mesh.device)
+    stream = batches(open_data(config).train, config, dp_rank=mesh.dp_rank)
+    run = build(config, mesh)
+    for step in (1, 2):
+        measured_step(run, config, step, stream, Guard(config, {}), worker)
+    return peak_memory(mesh.device) - before
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("many activations", {"pp": 2, "schedule": Schedule("gpipe", 4)}),
+        ("few in flight", {"pp": 2, "schedule": Schedule("1f1b", 4)}),
+        ("sharded", {"dp": 2}),
+        ("large logits", {"data": SyntheticData(vocab_size=32000), "batch_size": 4,
+                          "model": Custom("llama", {**LLAMA, "layers": 2, "vocab_size": None})}),
+        ("state", {"model": Custom("llama", {"dim": 512, "heads": 8, "kv_heads": 8,
+                   "ffn_dim": 1408, "layers": 8, "vocab_size": None}), "batch_size": 1, "pp": 2,
+                   "schedule": Schedule("1f1b", 1)}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_the_estimate_is_near_what_the_fullest_rank_takes(tmp_path, name, layout):
+    """Within 0.75 to 1.25 of the growth that is measured, less what libraries and gloo take."""
+    sizes = {"dim": 256, "heads": 8, "kv_heads": 8, "ffn_dim": 704, "layers": 4}
+    shared = {"model": Custom("llama", {**sizes, "vocab_size": None}), "seq_len": 256}
+    config = tiny(**{**shared, "batch_size": 16, "data": SyntheticData(vocab_size=1000), **layout})
+    measured = max(run_world(grown, config, tmp_path / "run")) - (45 << 20)
+    expected = estimate(config, draft(config)).memory
+    assert 0.75 < expected / measured < 1.25, f"{name}: {expected / 2**20:.0f} MiB"
