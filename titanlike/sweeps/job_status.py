@@ -100,9 +100,6 @@ def _row(job: Job, run_dir: Path, value: str, clock: _FileSystemClock, ended: bo
     return JobRow(job, run_dir, status, error, result.get("seconds"), numbers, own, {})
 
 
-# --- which jobs --------------------------------------------------------------------------------
-
-
 def is_sweep(folder: Path) -> bool:
     """Whether a folder holds a sweep's plan, or jobs."""
     return read_plan(folder) is not None or any(_others(folder, None))
@@ -125,9 +122,6 @@ def _others(folder: Path, plan: Plan | None) -> Iterator[Job]:
             number = max(taken, default=-1) + 1
         taken.add(number)
         yield Job(number, name, [], [])
-
-
-# --- alive ------------------------------------------------------------------------------
 
 
 class _FileSystemClock:
@@ -169,9 +163,6 @@ def _changed(path: Path) -> float:
             return os.fstat(file.fileno()).st_mtime
     except OSError:
         return -math.inf
-
-
-# --- what differs ------------------------------------------------------------------------------
 
 
 def _with_settings(rows: list[JobRow]) -> list[JobRow]:

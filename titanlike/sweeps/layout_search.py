@@ -77,7 +77,8 @@ class SearchResult:
     def __str__(self) -> str:
         why = ", ".join(f"{count} {kind}" for kind, count in self.kinds.items())
         left = f", {len(self.skipped)} left out ({why}); sweep.csv has the reasons" if why else ""
-        return f"{_count(len(self.combinations))}: {self.to_run} to run{left}"
+        plural = "" if len(self.combinations) == 1 else "s"
+        return f"{len(self.combinations)} layout{plural}: {self.to_run} to run{left}"
 
 
 def search(
@@ -197,7 +198,3 @@ class _LayoutFilter:
         if self._on.memory is not None and needed > self._on.memory:
             sizes = f"{units.size(needed)} on a rank, of {units.size(self._on.memory)}"
             raise _Skipped(TOO_LARGE, f"needs {how} {sizes}")
-
-
-def _count(number: int) -> str:
-    return "1 layout" if number == 1 else f"{number} layouts"

@@ -6,6 +6,8 @@ from __future__ import annotations
 import io
 import math
 import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +23,14 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from titanlike.config import files
 from titanlike.metrics import units
 from titanlike.metrics.console import shorten
-from titanlike.metrics.summary import OBJECTIVES
-from titanlike.sweeps.curves import Curve, coinciding, read_curve, smooth
+from titanlike.metrics.summary import OBJECTIVES, parse_records
 from titanlike.sweeps.job_status import JobRow
 from titanlike.sweeps.table import PICTURE, Table
 
 BARS = 60  # of more jobs, the fastest and the slowest are shown
 _SLOWEST = 15
 _POINTS = 100_000  # of all curves together
+_BINS = 60  # points of a smoothed curve, each the mean of its neighbours
 _STEEP = 4.0  # a loss that falls by this factor is drawn on a log scale
 FEW = 10  # jobs that have a colour each
 # Petroff's ten colours (arXiv 2107.02270), distinguishable with any colour vision
@@ -48,9 +50,9 @@ def draw(table: Table) -> Path | None:
     if not rows:
         return None
     points = min(1000, max(100, _POINTS // len(rows)))
-    curves = {row.job.number: read_curve(row.run_dir, points) for row in rows}
+    curves = {row.job.number: _read_curve(row.run_dir, points) for row in rows}
     if len(rows) > FEW:
-        curves = {number: smooth(curve) for number, curve in curves.items()}
+        curves = {number: _smooth(curve) for number, curve in curves.items()}
     colours = _job_colours(rows, table.value)
     bars = _bars(rows)
     height = min(14.0, max(4.6, 1.3 + 0.19 * len(bars)))
@@ -107,13 +109,13 @@ def _draw_throughput(axes: Axes, bars: list[JobRow], colours: dict[int, Any], ta
 
 
 def _draw_losses(
-    axes: Axes, rows: list[JobRow], curves: dict[int, Curve], colours: dict[int, Any], table: Table
+    axes: Axes, rows: list[JobRow], curves: dict[int, _Curve], colours: dict[int, Any], table: Table
 ) -> None:
     """Few jobs with a legend; of many, the best and the worst are named, all coloured by rank."""
     few = len(rows) <= FEW
     compared = _ranked(rows, table.value)
     best = {row.job.number for row in compared[:3]}
-    hidden = coinciding(rows, curves) if few else {}
+    hidden = _coinciding(rows, curves) if few else {}
     extra_width = min(2.0, 8 / max([1, *hidden.values()]))  # points
     lines: dict[int, Line2D] = {}
     for row in sorted(rows, key=lambda row: row.job.number in best and not few):  # best on top
@@ -138,7 +140,7 @@ def _draw_losses(
 
 
 def _draw_curve(
-    axes: Axes, row: JobRow, curve: Curve, colour: Any, *, width: float, strong: bool
+    axes: Axes, row: JobRow, curve: _Curve, colour: Any, *, width: float, strong: bool
 ) -> Line2D:
     dashed = row.status in DASHED
     style = {"linestyle": (0, (4, 2)) if dashed else "-", "alpha": 0.9 if strong else 0.6}
@@ -179,7 +181,7 @@ def _add_colourbar(axes: Axes, value: str, all_ranked: bool) -> None:
     colourbar.outline.set_visible(False)
 
 
-def _scale(axes: Axes, curves: list[Curve]) -> None:
+def _scale(axes: Axes, curves: list[_Curve]) -> None:
     """Limits by first and lowest losses: a run that diverges leaves the plot at its top."""
     drawn = [curve for curve in curves if curve.losses]
     low = min((min(curve.losses + curve.val_losses) for curve in drawn), default=0.0)
@@ -204,7 +206,7 @@ def _scale(axes: Axes, curves: list[Curve]) -> None:
 def _name_some(
     axes: Axes,
     compared: list[JobRow],
-    curves: dict[int, Curve],
+    curves: dict[int, _Curve],
     colours: dict[int, Any],
     table: Table,
 ) -> None:
@@ -236,6 +238,77 @@ def _name_some(
             arrowprops={**arrow, "color": colours[row.job.number]},
             **text,
         )
+
+
+# --- the points that are drawn --------------------------------------------------------------------
+
+
+@dataclass
+class _Curve:
+    """The points of a job that are drawn; all losses are finite."""
+
+    steps: list[int] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    val_steps: list[int] = field(default_factory=list)
+    val_losses: list[float] = field(default_factory=list)
+    diverged: bool = False  # a loss was not finite
+
+
+def _read_curve(run_dir: Path, most: int) -> _Curve:
+    """At most about `most` steps of a run, and as many validations."""
+    try:
+        lines = (run_dir / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:  # the run is being restarted
+        return _Curve()
+    stride = -(-len(lines) // most) or 1
+    chosen = [line for i, line in enumerate(lines) if (len(lines) - 1 - i) % stride == 0 or i == 0]
+    records = list(parse_records(chosen))
+    steps, losses = _finite(records, "loss")
+    validated = [line for line in lines if b'"val_loss"' in line]
+    stride = -(-len(validated) // most) or 1
+    validations = _finite(
+        parse_records(validated[(len(validated) - 1) % stride :: stride]), "val_loss"
+    )
+    return _Curve(steps, losses, *validations, diverged=len(steps) < len(records))
+
+
+def _finite(records: Iterable[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """The steps at which a loss is finite, and its values."""
+    has = [(record["step"], record.get(name)) for record in records]
+    has = [pair for pair in has if isinstance(pair[1], (int, float)) and math.isfinite(pair[1])]
+    return [step for step, _ in has], [loss for _, loss in has]
+
+
+def _smooth(curve: _Curve) -> _Curve:
+    """Means of neighbours; the first point is unchanged."""
+    size = -(-len(curve.steps) // _BINS)
+    if size < 2:
+        return curve
+    cuts = [0, *range(1, len(curve.steps), size), len(curve.steps)]
+    spans = list(zip(cuts, cuts[1:], strict=False))
+    steps = [curve.steps[end - 1] for _, end in spans]
+    losses = [sum(curve.losses[start:end]) / (end - start) for start, end in spans]
+    return replace(curve, steps=steps, losses=losses)
+
+
+def _coinciding(rows: list[JobRow], curves: dict[int, _Curve]) -> dict[int, int]:
+    """Job number -> how many curves hide its own.
+
+    Layouts of one model have the same losses: those below are drawn wider, so that all are seen.
+    """
+    hidden = {}
+    for i, row in enumerate(rows):
+        own = dict(zip(curves[row.job.number].steps, curves[row.job.number].losses, strict=True))
+        hidden[row.job.number] = 0
+        for above in rows[i + 1 :]:
+            other = curves[above.job.number]
+            pairs = [
+                abs(own[step] - loss) / (abs(loss) or 1)
+                for step, loss in zip(other.steps, other.losses, strict=True)
+                if step in own
+            ]
+            hidden[row.job.number] += bool(pairs) and max(pairs) <= 1e-3
+    return hidden
 
 
 # --- colours, labels, axes ------------------------------------------------------------------------

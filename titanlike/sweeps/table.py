@@ -81,9 +81,6 @@ def read_table(folder: Path, ended: Collection[int] = ()) -> Table:
     return Table(folder, plan, read_job_rows(folder, plan, ended))
 
 
-# --- terminal ----------------------------------------------------------------------------------
-
-
 def terminal_lines(table: Table, width: int) -> list[str]:
     """The table in at most `width` columns, below it the errors, the best job, and what is left.
 
@@ -204,9 +201,6 @@ def first_line(error: str | None) -> str:
     return lines[0] if lines else ""
 
 
-# --- the end -----------------------------------------------------------------------------------
-
-
 def counts(table: Table) -> str:
     """How many are done, and which are left, by status."""
     skipped = sum(row.status == "skipped" for row in table.rows)
@@ -241,9 +235,6 @@ def _numbers(rows: list[JobRow]) -> str:
             runs.append([number, number])
     texts = [str(a) if a == b else f"{a}-{b}" for a, b in runs]
     return ", ".join(texts[:8]) + (", ..." if len(texts) > 8 else "")
-
-
-# --- commands -------------------------------------------------------------------------------------
 
 
 def resume_command(plan: Plan | None, left: list[JobRow]) -> str:
