@@ -85,8 +85,7 @@ def main(command: str | None = None) -> None:
     list_commands = command is None and typed is None
     command = command or typed or "train"
     if command in TOOLS:
-        tool = import_object(TOOLS[command].function)
-        sys.exit(tool(sys.argv[1:]))
+        sys.exit(import_object(TOOLS[command].function)(sys.argv[1:]))
     if {"-h", "--help"} & set(sys.argv[1:]):
         _print_help(command, list_commands)
         return
@@ -149,8 +148,7 @@ def _drive_or_follow(function: str, folder: str, result_dir: str | None) -> int 
 
 def _take_command() -> str | None:
     """Remove the command that the first word names. Exits with 2 if there is no such command."""
-    commands = [*JOBS, *TOOLS]
-    word = sys.argv[1] if len(sys.argv) > 1 else ""
+    commands, word = [*JOBS, *TOOLS], "".join(sys.argv[1:2])
     if word in commands:
         return sys.argv.pop(1)
     if re.fullmatch(r"[a-z][a-z_-]*", word):
@@ -165,7 +163,7 @@ def _print_help(command: str, list_commands: bool) -> None:
     if int(os.environ.get("RANK", "0")) > 0:
         return
     if command == "train":
-        commands = {**JOBS, **TOOLS} if list_commands else {}
+        commands = JOBS | TOOLS if list_commands else {}
         lines = {name: command.help for name, command in commands.items()}
         text = help_text([conf_dir()], program(), lines)
     else:

@@ -1,8 +1,4 @@
-"""Measure a command line: `python tools/bench.py pp=2 dp=2` takes the overrides of train.py.
-
-Tokens/s, step time, peak memory a rank, time to the first step; and beside it, in the same run, a
-plain torch loop of the same model and batch in one process.
-"""
+"""Measure speed and memory: `python tools/bench.py pp=2 dp=2` takes the overrides of train.py."""
 
 import sys
 from pathlib import Path

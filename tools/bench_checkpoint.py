@@ -1,9 +1,4 @@
-"""Measure the checkpoints of a command line: `python tools/bench_checkpoint.py pp=2 dp=2` takes
-the overrides of train.py.
-
-How long training waits for a save in each mode, and how fast saving and loading are beside a plain
-write and a plain read of the same bytes, all in one run.
-"""
+"""Measure checkpoints: `python tools/bench_checkpoint.py pp=2` takes the overrides of train.py."""
 
 import sys
 from pathlib import Path

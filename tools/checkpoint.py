@@ -1,9 +1,4 @@
-"""Inspect and convert checkpoints: `python tools/checkpoint.py list RUN`, `show`, `verify`, `compare A B`,
-`consolidate CHECKPOINT FILE.safetensors`, `restore FILE.safetensors FOLDER`; --help says more.
-
-Local paths and URLs that fsspec knows. Exit code 1 where something is damaged or differs, 2 where
-the command is wrong. Nothing that is in a checkpoint is ever run.
-"""
+"""List, verify, convert checkpoints: `python tools/checkpoint.py list RUN`; see --help."""
 
 import sys
 from pathlib import Path

@@ -1,9 +1,4 @@
-"""The table of a sweep: `python tools/sweep.py DIR` prints it at any time, also while it runs.
-
-It writes sweep.csv, sweep.md and the picture sweep.png into DIR, and says what is left.
-
-Exit code 0 if all jobs are done, 1 if some are left, 2 if DIR is no sweep's.
-"""
+"""Print and draw the table of a sweep, also while it runs: `python tools/sweep.py DIR`."""
 
 import sys
 from pathlib import Path

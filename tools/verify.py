@@ -1,8 +1,4 @@
-"""Verify a layout: `python tools/verify.py pp=2 dp=2 schedule=zbvzerobubble` takes the overrides of train.py.
-
-It trains one step in that layout and one in a single process of plain torch, and compares loss,
-gradients and updated parameters by name. Exit code 1 if they differ.
-"""
+"""Verify a layout: `python tools/verify.py pp=2 dp=2` takes the overrides of train.py."""
 
 import sys
 from pathlib import Path

@@ -11,8 +11,6 @@ from pathlib import Path
 from titanlike.config.folder import scripts_dir
 from titanlike.config.program import program
 
-SCHEDULERS = ("slurm", "kubernetes")
-
 
 def main(argv: list[str] | None = None) -> int:
     """Copy the scripts. The exit code is 2 if nothing was copied."""
@@ -20,7 +18,7 @@ def main(argv: list[str] | None = None) -> int:
         prog=shlex.join(program()),
         description="Copy the job scripts of a scheduler into a folder. They need no checkout.",
     )
-    parser.add_argument("scheduler", choices=SCHEDULERS)
+    parser.add_argument("scheduler", choices=("slurm", "kubernetes"))
     parser.add_argument("folder", metavar="DIR", type=Path, help="made if it does not exist")
     parser.add_argument("--force", action="store_true", help="overwrite files")
     arguments = parser.parse_args(argv)
@@ -29,11 +27,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         existing = [path.name for path in files if (folder / path.name).exists()]
         if existing and not arguments.force:
-            print(
-                f"error: {folder} already has {', '.join(existing)}; --force overwrites them",
-                file=sys.stderr,
+            raise FileExistsError(
+                f"{folder} already has {', '.join(existing)}; --force overwrites them"
             )
-            return 2
         folder.mkdir(parents=True, exist_ok=True)
         for path in files:
             shutil.copy(path, folder)

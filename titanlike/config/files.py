@@ -13,10 +13,7 @@ NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def dumps(record: dict[str, Any]) -> str:
-    """One line of JSON; floats round-trip to the last bit, NaN is "nan", infinity "inf", "-inf".
-
-    JSON has no NaN; most readers reject what Python would write for it.
-    """
+    """One line of strict JSON; floats round-trip to the last bit, NaN is "nan", infinity "inf"."""
     plain = {
         key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in record.items()

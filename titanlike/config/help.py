@@ -1,16 +1,14 @@
-"""`--help`: the commands, then every key with its default and meaning from the schema.
-
-Imports neither torch nor Hydra, so that it is quick.
-"""
+"""`--help`: the commands, then every key with its default and meaning. Imports no torch, no Hydra."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
 import shutil
 import textwrap
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,10 +27,7 @@ _FLAGS = [
 
 
 def help_text(
-    conf_dirs: Iterable[Path],
-    words: list[str],
-    commands: Mapping[str, str],
-    width: int | None = None,
+    conf_dirs: list[Path], words: list[str], commands: Mapping[str, str], width: int | None = None
 ) -> str:
     """The help for training. words: how the program was started, `python train.py`.
 
@@ -40,12 +35,11 @@ def help_text(
     none where there are no subcommands. width: columns; None = the terminal's.
     """
     width = min(width or shutil.get_terminal_size().columns, 160)
-    conf_dirs, program = list(conf_dirs), shlex.join(words)
-    command = "[COMMAND] " if commands else ""
+    program, command = shlex.join(words), "[COMMAND] " if commands else ""
     lines = [f"usage: {program} {command}[key=value ...] [group=choice ...]", ""]
     if commands:
-        lines += ["commands (--help after one describes it)", *_rows(list(commands.items()), width)]
-        lines += [""]
+        rows = _rows(list(commands.items()), width)
+        lines += ["commands (--help after one describes it)", *rows, ""]
     completion = f'tab completion: eval "$({program} -sc install=bash)"'
     flags = [*_FLAGS, ("-sc install=bash", completion)]
     lines += ["examples", *_rows(_examples(words), width), "", "flags", *_rows(flags, width), ""]
@@ -76,24 +70,21 @@ def _examples(words: list[str]) -> list[tuple[str, str]]:
 
 def _keys_and_groups(conf_dirs: list[Path], width: int) -> list[str]:
     """Every key of the config, then every group with its choices and their keys."""
-    lines = []
     hints, config = typing.get_type_hints(Config), to_plain(Config())
     scalars, nested, groups = [], [], []
     for field in dataclasses.fields(Config):
         if field.name in VARIANTS or hints[field.name] is Custom:
             groups.append(field)
-        elif dataclasses.is_dataclass(hints[field.name]):
-            nested.append(field)
         else:
-            scalars.append(field)
-    lines += ["keys (= default)", *_rows([_row(f, "", hints, config) for f in scalars], width), ""]
+            (nested if dataclasses.is_dataclass(hints[field.name]) else scalars).append(field)
+    lines = ["keys (= default)", *_rows([_row(f, "", hints, config) for f in scalars], width), ""]
     for field in nested:
-        lines += [f"{field.name}: {field.metadata['doc']}"]
-        lines += [*_keys(hints[field.name], f"{field.name}.", width), ""]
+        rows = _keys(hints[field.name], f"{field.name}.", width)
+        lines += [f"{field.name}: {field.metadata['doc']}", *rows, ""]
     lines += ["groups (group=choice; a choice is a file in conf/ with its own keys)", ""]
     for field in groups:
-        lines += [f"{field.name}=  {field.metadata['doc']}"]
-        lines += _group(field.name, conf_dirs, width) + [""]
+        group = _group(field.name, conf_dirs, width)
+        lines += [f"{field.name}=  {field.metadata['doc']}", *group, ""]
     lines += ["experiment=  a file that sets many keys at once"]
     return lines + _choices("experiment", conf_dirs, width)
 
@@ -122,12 +113,8 @@ def _choices(group: str, conf_dirs: list[Path], width: int) -> list[str]:
     """Each choice with the comment that its file begins with."""
     rows = []
     for path in sorted(path for folder in conf_dirs for path in (folder / group).glob("*.yaml")):
-        comments = [
-            line.lstrip("# ")
-            for line in path.read_text(encoding="utf-8").splitlines()
-            if line.startswith("# ") and not line.startswith("# @")
-        ]
-        rows.append((path.stem, comments[0] if comments else ""))
+        comment = re.search(r"^# (?!@)(.*)", path.read_text(encoding="utf-8"), re.MULTILINE)
+        rows.append((path.stem, comment[1] if comment else ""))
     return _rows(rows, width)
 
 

@@ -1,7 +1,6 @@
 """Overrides as the user types them and as Hydra reads them.
 
-A model's keys are its constructor's arguments, of which a config file need not list all: Hydra is
-told to add them.
+A model's keys are its constructor's arguments, of which a config file need not list all.
 """
 
 from __future__ import annotations

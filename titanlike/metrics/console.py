@@ -183,8 +183,7 @@ def shorten(text: str, width: int) -> str:
     if len(text) <= width:
         return text
     head = width // 2
-    tail = width - head - 1
-    return text[:head] + "…" + text[len(text) - tail :] if width > 1 else "…"[:width]
+    return text[:head] + "…" + text[len(text) - width + head + 1 :] if width > 1 else "…"[:width]
 
 
 def _cell(value: Any) -> str:
@@ -223,9 +222,8 @@ class _SafeStream:
     @contextlib.contextmanager
     def _ignoring_errors(self) -> Any:
         try:
-            yield
-        except ValueError:  # a closed file
-            pass
+            with contextlib.suppress(ValueError):  # a closed file
+                yield
         except OSError:
             # Broken pipe, or a closed terminal: Python's buffer would raise again at the next flush
             # and at exit. From now on the null device takes the output.

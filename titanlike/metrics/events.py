@@ -15,10 +15,9 @@ from titanlike.config.credentials import redact
 
 
 class Events:
-    """Appends to run_dir/events.jsonl and prints a line. Does nothing on ranks other than 0."""
+    """Appends to run_dir/events.jsonl and prints lines by `say`, which is None on ranks other than 0."""
 
     def __init__(self, run_dir: Path, say: Callable[[str], None] | None) -> None:
-        """say: prints a line; None on ranks other than 0."""
         self._path, self._say = run_dir / "events.jsonl", say
 
     def log(self, event: str, step: int, text: str = "", **fields: Any) -> None:

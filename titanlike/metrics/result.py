@@ -22,11 +22,7 @@ def write_result(
     seconds: float,
     overrides: list[str],
 ) -> None:
-    """Write run_dir/result.json atomically.
-
-    value: the objective (the last validation loss, else the last loss). seconds: wall time.
-    overrides: the command line.
-    """
+    """Write run_dir/result.json atomically. value: the objective. seconds: wall time."""
     result = {
         "status": status,
         "value": value,

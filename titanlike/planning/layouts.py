@@ -108,11 +108,8 @@ def _schedules(
 
 
 def _microbatches(config: Config, space: SearchSpace) -> list[int]:
-    """Numbers of microbatches to try: those given, or what a run derives, 1, 2 and 4
-    a pipeline rank, and microbatches of one sequence, which take the least memory.
-
-    Only those that divide a dp rank's batch and that the schedule can run.
-    """
+    """Valid numbers of microbatches to try: those given, or what a run derives, 1, 2 and 4 per
+    pipeline rank, and microbatches of one sequence, which take the least memory."""
     batch, schedule, pp = config.batch_size // config.dp, config.schedule, config.pp
     if batch < 1 or config.batch_size % config.dp:
         return []

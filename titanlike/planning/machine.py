@@ -15,7 +15,6 @@ from titanlike.config.schema import Config
 from titanlike.launch.environment import available_cores
 from titanlike.parallel.device import resident_memory
 
-_PROBE_TIMEOUT = 120.0  # seconds
 _LIBRARIES = 64 << 20  # bytes that libraries allocate in a CPU rank once it trains
 
 
@@ -30,9 +29,7 @@ def find_machine(
 ) -> Machine:
     """The given ranks and memory, or else what was started, or what this machine has.
 
-    started: ranks that torchrun or srun started, None where there are none.
-
-    Raises ConfigError where more ranks are asked for than there are GPUs to run them on.
+    started: ranks that torchrun or srun started, or None. Raises ConfigError for more ranks than GPUs.
     """
     gpus = torch.cuda.device_count() if config.device != "cpu" else 0
     ranks = ranks or started or gpus or available_cores()
@@ -48,16 +45,11 @@ def find_machine(
 
 def _free_on_gpus() -> int | None:
     """On the fullest GPU. Asked in another process: a CUDA context keeps GPU memory."""
-    code = (
-        "import torch; "
-        "print(min(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())))"
-    )
+    free = "min(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))"
+    command = [sys.executable, "-c", f"import torch; print({free})"]
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=_PROBE_TIMEOUT
-        )
-        return int(done.stdout)
-    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return int(subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=120))
+    except (OSError, ValueError, subprocess.SubprocessError):
         return None
 
 

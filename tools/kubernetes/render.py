@@ -52,20 +52,19 @@ _OBJECT = r"(?=.{1,253}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z
 _OBJECT_RULE = "is no name of an object: a-z, 0-9, - and ., begun and ended by a letter or digit"
 _AMOUNT, _AMOUNT_RULE = r"[1-9][0-9]*([KMGTP]i?)?", "is no amount of bytes"
 _COUNT, _COUNT_RULE = r"[1-9][0-9]{0,4}", "is no integer from 1"
+_PATH, _KIND = r"/[\w./-]+", r"[a-z.]+/[\w.-]+"
 
 VARIABLES = {
     "NAME": Variable("the run", None, _LABEL, _LABEL_RULE, "llama-8b"),
     "IMAGE": Variable("image with titanlike", None, r"\S+", "is no image", "registry/llama:1"),
     "CLAIM": Variable("shared volume's claim", None, _OBJECT, _OBJECT_RULE, "shared"),
-    "MOUNT": Variable(
-        "the volume's path in a pod", "/shared", r"/[\w./-]+", "is no path", "/shared"
-    ),
+    "MOUNT": Variable("the volume's path in a pod", "/shared", _PATH, "is no path", "/shared"),
     "NAMESPACE": Variable("namespace", "", _LABEL, _LABEL_RULE, "training"),
     "NODES": Variable("pods", "1", _COUNT, _COUNT_RULE, "2"),
     "GPUS": Variable("GPUs a pod", "0", r"[0-9]{1,3}", "is no integer from 0", "8"),
     "NPROC": Variable("ranks a pod; left out, GPUS or 1", "", _COUNT, _COUNT_RULE, "8"),
     "GPU_KIND": Variable(
-        "the GPUs' resource", "nvidia.com/gpu", r"[a-z.]+/[\w.-]+", "is no resource", "amd.com/gpu"
+        "the GPUs' resource", "nvidia.com/gpu", _KIND, "is no resource", "amd.com/gpu"
     ),
     "CPUS": Variable("cores a pod", "", r"[1-9][0-9]*m?", "is no amount of cores", "16"),
     "MEMORY": Variable("memory a pod", "", _AMOUNT, _AMOUNT_RULE, "200Gi"),
@@ -145,13 +144,10 @@ def read(settings: list[str], overrides: list[str]) -> tuple[dict[str, str], dic
         elif name == "PET_MAX_RESTARTS":
             reason = "a stopped rank would exit with 0, and its pod count as completed"
             problems.append(Problem(f"env.{name}", value, reason, f"RESTARTS={value}"))
-        elif is_secret_name(name, environment=True):
-            reason = "a secret must not be in a manifest: keep it in a Secret and name that"
-            problems.append(Problem(f"env.{name}", REDACTED, reason, "SECRET_NAME=wandb"))
-    for text in overrides:
-        if redact_override(text) != text:
-            reason = "a secret must not be in a manifest: keep it in a Secret and name that"
-            problems.append(Problem(text.partition("=")[0], REDACTED, reason, "SECRET_NAME=wandb"))
+    secret = [f"env.{name}" for name in env if is_secret_name(name, environment=True)]
+    for key in secret + [t.partition("=")[0] for t in overrides if redact_override(t) != t]:
+        reason = "a secret must not be in a manifest: keep it in a Secret and name that"
+        problems.append(Problem(key, REDACTED, reason, "SECRET_NAME=wandb"))
     values = {}
     for key, variable in VARIABLES.items():
         values[key] = value = given.get(key, variable.default or "")
@@ -197,6 +193,14 @@ def indexed_job(values: dict[str, str], env: dict[str, str], overrides: list[str
             "ports": [{"name": "rendezvous", "port": int(values["PORT"])}],
         },
     }
+    recurs = {  # an error in the config
+        "action": "FailJob",
+        "onExitCodes": {"containerName": "check", "operator": "In", "values": [2]},
+    }
+    not_its_own = {  # preempted, drained, evicted
+        "action": "Ignore",
+        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+    }
     job = {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -208,18 +212,7 @@ def indexed_job(values: dict[str, str], env: dict[str, str], overrides: list[str
             # by pod, not in sum: a failure of one rank is a failure of all pods
             "backoffLimitPerIndex": int(values["RESTARTS"]),
             "maxFailedIndexes": 0,
-            "podFailurePolicy": {
-                "rules": [
-                    {
-                        "action": "FailJob",  # an error in the config would recur
-                        "onExitCodes": {"containerName": "check", "operator": "In", "values": [2]},
-                    },
-                    {
-                        "action": "Ignore",  # preempted, drained, evicted: not the run's failure
-                        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
-                    },
-                ]
-            },
+            "podFailurePolicy": {"rules": [recurs, not_its_own]},
             "template": template,
         },
     }
@@ -228,31 +221,18 @@ def indexed_job(values: dict[str, str], env: dict[str, str], overrides: list[str
 
 def pytorch_job(values: dict[str, str], env: dict[str, str], overrides: list[str]) -> list[Object]:
     """A PyTorchJob: the operator sets PET_... variables instead of torchrun's options."""
-    nodes = int(values["NODES"])
-    replicas = {"Master": 1, "Worker": nodes - 1}
-    specs = {}
-    for role, count in replicas.items():
+    nodes, specs = int(values["NODES"]), {}
+    for role, count in (("Master", 1), ("Worker", nodes - 1)):
         template = pod(values, env, overrides, [], name="pytorch")
-        template["spec"]["containers"][0]["ports"] = [
-            {"name": "pytorchjob-port", "containerPort": int(values["PORT"])}
-        ]
+        port = {"name": "pytorchjob-port", "containerPort": int(values["PORT"])}
+        template["spec"]["containers"][0]["ports"] = [port]
         if count:
             specs[role] = {"replicas": count, "restartPolicy": "OnFailure", "template": template}
-    job = {
-        "apiVersion": "kubeflow.org/v1",
-        "kind": "PyTorchJob",
-        "metadata": metadata(values),
-        "spec": {
-            "nprocPerNode": ranks(values),
-            # the operator counts the restarts of all pods together
-            "runPolicy": {
-                "backoffLimit": int(values["RESTARTS"]) * nodes,
-                "cleanPodPolicy": "Running",
-            },
-            "pytorchReplicaSpecs": specs,
-        },
-    }
-    return [job]
+    # the operator counts the restarts of all pods together
+    policy = {"backoffLimit": int(values["RESTARTS"]) * nodes, "cleanPodPolicy": "Running"}
+    spec = {"nprocPerNode": ranks(values), "runPolicy": policy, "pytorchReplicaSpecs": specs}
+    kind = {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob"}
+    return [{**kind, "metadata": metadata(values), "spec": spec}]
 
 
 KINDS = {"job": indexed_job, "pytorchjob": pytorch_job}
