@@ -138,15 +138,14 @@ class Checkpointer:
                 f"rank {self._rank} does not see {path}, from which rank 0 resumes; "
                 "write a run_dir on a file system that all machines share"
             )
-        own = ""
+        found, own = [""] * self._world_size, ""
         try:
             files = integrity.read_manifest(path)
             integrity.check_sums(path, files, sorted(files)[self._rank :: self._world_size])
         except DamagedCheckpoint as damage:
             own = str(damage)
-        found: list[str] = [""] * self._world_size
         dist.all_gather_object(found, own, group=self._group)
-        return next((text for text in found if text), None)
+        return next(filter(None, found), None)
 
     def _mark_damaged(self, path: Storage, damage: str) -> None:
         self._events.log("damaged", step_of(path), f"{damage}; trying an older one")
@@ -184,9 +183,8 @@ class Checkpointer:
             folder = self._folder.at(discovery.step_name(progress.step))
             record = Saved(progress.step, val_loss)
             save = Save(folder, self._state(progress, val_loss), record, begin)
-            self._writer.start(
-                save, state_dict.run_tensors(self._stage_states), self._settings.mode
-            )
+            tensors = state_dict.run_tensors(self._stage_states)
+            self._writer.start(save, tensors, self._settings.mode)
         return time.perf_counter() - begin
 
     def poll(self) -> None:

@@ -108,11 +108,10 @@ def _show_tensors(
     console.line()
     console.table("", ["tensors", "count", "elements", "dtype", "size"], rows)
     if all_names:
-        shapes = [" x ".join(map(str, one.shape)) or "scalar" for one in entries]
-        rows = [
-            [one.name, shape, one.dtype, units.size(one.bytes)]
-            for one, shape in zip(entries, shapes, strict=True)
-        ]
+        rows = []
+        for one in entries:
+            shape = " x ".join(map(str, one.shape)) or "scalar"
+            rows.append([one.name, shape, one.dtype, units.size(one.bytes)])
         console.line()
         console.table("", ["tensor", "shape", "dtype", "size"], rows)
 
@@ -167,9 +166,6 @@ def _problems(path: Storage) -> list[str]:
     return found
 
 
-# --- texts ---------------------------------------------------------------------------------------
-
-
 def _date(when: datetime) -> str:
     """02-14 15:04 of this year, else 2025-02-14."""
     here, now = when.astimezone(), datetime.now().astimezone()
@@ -196,10 +192,7 @@ def _saved_by(state: dict[str, Any]) -> str:
     layout = state.get("layout")
     if not layout:
         return "-"  # a file that another program wrote
-    more = ""
-    if layout.get("replicate", 1) > 1:
-        more += f", {layout['replicate']} replicas"
-    if layout.get("pp", 1) > 1:
-        more += f", split {layout['split']}"
+    more = f", {layout['replicate']} replicas" if layout.get("replicate", 1) > 1 else ""
+    more += f", split {layout['split']}" if layout.get("pp", 1) > 1 else ""
     ranks = state.get("world_size", 1)
     return f"{ranks} rank{'s' * (ranks > 1)} ({_layout(state)}{more}), torch {state.get('torch')}"

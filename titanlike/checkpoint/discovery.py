@@ -92,18 +92,15 @@ def resolve(key: str, location: str) -> Storage:
         reason = f"is damaged (see {path}/{DAMAGED_MARKER})"
     elif path.exists(integrity.STATE) or path.exists(METADATA):
         reason = f"incomplete: it has no file {MARKER}, so its save was not completed"
-    raise ValueError(
-        f"{key}={location}: {reason}; "
-        "write the path of a step-XXXXXXXX folder or of a run directory"
-    )
+    fix = "write the path of a step-XXXXXXXX folder or of a run directory"
+    raise ValueError(f"{key}={location}: {reason}; {fix}")
 
 
 def is_checkpoint(path: Storage) -> bool:
     """Whether a folder is a checkpoint, complete or not."""
     names = set(path.names())
-    return bool(
-        names & {MARKER, DAMAGED_MARKER, METADATA} or (names and _ANY_NAME.fullmatch(path.name))
-    )
+    named = names and _ANY_NAME.fullmatch(path.name)
+    return bool(named or names & {MARKER, DAMAGED_MARKER, METADATA})
 
 
 def all_checkpoints(location: str) -> list[Storage]:

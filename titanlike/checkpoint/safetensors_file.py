@@ -65,20 +65,16 @@ def consolidate(location: str, file: str, *, dtype: str | None, with_optimizer: 
     tensors = {}
     for name in source.tensors:
         if not name.startswith(MODEL):
-            tensors |= {name: source.read(name)} if with_optimizer else {}
+            if with_optimizer:
+                tensors[name] = source.read(name)
             continue
         short = name.removeprefix(MODEL)
         if short.startswith(_RUN_PREFIXES):
             raise ValueError(f"a parameter is named {short}, a prefix reserved for the run's state")
         tensors[short] = _cast(name, source.read(name), dtype)
     state = read_state(source.folder)
-    about = {
-        "format": "pt",
-        "step": str(state["step"]),
-        "contents": "run" if with_optimizer else "model",
-        "xxh3": _checksum(tensors),
-        "titanlike": json.dumps(state),
-    }
+    about = {"format": "pt", "step": str(state["step"]), "titanlike": json.dumps(state)}
+    about |= {"contents": "run" if with_optimizer else "model", "xxh3": _checksum(tensors)}
     _write(path, tensors, about)
     return f"{path}: {_summary(tensors)} of {source.folder}"
 

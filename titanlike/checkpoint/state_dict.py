@@ -113,9 +113,8 @@ def load_run(folder: Storage, stage_states: list[StageState], group: dist.Proces
                 own = stage.owns(_parameter(entry))
                 state[name] = tensors[entry] if own else tensors[entry].clone()
         if stage.names:
-            dcp_state_dict.set_optimizer_state_dict(
-                stage.stage, stage.optimizer, state, options=_FLAT
-            )
+            of_stage = stage.stage, stage.optimizer, state
+            dcp_state_dict.set_optimizer_state_dict(*of_stage, options=_FLAT)
         for name, parameter in stage.parameters():
             if name not in stateful:
                 stage.optimizer.state.pop(parameter, None)
@@ -145,15 +144,14 @@ def error_line(error: BaseException) -> str:
 
 def _mismatches(tensors: Tensors, metadata: Metadata) -> list[str]:
     saved = metadata.state_dict_metadata
-    missing = [f"{name} is missing" for name in sorted(tensors.keys() - saved.keys())]
-    shapes = []
+    found = [f"{name} is missing" for name in sorted(tensors.keys() - saved.keys())]
     for name in sorted(tensors.keys() & saved.keys()):
         entry, here = saved[name], tensors[name]
         if not isinstance(entry, TensorStorageMetadata):
-            shapes.append(f"{name} is not a tensor there")
+            found.append(f"{name} is not a tensor there")
         elif entry.size != here.shape:
-            shapes.append(f"{name} is {tuple(entry.size)} there and {tuple(here.shape)} here")
-    return missing + shapes
+            found.append(f"{name} is {tuple(entry.size)} there and {tuple(here.shape)} here")
+    return found
 
 
 def _parameter(name: str) -> str:

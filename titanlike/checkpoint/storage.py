@@ -5,6 +5,7 @@ No torch, so that a config can be checked with it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from datetime import datetime
 from pathlib import Path
@@ -18,7 +19,7 @@ from titanlike.config.files import atomic_write_bytes
 
 
 class Storage:
-    """A folder. `str()` is its location as the user wrote it.
+    """A folder; `str()` is its location as the user wrote it.
 
     Written data is durable when a method returns: on a local file system through fsync of the
     file and of its folder, elsewhere through closing the object.
@@ -117,13 +118,10 @@ class Storage:
 
     def free(self) -> int | None:
         """Free bytes; None where unknown."""
-        if not self.local:
-            return None
-        try:
-            stats = os.statvfs(self._root)
-        except OSError:
-            return None
-        return stats.f_bavail * stats.f_frsize
+        with contextlib.suppress(OSError):
+            stats = os.statvfs(self._root) if self.local else None
+            return stats and stats.f_bavail * stats.f_frsize
+        return None
 
     def check_writable(self) -> None:
         """Create the folder, write a file and remove it. Raises what the file system raises."""

@@ -31,7 +31,7 @@ class Shard:
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    file: str | None  # None: no file is listed
+    file: str | None = None  # None: no file is listed
     begin: int = 0
     length: int = 0
     plain: bool = True  # not compressed or the like
@@ -107,14 +107,12 @@ def _entries(metadata: Any) -> Iterator[TensorEntry]:
             continue
         shards = []
         for chunk in entry.chunks:
-            offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-            info = storage.get((name, offsets)) or storage.get((name, ()))
-            if info is None:
-                shards.append(Shard(offsets, sizes, None))
-                continue
-            plain = not getattr(info, "transform_descriptors", None)
-            place = (info.relative_path, info.offset, info.length)
-            shards.append(Shard(offsets, sizes, *place, plain))
+            shard = Shard(tuple(chunk.offsets), tuple(chunk.sizes))
+            if info := storage.get((name, shard.offsets)) or storage.get((name, ())):
+                plain = not getattr(info, "transform_descriptors", None)
+                place = (info.relative_path, info.offset, info.length)
+                shard = Shard(shard.offsets, shard.sizes, *place, plain)
+            shards.append(shard)
         yield TensorEntry(name, entry.properties.state[0], tuple(entry.size), shards)
 
 
@@ -128,9 +126,8 @@ class _InertUnpickler(pickle.Unpickler):
             return _COLLECTIONS[name]
         if (module, name) == ("torch", "Size"):
             return tuple
-        if module.startswith("pathlib") or (module, name) == ("torch.serialization", "_get_layout"):
-            return _joined
-        if name == "_MEM_FORMAT_ENCODING":
+        layout = (module, name) == ("torch.serialization", "_get_layout")
+        if layout or module.startswith("pathlib") or name == "_MEM_FORMAT_ENCODING":
             return _joined
         if module == "torch" and "." not in name:  # float32
             return name

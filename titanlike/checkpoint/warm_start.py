@@ -40,25 +40,21 @@ def warm_start(
     sources = _sources(metadata, settings.rename)
     tensors = state_dict.model_tensors(stage_states, copies=True)
     model = _all_shapes(tensors, group)
-    wrong = [
-        f"{_short(name)} is {shape} there and {model[name]} here"
-        for name in sorted(model.keys() & sources.keys())
-        if (shape := tuple(metadata.state_dict_metadata[sources[name]].size)) != model[name]
-    ]
+    wrong = []
+    for name in sorted(model.keys() & sources.keys()):
+        shape = tuple(metadata.state_dict_metadata[sources[name]].size)
+        if shape != model[name]:
+            wrong.append(f"{_short(name)} is {shape} there and {model[name]} here")
     if wrong:
         raise ValueError(
             f"checkpoint.start_from={folder}: {_list(wrong)}; write that model's sizes"
         )
-    notes = _unmatched(str(folder), settings.strict, sources.keys(), model.keys())
+    notes = _unmatched(settings, folder, sources.keys(), model.keys())
     matched = {sources[name]: tensor for name, tensor in tensors.items() if name in sources}
     state_dict.read(folder, metadata, matched, group)
     state_dict.sync_tied_copies(stage_states)
-    moved = [
-        f"{_short(old)} as {_short(new)}"
-        for new, old in sorted(sources.items())
-        if new != old and new in model
-    ]
-    if moved:
+    moves = [(old, new) for new, old in sorted(sources.items()) if new != old and new in model]
+    if moved := [f"{_short(old)} as {_short(new)}" for old, new in moves]:
         notes.insert(0, f"{len(moved)} renamed: {_list(moved)}")
     count = len(model.keys() & sources.keys())
     return "; ".join([f"starting from {folder}: {count} parameters loaded", *notes])
@@ -81,28 +77,25 @@ def _sources(metadata: Metadata, rules: list[str]) -> dict[str, str]:
 
 def _all_shapes(tensors: state_dict.Tensors, group: dist.ProcessGroup) -> Shapes:
     """The shapes of the whole model, of which each rank has some."""
-    of_ranks: list[Shapes] = [{}] * dist.get_world_size(group)
     own = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    of_ranks = [own] * dist.get_world_size(group)
     dist.all_gather_object(of_ranks, own, group=group)
     return {name: shape for shapes in of_ranks for name, shape in shapes.items()}
 
 
 def _unmatched(
-    folder: str, strict: bool, saved: Collection[str], model: Collection[str]
+    settings: Checkpoint, folder: Storage, saved: Collection[str], model: Collection[str]
 ) -> list[str]:
-    """A text about names that only one side has. Raises ValueError where they are not allowed."""
+    """Texts about names that only one side has. Raises ValueError where they are not allowed."""
     missing = sorted(map(_short, set(model) - set(saved)))
     unused = sorted(map(_short, set(saved) - set(model)))
-    notes = [
-        f"{len(names)} {what}: {_list(names)}"
-        for names, what in ((missing, "not in the checkpoint"), (unused, "only in the checkpoint"))
-        if names
-    ]
-    if notes and (strict or len(missing) == len(model)):
+    sides = (missing, "not in the checkpoint"), (unused, "only in the checkpoint")
+    notes = [f"{len(names)} {what}: {_list(names)}" for names, what in sides if names]
+    if notes and (settings.strict or len(missing) == len(model)):
         raise ValueError(
             f"checkpoint.start_from={folder}: parameters {'; '.join(notes)}; write "
             "checkpoint.rename=[old.:new.] for names that differ"
-            + (", or checkpoint.strict=false" if strict else "; no name is the same")
+            + (", or checkpoint.strict=false" if settings.strict else "; no name is the same")
         )
     return notes
 
