@@ -125,7 +125,7 @@ class JobLauncher(Launcher):
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
         """Run a batch of jobs; a failed one's return_value raises."""
-        from titanlike.config.errors import ConfigError
+        from titanlike.config.errors import ConfigError, Problem
         from titanlike.launch.failures import JobFailed
         from titanlike.sweeps.run_jobs import Prepared, run_jobs
 
@@ -136,12 +136,16 @@ class JobLauncher(Launcher):
 
         def compose(overrides: list[str], job: Job) -> tuple[Config | None, list[Any]]:
             try:
-                composed[job.number] = self._compose(overrides, job)
-                return _parsed(composed[job.number], sweep_run.folder / job.folder)
+                config = self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
+                with open_dict(config):
+                    config.hydra.job.id = config.hydra.job.num = job.number
+                    config.hydra.sweep.subdir = job.folder
+                composed[job.number] = config
+                return _parsed(config, sweep_run.folder / job.folder)
             except Exception as error:
                 if not type(error).__module__.startswith(("hydra", "omegaconf")):
                     raise
-                return None, [_problem(error)]
+                return None, [Problem("config", "", " ".join(str(error).split()))]
 
         prepared = []
         for index, overrides in enumerate(map(list, job_overrides)):
@@ -174,13 +178,6 @@ class JobLauncher(Launcher):
             returns.append(ended)
         return returns
 
-    def _compose(self, overrides: list[str], job: Job) -> DictConfig:
-        config = self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
-        with open_dict(config):
-            config.hydra.job.id = config.hydra.job.num = job.number
-            config.hydra.sweep.subdir = job.folder
-        return config
-
 
 class Returned(JobReturn):
     """The result of a job. Unlike Hydra's own it prints nothing: the end has been reported."""
@@ -203,9 +200,3 @@ def _parsed(composed: DictConfig, run_dir: Path) -> tuple[Config, list[Any]]:
     plain = OmegaConf.to_container(task, resolve=True)
     assert isinstance(plain, dict)
     return parse({**plain, "run_dir": str(run_dir)})
-
-
-def _problem(error: Exception) -> Any:
-    from titanlike.config.errors import Problem
-
-    return Problem("config", "", " ".join(str(error).split()))

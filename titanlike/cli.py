@@ -29,10 +29,9 @@ import sys
 from dataclasses import dataclass
 
 from titanlike.config.errors import nearest
-from titanlike.config.folder import conf_dir
 from titanlike.config.help import command_help, help_text
 from titanlike.config.imports import import_object
-from titanlike.config.program import program, set_program
+from titanlike.config.program import conf_dir, program, set_program
 
 
 @dataclass(frozen=True)

@@ -21,17 +21,17 @@ def run(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[s
 
 
 @pytest.mark.parametrize(
-    "typed, offered",
+    "line, offered",
     [
-        ("sched", "schedule="),
-        ("schedule=inter", "schedule=interleaved1f1b"),
-        ("fsdp.z", "fsdp.zero="),
+        ("train.py sched", "schedule="),
+        ("train.py schedule=inter", "schedule=interleaved1f1b"),
+        ("titanlike fsdp.z", "fsdp.zero="),
+        ("titanlike bench-checkpoint -m pp=2 sched", "schedule="),
     ],
 )
 def test_tab_completes_groups_choices_and_keys_without_torch(
-    tmp_path: Path, typed: str, offered: str
+    tmp_path: Path, line: str, offered: str
 ) -> None:
-    line = f"train.py {typed}"
     done = run("-sc", "query=bash", cwd=tmp_path, COMP_LINE=line, COMP_POINT=str(len(line)))
     assert offered in done.stdout.split()
     assert " torch\n" not in done.stderr

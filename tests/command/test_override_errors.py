@@ -8,8 +8,7 @@ import pytest
 from hydra._internal.utils import get_args_parser
 
 from support.launched import Launched
-from titanlike.command.hydra_args import complete_args
-from titanlike.command.hydra_overrides import CheckedOverrides, check_overrides
+from titanlike.command.hydra_overrides import CheckedOverrides, check_overrides, complete_args
 
 
 def examined(*arguments: str) -> CheckedOverrides:

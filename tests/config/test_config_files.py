@@ -10,8 +10,8 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from titanlike.config.folder import conf_dir
 from titanlike.config.parse import parse, to_plain
+from titanlike.config.program import conf_dir
 from titanlike.config.schema import VARIANTS, Config
 
 FILES = sorted(conf_dir().glob("*/*.yaml"))

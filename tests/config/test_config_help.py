@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from support.paths import ROOT
-from titanlike.config.folder import conf_dir
 from titanlike.config.help import help_text
 from titanlike.config.parse import to_plain
+from titanlike.config.program import conf_dir
 from titanlike.config.schema import VARIANTS, Config
 
 

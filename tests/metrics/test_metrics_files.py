@@ -17,10 +17,14 @@ from hypothesis import strategies as st
 
 from titanlike.config import schema
 from titanlike.metrics import units
-from titanlike.metrics.open_sinks import open_sinks
 from titanlike.metrics.result import read_result, write_result
-from titanlike.metrics.sinks import JsonlSink, read_jsonl
-from titanlike.metrics.tensorboard_sink import TensorBoardSink, tensorboard_problem
+from titanlike.metrics.sinks import (
+    JsonlSink,
+    TensorBoardSink,
+    open_sinks,
+    read_jsonl,
+    tensorboard_problem,
+)
 
 
 @given(losses=st.lists(st.floats(), max_size=20))
@@ -120,7 +124,7 @@ def test_tensorboard_is_written_or_named_as_missing(tmp_path):
 
 def test_the_room_is_light_to_enter():
     """--help and a config check load neither torch nor wandb through it."""
-    code = "import sys, titanlike.metrics.open_sinks; print({'torch', 'wandb'} & set(sys.modules))"
+    code = "import sys, titanlike.metrics.sinks; print({'torch', 'wandb'} & set(sys.modules))"
     output = subprocess.run(
         [sys.executable, "-c", code],
         env={"PYTHONPATH": str(Path(schema.__file__).parents[2])},

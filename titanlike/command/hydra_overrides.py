@@ -1,4 +1,4 @@
-"""Every error in a command line at once; Hydra itself stops at the first.
+"""A command line completed, and every error in it at once; Hydra itself stops at the first.
 
 Each override is checked separately:
 
@@ -17,6 +17,7 @@ import copy
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.utils import setup_globals
 from hydra.errors import HydraException
@@ -32,13 +34,46 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from titanlike.command import override_errors
-from titanlike.command.hydra_args import parse_override
 from titanlike.command.override_errors import one_line
 from titanlike.command.sweep_settings import SweepSettings
-from titanlike.config.errors import Problem
+from titanlike.config.errors import Problem, quoted
 from titanlike.config.overrides import to_hydra
 from titanlike.config.parse import parse
+from titanlike.config.program import conf_dir
 from titanlike.config.schema import Config
+
+
+def complete_args(args: argparse.Namespace) -> None:
+    """Fill in what need not be typed: search path, primary config, the `+` of some overrides."""
+    # config folders of installed packages
+    modules = [entry.load() for entry in entry_points(group="titanlike.plugins")]
+    extra = [str(module.CONF) for module in modules if hasattr(module, "CONF")]
+    if args.config_path is None:
+        args.config_path = str(conf_dir())
+    else:
+        args.config_path = str(Path(args.config_path).absolute())
+        extra.append(str(conf_dir()))
+    args.config_name = args.config_name or "config"
+    overrides = []
+    for text in args.overrides:
+        if text.startswith("hydra.searchpath=") and (override := parse_override(text)):
+            value = override.value()
+            extra = [*(value if isinstance(value, list) else [value]), *extra]
+        elif text.startswith("+experiment="):
+            overrides.append(text[1:])  # it is in the defaults list; both spellings are common
+        else:
+            overrides.append(to_hydra(text))
+    if extra:
+        overrides.append(f"hydra.searchpath=[{','.join(map(quoted, extra))}]")
+    args.overrides = overrides
+
+
+def parse_override(text: str, loader: ConfigLoaderImpl | None = None) -> Override | None:
+    """The override, or None for a syntax error."""
+    try:  # parse_override() does not pass the loader on, which glob() needs
+        return OverridesParser.create(config_loader=loader).parse_overrides([text])[0]
+    except HydraException:
+        return None
 
 
 @dataclass
@@ -56,7 +91,7 @@ class CheckedOverrides:
 
 
 def check_overrides(args: argparse.Namespace) -> CheckedOverrides:
-    """Check completed arguments (`hydra_args.complete_args`)."""
+    """Check arguments after `complete_args`."""
     setup_globals()
     checked = CheckedOverrides(multirun=args.multirun)
     search_path = create_config_search_path(args.config_path)
@@ -154,16 +189,17 @@ class _OverrideChecker:
     def _sweep_problem(self, override: Override) -> Problem | None:
         """Why a sweep cannot have this override."""
         key, swept = override.key_or_group, override.is_sweep_override()
-        reason = fix = ""
         if key == "hydra.sweep.subdir" and self.checked.multirun:
             reason, fix = "a sweep's jobs are in folders by their numbers", "run_dir=outputs/NAME"
         elif not swept:
-            pass
+            return None
         elif key in ("run_dir", "value") or key.startswith(("sweep.", "hydra.", "hydra/")):
             reason, fix = "is common to all jobs of a sweep", next(_single_overrides(override))
         elif sum(o.key_or_group == key and o.is_sweep_override() for o in self.overrides) > 1:
             reason, fix = "the key is given twice", f"{override.input_line} alone"
-        return Problem(key, override.get_value_string(), reason, fix) if reason else None
+        else:
+            return None
+        return Problem(key, override.get_value_string(), reason, fix)
 
     def _choice_exists(self, override: Override) -> bool:
         """Check a group's choice: each value of a sweep, each entry of a list."""

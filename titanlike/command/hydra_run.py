@@ -11,20 +11,22 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import time
 import traceback
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from hydra._internal.utils import _run_hydra, get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from titanlike.checkpoint.resume import resumed_config
-from titanlike.command.hydra_args import complete_args
-from titanlike.command.hydra_overrides import CheckedOverrides, check_overrides
+from titanlike.command.hydra_overrides import CheckedOverrides, check_overrides, complete_args
 from titanlike.command.sweep_settings import open_sweep
 from titanlike.config.errors import ConfigError, Problem, quoted
 from titanlike.config.overrides import from_hydra
@@ -56,6 +58,10 @@ def drive(runner: JobRunner, result_dir: str | None) -> ExitCode:
         print(f"only one of --{', --'.join(modes)} can be given", file=sys.stderr)
         return 2
     complete_args(args)
+    if args.shell_completion and (line := os.environ.get("COMP_LINE")):
+        # Hydra would read the subcommand as an override
+        line = re.sub(r"^(\s*\S*titanlike\s+)[a-z][a-z-]*\s+", r"\1", line)
+        os.environ["COMP_LINE"] = line
     task = Task(runner)
     if not (args.cfg or args.info or args.hydra_help or args.shell_completion):
         code = _prepare(args, task, result_dir)
@@ -87,10 +93,10 @@ class Task:
             return self.end.value
         overrides = self.sweep_run.register(overrides, hydra.job.num, run_dir)
         name = self.sweep_run.group, self.sweep_run.job_name(overrides)
-        if os.getpid() != self._pid:  # a launcher like submitit pickled it to another machine
-            end = _run_elsewhere(self.runner, plain, run_dir, overrides, name)
-        else:
-            end = self.runner.run(plain, run_dir, overrides, name)
+        # a launcher like submitit pickles this to another machine
+        elsewhere = os.getpid() != self._pid
+        run = partial(_run_elsewhere, self.runner) if elsewhere else self.runner.run
+        end = run(plain, run_dir, overrides, name)
         if end.ends_sweep:
             raise SystemExit(end.code or 75)
         if end.code in (0, 75):
@@ -101,23 +107,17 @@ class Task:
         return {**self.__dict__, "runner": JobRunner(self.runner.function, self.runner.folder)}
 
 
-def _run_elsewhere(
-    runner: JobRunner,
-    plain: dict[str, object],
-    run_dir: Path,
-    overrides: list[str],
-    name: tuple[str, str],
-) -> JobEnd:
-    """Run a job in a process without `drive`: alone, or as one of the ranks that srun started."""
+def _run_elsewhere(runner: JobRunner, *job: Any) -> JobEnd:
+    """`runner.run(*job)` in a process without `drive`: alone, or one of the ranks that srun started."""
     adopt_slurm()
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return runner.run(plain, run_dir, overrides, name)
+        return runner.run(*job)
     ranks = ExternalRanks()
     if ranks.rank > 0:
         return JobEnd(ranks.follow())
     end = JobEnd(1)
     try:
-        end = JobRunner(runner.function, runner.folder, ranks).run(plain, run_dir, overrides, name)
+        end = JobRunner(runner.function, runner.folder, ranks).run(*job)
         return end
     finally:
         ranks.release(end.code)
@@ -125,7 +125,10 @@ def _run_elsewhere(
 
 def _prepare(args: argparse.Namespace, task: Task, result_dir: str | None) -> ExitCode:
     """Check everything and open the sweep; the exit code if the command ends here, else None."""
-    first_folder = _folder_of_first_start(task.runner)
+    state = task.runner.restart_state
+    paths = {key: state.get(key) for key in ("hydra.run.dir", "hydra.sweep.dir")}
+    # a restart writes where the first start did
+    first_folder = [f"{key}={quoted(path)}" for key, path in paths.items() if path is not None]
     args.overrides += first_folder
     runner = task.runner = replace(task.runner, restart=task.runner.restart or bool(first_folder))
     checked = check_overrides(args)
@@ -134,9 +137,7 @@ def _prepare(args: argparse.Namespace, task: Task, result_dir: str | None) -> Ex
         if checked.multirun and not problems:
             assert checked.config is not None and checked.sweep is not None
             task.sweep_run, problems = open_sweep(
-                *(args, sys.argv[1:], checked.config, checked.sweep),
-                inner=runner.folder,
-                restart=runner.restart,
+                args, checked.config, checked.sweep, runner.folder, runner.restart
             )
             runner.restart_state.set_default("hydra.sweep.dir", str(checked.sweep.folder))
     except JobFailed as failed:
@@ -151,13 +152,6 @@ def _prepare(args: argparse.Namespace, task: Task, result_dir: str | None) -> Ex
         print("config OK; nothing was started (--check)")
         return 0
     return None
-
-
-def _folder_of_first_start(runner: JobRunner) -> list[str]:
-    """The overrides that make a restart write where the first start did."""
-    keys = ("hydra.run.dir", "hydra.sweep.dir")
-    paths = {key: runner.restart_state.get(key) for key in keys}
-    return [f"{key}={quoted(path)}" for key, path in paths.items() if path is not None]
 
 
 def _problems(

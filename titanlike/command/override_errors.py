@@ -30,9 +30,9 @@ def unknown_choice(group: str, choice: Any, options: list[str]) -> Problem:
     """A choice that the group does not have."""
     near = nearest(str(choice), options)
     fix = f"{group}={near}" if near else ""
-    leaf = next((key for key in _variant_keys() if key.endswith(f".{group}")), None)
-    if leaf and not isinstance(choice, str):  # lr=3e-4
-        fix = f"{leaf}={choice}"
+    for parent, variants in VARIANTS.items() if not isinstance(choice, str) else ():
+        if any(group in variant.__dataclass_fields__ for variant in variants.values()):
+            fix = f"{parent}.{group}={choice}"  # for lr=3e-4
     reason = f"no such choice; choices: {', '.join(sorted(options))}"
     return Problem(group, choice, reason, fix)
 
@@ -94,9 +94,3 @@ def flat_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
         child = node._get_node(name)
         if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
             yield from flat_keys(child, f"{prefix}{name}.")
-
-
-def _variant_keys() -> Iterator[str]:
-    for group, variants in VARIANTS.items():
-        for variant in variants.values():
-            yield from (f"{group}.{name}" for name in variant.__dataclass_fields__)

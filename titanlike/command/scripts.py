@@ -8,8 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from titanlike.config.folder import scripts_dir
-from titanlike.config.program import program
+from titanlike.config.program import program, scripts_dir
 
 
 def main(argv: list[str] | None = None) -> int:

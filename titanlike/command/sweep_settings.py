@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,19 +69,14 @@ class SweepSettings:
 
 
 def open_sweep(
-    args: argparse.Namespace,
-    words: list[str],
-    config: Config,
-    settings: SweepSettings,
-    *,
-    inner: str,
-    restart: bool,
+    args: argparse.Namespace, config: Config, settings: SweepSettings, inner: str, restart: bool
 ) -> tuple[SweepRun, list[Problem]]:
     """Start or resume a sweep; appends to args.overrides what its sweeper has to know.
 
-    words: the command line as typed. inner: a job's subfolder of its run directory, or "".
-    restart: whether this command was started before.
+    inner: a job's subfolder of its run directory, or "". restart: whether this command was started
+    before.
     """
+    words = sys.argv[1:]
     sweep_run = SweepRun(
         folder=settings.folder,
         settings=config.sweep,

@@ -41,17 +41,7 @@ _ACCESS_WORDS = {
 }
 # at the end: the location of a secret
 _LOCATION_WORDS = {
-    "file",
-    "path",
-    "dir",
-    "folder",
-    "env",
-    "name",
-    "url",
-    "uri",
-    "endpoint",
-    "type",
-    "sock",
+    *("file", "path", "dir", "folder", "env", "name", "url", "uri", "endpoint", "type", "sock"),
 }
 
 # --- values ------------------------------------------------------------------------------------
@@ -131,9 +121,7 @@ def redact_override(text: str) -> str:
 def redact_value(key: str, value: Any) -> Any:
     """A value of a config with *** for each secret in it."""
     if isinstance(value, dict):
-        return {
-            redact(str(name)): redact_value(f"{key}.{name}", item) for name, item in value.items()
-        }
+        return {redact(str(k)): redact_value(f"{key}.{k}", item) for k, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(redact_value(key, item) for item in value)
     if _has_secret_name(key) and _may_be_secret(key, value):
@@ -166,11 +154,8 @@ def _secret_reason(key: str, value: Any) -> str:
             return f"it contains the value of the environment variable {name}"
     if _TOKENS.search(value):
         return "it looks like a token or key"
-    if _USER.search(value) or any(
-        _is_secret_parameter(match[1]) for match in _QUERY.finditer(value)
-    ):
-        return "it is a URL with a password or token"
-    return ""
+    in_query = any(_is_secret_parameter(match[1]) for match in _QUERY.finditer(value))
+    return "it is a URL with a password or token" if _USER.search(value) or in_query else ""
 
 
 def _has_secret_name(key: str) -> bool:
@@ -195,12 +180,12 @@ def _is_secret_parameter(name: str) -> bool:
 
 def _environment_secrets() -> list[tuple[str, str]]:
     """(name, value) of the environment variables that are secrets, longest first."""
+    stripped = ((name, value.strip()) for name, value in os.environ.items())
     secrets = [
-        (name, value.strip())
-        for name, value in os.environ.items()
-        if len(value.strip()) >= _MIN_LENGTH and is_secret_name(name, environment=True)
+        (name, value)
+        for name, value in stripped
+        if len(value) >= _MIN_LENGTH and is_secret_name(name, True) and not _is_path(value)
     ]
-    secrets = [(name, value) for name, value in secrets if not _is_path(value)]
     return sorted(secrets, key=lambda secret: len(secret[1]), reverse=True)
 
 

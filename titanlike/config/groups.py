@@ -1,14 +1,34 @@
-"""The choices of the config groups: one dataclass for each set of keys.
-
-`schema.VARIANTS` maps the name of a choice to its dataclass.
-"""
+"""The choices of the config groups: one dataclass for each set of keys, see `schema.VARIANTS`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, NewType
 
-from titanlike.config.fields import key, required
+Seconds = NewType("Seconds", float)  # written as a number, or as 45s, 90m, 11h30m, 11:30:00
+
+
+def key(default: Any, doc: str) -> Any:
+    """A config field: its default and the line that `--help` prints for it."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"doc": doc})
+    if callable(default):
+        return field(default_factory=default, metadata={"doc": doc})
+    return field(default=default, metadata={"doc": doc})
+
+
+def required(doc: str) -> Any:
+    """A config field without a default: its choice is an error until the user gives it."""
+    return field(metadata={"doc": doc})
+
+
+@dataclass
+class Custom:
+    """A choice from outside: `name` is an import path, `args` its keyword arguments."""
+
+    name: str
+    args: dict[str, Any] = field(default_factory=dict)
+
 
 # --- split: where the model is cut into stages -------------------------------------------------
 
@@ -65,19 +85,14 @@ class Schedule:
     """A schedule with one stage on each pipeline rank (gpipe, 1f1b), or two in a V (zbv, dualpipev)."""
 
     name: str = key("1f1b", "choice")
-    microbatches: int | None = key(
-        None, "parts that each dp rank's batch is cut into; null = derived and printed"
-    )
+    microbatches: int | None = key(None, "number per dp rank and step; null = derived and printed")
 
 
 @dataclass
-class LoopedSchedule:
+class LoopedSchedule(Schedule):
     """A schedule with several stages on each pipeline rank."""
 
     name: str = key("interleaved1f1b", "choice")
-    microbatches: int | None = key(
-        None, "parts that each dp rank's batch is cut into; null = derived and printed"
-    )
     stages_per_rank: int = key(2, "stages (model chunks) on each pipeline rank")
 
 
@@ -98,17 +113,16 @@ class TextData:
 
     name: str = key("text", "choice")
     path: str | None = key(
-        None,
-        "file or folder (.txt .py .md ..., .jsonl, .parquet); null = this Python's own sources",
+        None, "file or folder (.txt .py .md ..., .jsonl, .parquet); null = this Python's sources"
     )
     text_key: str = key("text", "field (JSONL) or column (Parquet) that holds the text")
     tokenizer: str = key("bytes", "'bytes' (built in) or the path of a tokenizer.json")
-    validation_fraction: float = key(0.05, "share of the documents held out for validation")
+    validation_fraction: float = key(0.05, "share of the documents for validation")
     cache: str | None = key(None, "folder for tokenized files; null = ~/.cache/titanlike")
     documents: bool = key(
         False, "attention stays within each document of a sequence, where positions begin at 0"
     )
-    workers: int = key(0, "loader processes a rank; 0 = load in the training process")
+    workers: int = key(0, "loader processes per rank; 0 = load in the training process")
 
 
 @dataclass(kw_only=True)
@@ -119,12 +133,12 @@ class TokenData:
     path: str = required("token file: .npy, or raw little-endian integers (.bin)")
     dtype: Literal["uint16", "uint32"] = key("uint16", "integer type of a raw .bin file")
     vocab_size: int = required("number of token ids; every id in the file is smaller")
-    validation_fraction: float = key(0.05, "share at the end of the file held out for validation")
+    validation_fraction: float = key(0.05, "share at the end of the file for validation")
     boundary: int | None = key(None, "token id that begins (or ends) every document")
     documents: bool = key(
         False, "attention stays within each document of a sequence; needs data.boundary"
     )
-    workers: int = key(0, "loader processes a rank; 0 = load in the training process")
+    workers: int = key(0, "loader processes per rank; 0 = load in the training process")
 
 
 @dataclass
@@ -200,7 +214,7 @@ class ChunkedCrossEntropy:
     """The same, a few tokens at a time: logits of the whole batch are never in memory."""
 
     name: str = key("chunked_cross_entropy", "choice")
-    chunk: int = key(2048, "tokens of a microbatch whose logits are held at a time")
+    chunk: int = key(2048, "tokens of a microbatch whose logits are in memory at a time")
 
 
 @dataclass

@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 import types
 import typing
+from pathlib import Path
 from typing import Any, Literal, Union
 
 from titanlike.config.errors import Problem, nearest, override_text
+from titanlike.config.files import atomic_write_text
+from titanlike.config.program import conf_dir, train_program
 from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config, Custom, Seconds
 
 MISSING = "???"  # how YAML files mark a value that the user must give
@@ -43,6 +47,22 @@ def to_plain(config: Any) -> Any:
     return config
 
 
+def write_config(config: Config, run_dir: Path) -> None:
+    """Write run_dir/config.yaml, the complete config, from which the run can be launched again."""
+    import yaml
+    from omegaconf import OmegaConf
+
+    shipped = yaml.safe_load((conf_dir() / "config.yaml").read_text(encoding="utf-8"))
+    overrides = [item for item in shipped["defaults"] if str(item).startswith("{'override")]
+    settings = yaml.safe_dump({"defaults": ["_self_", *overrides], "hydra": shipped["hydra"]})
+    text = (
+        "# The complete config of this run. Launch it again, with any key=value after it:\n"
+        f"#   {shlex.join(train_program())} --config-path '{run_dir}'\n"
+        f"{settings}\n{OmegaConf.to_yaml(to_plain(config))}"
+    )
+    atomic_write_text(run_dir / "config.yaml", text)
+
+
 def _dataclass(cls: type, plain: dict[str, Any], prefix: str, problems: list[Problem]) -> Any:
     hints = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
@@ -58,9 +78,8 @@ def _dataclass(cls: type, plain: dict[str, Any], prefix: str, problems: list[Pro
         if name not in plain and _default(field) is not dataclasses.MISSING:
             continue
         if plain.get(name, MISSING) == MISSING:
-            doc = field.metadata["doc"]
-            problems.append(Problem(key, MISSING, f"required: {doc}", f"{key}=..."))
-            values[name] = {int: 1}.get(hints[name], "")
+            reason = f"required: {field.metadata['doc']}"
+            problems.append(Problem(key, MISSING, reason, f"{key}=..."))
             continue
         before = len(problems)
         if cls is Config and (name in VARIANTS or name in OPEN_GROUPS):
@@ -121,8 +140,7 @@ def convert(annotation: Any, value: Any, key: str, problems: list[Problem]) -> A
         if isinstance(value, (list, tuple)):
             items = enumerate(value)
             return [convert(arguments[0], item, f"{key}[{i}]", problems) for i, item in items]
-        expected = "must be a list"
-        example = f"[{override_text(value)}]"
+        expected, example = "must be a list", f"[{override_text(value)}]"
     elif annotation is bool:
         if isinstance(value, bool):
             return value
@@ -130,7 +148,8 @@ def convert(annotation: Any, value: Any, key: str, problems: list[Problem]) -> A
     elif annotation is int:
         if isinstance(value, int) and not isinstance(value, bool):
             return value
-        expected, example = "must be an integer", _rounded(value, "1")
+        finite = isinstance(value, float) and abs(value) < 1e15
+        expected, example = "must be an integer", str(round(value)) if finite else "1"
     elif annotation is Seconds:
         if (seconds := _seconds(value)) is not None:
             return seconds
@@ -160,11 +179,5 @@ def _seconds(value: Any) -> float | None:
     parts = re.findall(r"(\d+(?:\.\d+)?)([dhms])", text)
     if not parts or "".join(map("".join, parts)) != text:
         return None
-    return sum(
-        float(number) * {"d": 86400, "h": 3600, "m": 60, "s": 1}[unit] for number, unit in parts
-    )
-
-
-def _rounded(value: Any, otherwise: str) -> str:
-    """The nearest integer as text, if the value is a float."""
-    return str(round(value)) if isinstance(value, float) and abs(value) < 1e15 else otherwise
+    units = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+    return sum(float(number) * units[unit] for number, unit in parts)

@@ -1,4 +1,4 @@
-"""The command that started this program, for messages that name one to run next."""
+"""This program: the command that started it, for messages that name one, and its shipped files."""
 
 from __future__ import annotations
 
@@ -10,6 +10,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _VARIABLE = "TITANLIKE_PROGRAM"  # inherited by workers and by the jobs of a sweep
+_PACKAGE = Path(__file__).parents[1]
+
+
+def conf_dir() -> Path:
+    """The config files: inside the package when installed, else in the checkout."""
+    installed = _PACKAGE / "conf"
+    return installed if installed.is_dir() else _PACKAGE.parent / "conf"
+
+
+def scripts_dir() -> Path:
+    """The job scripts, a folder for each scheduler; found as `conf_dir`."""
+    installed = _PACKAGE / "scripts"
+    return installed if installed.is_dir() else _PACKAGE.parent / "tools"
 
 
 def set_program(command: str | None = None) -> None:

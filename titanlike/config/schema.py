@@ -1,10 +1,8 @@
-"""Everything that can be declared, one dataclass a config group, one doc line a key.
+"""Every config key, as plain dataclasses: one for each group, one doc line for each key.
 
-A group's choice is a YAML file in `conf/`; its `name` says which dataclass below reads the rest of
-its keys (`VARIANTS`). Where a dataclass is not among them, `name` is an import path of your own
-(`package.module.attribute`) and the keys are that callable's keyword arguments (`Custom`).
-
-These are plain data: no torch, no Hydra, so `--help` and error messages are quick.
+A group's choice is a YAML file in `conf/`; its `name` selects the dataclass of its other keys
+(`VARIANTS`). Any other `name` is an import path of the user's own, and the keys are the keyword
+arguments of what it names (`Custom`).
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from titanlike.config.fields import Custom, Seconds, key
 from titanlike.config.groups import (
     AdamW,
     AutoSplit,
@@ -21,6 +18,7 @@ from titanlike.config.groups import (
     ConstantLr,
     CrossEntropy,
     CsvSchedule,
+    Custom,
     DecayLr,
     EvenSplit,
     LoopedSchedule,
@@ -29,6 +27,7 @@ from titanlike.config.groups import (
     PointSplit,
     Precision,
     Schedule,
+    Seconds,
     Sgd,
     SyntheticData,
     TensorBoard,
@@ -37,7 +36,10 @@ from titanlike.config.groups import (
     TraceSplit,
     Wandb,
     WsdLr,
+    key,
 )
+
+Objective = Literal["val_loss", "loss", "tokens_per_second", "step_seconds", "mfu", "memory_bytes"]
 
 
 @dataclass
@@ -54,75 +56,65 @@ class Fsdp:
 
 @dataclass
 class Validation:
-    """Loss on held-out data."""
+    """Loss on the validation data."""
 
-    every: int = key(100, "validate every so many steps and after the last; 0 = never")
-    batches: int = key(4, "global batches in a validation, the same ones each time")
+    every: int = key(100, "steps between validations, and after the last step; 0 = never")
+    batches: int = key(4, "global batches in a validation, the same each time")
 
 
 @dataclass
 class Checkpoint:
-    """Distributed checkpoints, whole or not there."""
+    """Distributed checkpoints."""
 
-    folder: str | None = key(
-        None, "a path, or a URL that fsspec knows (s3://...); null = run_dir/checkpoints"
-    )
-    every: int = key(100, "save every so many steps; 0 = not between")
+    folder: str | None = key(None, "path or fsspec URL (s3://...); null = run_dir/checkpoints")
+    every: int = key(100, "steps between saves; 0 = none during training")
     last: bool = key(True, "save after the last step")
     mode: Literal["sync", "async", "async_pinned"] = key(
         "sync",
-        "async = training goes on while a copy in memory is written; async_pinned = into buffers "
-        "that are kept (pinned with a GPU)",
+        "async = training continues while a copy in memory is written; async_pinned = the copy "
+        "reuses its buffers (pinned memory with a GPU)",
     )
-    keep: int = key(10, "newest checkpoints that are kept; 0 = all")
-    keep_every: int = key(0, "those of every so many steps are kept for good; 0 = none")
-    keep_best: int = key(0, "so many with the lowest validation loss are kept, too")
+    keep: int = key(10, "newest checkpoints to retain; 0 = all")
+    keep_every: int = key(0, "also retain every checkpoint at a multiple of this step; 0 = none")
+    keep_best: int = key(0, "also retain this many with the lowest validation loss")
     model_only: Literal["none", "fp32", "bf16", "fp16"] = key(
-        "none", "after the last step also save the model alone, in this dtype (model-XXXXXXXX)"
+        "none", "after the last step also save the model alone in this dtype (model-XXXXXXXX)"
     )
-    resume: str = key("auto", "auto = newest whole one, never, or the path of a checkpoint")
+    resume: str = key("auto", "auto = newest complete checkpoint; never; or the path of one")
     start_from: str | None = key(
-        None, "checkpoint or run whose weights alone a new run starts from (warm start)"
+        None, "checkpoint or run directory whose weights initialize a new run (warm start)"
     )
     strict: bool = key(
-        True, "start_from must have every parameter and no other; false = list what differs"
+        True, "start_from must have exactly the model's parameters; false = list differences"
     )
-    rename: list[str] = key([], "start_from's names that differ: [old:new], beginnings of names")
-    timeout: float = key(1800.0, "seconds after which a save or a load is an error")
+    rename: list[str] = key([], "prefixes of parameter names in start_from to change: [old:new]")
+    timeout: float = key(1800.0, "seconds until a save or load fails")
 
 
 @dataclass
 class Launch:
-    """Starting and watching the workers."""
+    """Starting and monitoring the workers."""
 
-    timeout: float = key(
-        600.0, "seconds after which a wait for another rank, or the first step, is an error"
-    )
+    timeout: float = key(600.0, "seconds until a wait for another rank, or the first step, fails")
     step_timeout: float = key(
         300.0, "seconds without progress in a later step that count as a hang; 0 = never"
     )
-    heartbeat: float = key(10.0, "seconds between a rank's signs of life, logs/rankN.heartbeat")
-    max_restarts: int = key(0, "times that failed workers are started again, from the checkpoint")
-    elastic: bool = key(
-        False, "dp follows the number of ranks that torchrun has started: --nnodes 1:2"
-    )
+    heartbeat: float = key(10.0, "seconds between a rank's writes to logs/rankN.heartbeat")
+    max_restarts: int = key(0, "restarts of failed workers, from the newest checkpoint")
+    elastic: bool = key(False, "dp follows the number of ranks that torchrun starts: --nnodes 1:2")
 
 
 @dataclass
 class Sweep:
     """How the jobs of a sweep (`-m`) are run."""
 
-    resume: bool = key(False, "run what is not done of the sweep in run_dir; stopped jobs go on")
-    parallel: int = key(1, "jobs at a time on this machine; 0 = as many as have a device (a core)")
+    resume: bool = key(False, "run the unfinished jobs of run_dir's sweep; stopped ones resume")
+    parallel: int = key(1, "concurrent jobs on this machine; 0 = as many as devices (cores) allow")
     submit: str | None = key(
-        None, "hand each job to this command instead, 'sbatch tools/slurm/train.sbatch'"
+        None, "submit each job by this command instead: 'sbatch tools/slurm/train.sbatch'"
     )
-    wait: Seconds | None = key(
-        None, "with submit: wait so long (12h) for the jobs' ends; null = not at all"
-    )
-    share: str | None = key(
-        None, "i/n: run only every n-th job, from the i-th (0 = first) on; for job arrays"
-    )
+    wait: Seconds | None = key(None, "with submit: longest wait for the jobs (12h); null = no wait")
+    share: str | None = key(None, "i/n: run only jobs i, i+n, i+2n, ... from 0; for job arrays")
 
 
 @dataclass
@@ -132,55 +124,48 @@ class Config:
     pp: int = key(1, "pipeline-parallel ranks")
     dp: int = key(1, "data-parallel ranks, sharded (FSDP) and replicated together")
     replicate: int = key(1, "replicas among dp: 1 = FSDP, dp = replication, between = HSDP")
-    device: Literal["auto", "cpu", "cuda"] = key(
-        "auto", "auto = CUDA with NCCL where there is a GPU"
-    )
-    batch_size: int = key(16, "GLOBAL batch in sequences an optimizer step, over all of dp")
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto = CUDA with NCCL if there is a GPU")
+    batch_size: int = key(16, "GLOBAL batch, in sequences per optimizer step over all of dp")
     seq_len: int = key(128, "tokens in a sequence")
-    steps: int = key(300, "optimizer steps in all")
-    max_tokens: int | None = key(None, "the run is done after so many tokens; null = no limit")
+    steps: int = key(300, "optimizer steps in total")
+    max_tokens: int | None = key(None, "end the run after this many tokens; null = no limit")
     max_time: Seconds | None = key(
         None, "save and stop after this time (90m, 11h30m, 11:30:00, or seconds); null = no limit"
     )
-    seed: int = key(0, "initial weights and order of the data")
-    deterministic: bool = key(False, "torch's deterministic kernels only, or an error")
+    seed: int = key(0, "of the initial weights and of the order of the data")
+    deterministic: bool = key(False, "deterministic kernels only; an operation without one fails")
     on_nonfinite: Literal["stop", "skip", "rollback"] = key(
         "stop",
-        "loss or gradient not finite: stop; skip the update; rollback = go back to the checkpoint "
-        "and leave the batches since then out",
+        "loss or gradient not finite: stop; skip the update; rollback = return to the checkpoint "
+        "and skip the batches since then",
     )
     on_spike: Literal["ignore", "stop", "skip", "rollback"] = key(
-        "ignore", "the same for a loss or gradient norm far above the last steps'"
+        "ignore", "the same for a loss or gradient norm far above that of recent steps"
     )
-    spike_zscore: float = key(6.0, "standard deviations above the mean that make a spike")
-    spike_window: int = key(100, "steps of that mean; half of them must be there to judge")
+    spike_zscore: float = key(6.0, "standard deviations above the mean that count as a spike")
+    spike_window: int = key(100, "recent steps in that mean; detection needs half of them")
     run_dir: str = key(
-        "outputs/run",
-        "where everything is written; started again, it goes on; left out = outputs/DATE/TIME",
+        "outputs/run", "output folder; a run in it resumes; if not given, outputs/DATE/TIME"
     )
-    value: (
-        Literal["val_loss", "loss", "tokens_per_second", "step_seconds", "mfu", "memory_bytes"]
-        | None
-    ) = key(
-        None,
-        "what a sweep compares, result.json's value; null = val_loss, or loss without validation",
+    value: Objective | None = key(
+        None, "what a sweep compares; null = val_loss, or loss without validation"
     )
-    log_every: int = key(10, "steps between printed lines (metrics.jsonl has every step)")
+    log_every: int = key(10, "steps between printed lines; metrics.jsonl has every step")
     # the model's keys are its constructor's arguments: see titanlike/models
     model: Custom = key(lambda: Custom("llama"), "model family or import path, and its arguments")
     split: EvenSplit | PointSplit | BalanceSplit | AutoSplit = key(EvenSplit, "where stages begin")
-    schedule: Schedule | LoopedSchedule | CsvSchedule | Custom = key(Schedule, "order of computing")
-    data: TextData | TokenData | SyntheticData | Custom = key(TextData, "what is trained on")
+    schedule: Schedule | LoopedSchedule | CsvSchedule | Custom = key(Schedule, "pipeline schedule")
+    data: TextData | TokenData | SyntheticData | Custom = key(TextData, "training data")
     optimizer: AdamW | Sgd = key(AdamW, "optimizer")
-    lr: ConstantLr | DecayLr | WsdLr = key(WsdLr, "learning rate over the steps")
-    loss: CrossEntropy | ChunkedCrossEntropy | Mse | Custom = key(CrossEntropy, "what is minimized")
-    precision: Precision = key(Precision, "number formats")
+    lr: ConstantLr | DecayLr | WsdLr = key(WsdLr, "learning-rate schedule")
+    loss: CrossEntropy | ChunkedCrossEntropy | Mse | Custom = key(CrossEntropy, "loss function")
+    precision: Precision = key(Precision, "compute precision")
     fsdp: Fsdp = key(Fsdp, "sharding inside a stage")
-    validation: Validation = key(Validation, "loss on held-out data")
-    checkpoint: Checkpoint = key(Checkpoint, "what is kept of a run")
-    logger: Wandb | TensorBoard | NoLogger = key(Wandb, "where metrics go besides metrics.jsonl")
-    launch: Launch = key(Launch, "starting and watching the workers")
-    sweep: Sweep = key(Sweep, "many runs by one command (-m)")
+    validation: Validation = key(Validation, "loss on the validation data")
+    checkpoint: Checkpoint = key(Checkpoint, "saving and resuming")
+    logger: Wandb | TensorBoard | NoLogger = key(Wandb, "metrics sink besides metrics.jsonl")
+    launch: Launch = key(Launch, "starting and monitoring the workers")
+    sweep: Sweep = key(Sweep, "many runs from one command (-m)")
 
     @property
     def world_size(self) -> int:

@@ -1,8 +1,4 @@
-"""Rules between keys, for values of the right type. No torch, so it is quick.
-
-What needs the model to be built (layers against stages, heads against dims) is
-`titanlike.training.preflight`, and what concerns a room alone that room's: see `titanlike.job.check`.
-"""
+"""Rules between keys, for values of the right type. The checks of other rooms: `job.check`."""
 
 from __future__ import annotations
 
@@ -12,7 +8,9 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from math import gcd, inf, log
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from titanlike.config.errors import Problem
 from titanlike.config.schema import AdamW, Config, DecayLr, Sgd, Wandb, WsdLr
@@ -22,12 +20,26 @@ MAX_RANKS = 1_000_000
 MAX_BATCH = 2**20  # sequences of one dp rank a step
 MAX_NUMBER = 2**40  # of any count
 _MAX_MESHES = 3  # that an error names
+_LEAST = {
+    **dict.fromkeys(("validation.every", "checkpoint.every", "checkpoint.keep"), 0),
+    **dict.fromkeys(("checkpoint.keep_every", "checkpoint.keep_best"), 0),
+    **dict.fromkeys(("launch.max_restarts", "launch.step_timeout", "lr.warmup"), 0),
+    **{"validation.batches": 1, "spike_window": 2},
+}
+_ABOVE_ZERO = {  # and finite; key -> an example
+    **{"launch.timeout": "600", "launch.heartbeat": "10", "checkpoint.timeout": "1800"},
+    **{"spike_zscore": "6", "max_time": "11h30m", "max_tokens": "1000000"},
+}
 
 
 def problems(config: Config, world_size: int | None = None) -> list[Problem]:
     """Every problem of a parsed config; world_size: processes that were started for it."""
     found = [*_mesh(config, world_size), *_positive(config), *_ranges(config), *_batch(config)]
-    return [*found, *_resume(config), *_value(config), *sweep_problems(config)]
+    found += _resume(config)
+    if config.value == "val_loss" and config.validation.every == 0:
+        reason = "nothing is validated with validation.every=0"
+        found.append(Problem("value", "val_loss", reason, "value=loss"))
+    return [*found, *sweep_problems(config)]
 
 
 def sweep_problems(config: Config) -> Iterator[Problem]:
@@ -42,12 +54,10 @@ def sweep_problems(config: Config) -> Iterator[Problem]:
         yield Problem("sweep.wait", sweep.wait, reason, "sweep.wait=null")
     if sweep.submit is not None:
         try:
-            empty = not shlex.split(sweep.submit)
+            reason = "" if shlex.split(sweep.submit) else "is empty"
         except ValueError as error:
-            empty, reason = True, f"is not a shell command: {error}"
-        else:
-            reason = "is empty"
-        if empty:
+            reason = f"is not a shell command: {error}"
+        if reason:
             fix = "sweep.submit='sbatch tools/slurm/train.sbatch'"
             yield Problem("sweep.submit", sweep.submit, reason, fix)
     if sweep.share is not None and parse_share(sweep.share) is None:
@@ -58,15 +68,7 @@ def sweep_problems(config: Config) -> Iterator[Problem]:
 def parse_share(share: str) -> tuple[int, int] | None:
     """sweep.share as (i, n); None if it is not of the form i/n."""
     found = re.fullmatch(r"(\d+)/(\d+)", share)
-    if found is None or not int(found[1]) < int(found[2]):
-        return None
-    return int(found[1]), int(found[2])
-
-
-def _value(config: Config) -> Iterator[Problem]:
-    if config.value == "val_loss" and config.validation.every == 0:
-        reason = "nothing is validated with validation.every=0"
-        yield Problem("value", "val_loss", reason, "value=loss")
+    return (int(found[1]), int(found[2])) if found and int(found[1]) < int(found[2]) else None
 
 
 def _mesh(config: Config, world_size: int | None) -> Iterator[Problem]:
@@ -121,32 +123,12 @@ def _positive(config: Config) -> Iterator[Problem]:
         yield Problem("schedule.stages_per_rank", stages, reason, "schedule.stages_per_rank=2")
     if getattr(config.loss, "chunk", 1) < 1:
         yield Problem("loss.chunk", config.loss.chunk, "must be at least 1", "loss.chunk=2048")
-    validation, checkpoint = config.validation, config.checkpoint
-    for key, value, least in (
-        ("validation.every", validation.every, 0),
-        ("validation.batches", validation.batches, 1),
-        ("checkpoint.every", checkpoint.every, 0),
-        ("checkpoint.keep", checkpoint.keep, 0),
-        ("checkpoint.keep_every", checkpoint.keep_every, 0),
-        ("checkpoint.keep_best", checkpoint.keep_best, 0),
-        ("launch.max_restarts", config.launch.max_restarts, 0),
-        ("launch.step_timeout", config.launch.step_timeout, 0),
-        ("spike_window", config.spike_window, 2),
-        ("lr.warmup", config.lr.warmup, 0),
-    ):
-        if value < least:
+    for key, least in _LEAST.items():
+        if (value := attrgetter(key)(config)) < least:
             yield Problem(key, value, f"must be at least {least}", f"{key}={least}")
-    above_zero = [
-        ("launch.timeout", config.launch.timeout, "600"),
-        ("launch.heartbeat", config.launch.heartbeat, "10"),
-        ("checkpoint.timeout", checkpoint.timeout, "1800"),
-        ("spike_zscore", config.spike_zscore, "6"),
-        ("max_time", config.max_time, "11h30m"),
-        ("max_tokens", config.max_tokens, "1000000"),
-    ]
-    if isinstance(config.logger, Wandb):
-        above_zero.append(("logger.timeout", config.logger.timeout, "30"))
-    for key, value, example in above_zero:
+    timeout = {"logger.timeout": "30"} if isinstance(config.logger, Wandb) else {}
+    for key, example in (_ABOVE_ZERO | timeout).items():
+        value = attrgetter(key)(config)
         if value is not None and not 0 < value < inf:
             yield Problem(key, value, "must be above 0, finite", f"{key}={example}")
 
@@ -154,40 +136,27 @@ def _positive(config: Config) -> Iterator[Problem]:
 def _ranges(config: Config) -> Iterator[Problem]:
     """Ranges of the optimizer's and the learning rate's numbers."""
     optimizer, lr = config.optimizer, config.lr
-    checks = [
-        ("optimizer.lr", optimizer.lr, 0 < optimizer.lr < inf, "must be above 0, finite", 3e-4),
-        (
-            "optimizer.weight_decay",
-            optimizer.weight_decay,
-            0 <= optimizer.weight_decay < inf,
-            "must be at least 0, finite",
-            0.1,
-        ),
-        (
-            "optimizer.clip",
-            optimizer.clip,
-            optimizer.clip is None or optimizer.clip > 0,
-            "must be above 0, or null for no clipping",
-            "null",
-        ),
+    decay, clip = optimizer.weight_decay, optimizer.clip is None or optimizer.clip > 0
+    checks: list[tuple[str, bool, str, Any]] = [
+        ("optimizer.lr", 0 < optimizer.lr < inf, "must be above 0, finite", 3e-4),
+        ("optimizer.weight_decay", 0 <= decay < inf, "must be at least 0, finite", 0.1),
+        ("optimizer.clip", clip, "must be above 0, or null for no clipping", "null"),
     ]
     if isinstance(optimizer, AdamW):
-        betas = optimizer.betas
-        good = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
+        good = len(optimizer.betas) == 2 and all(0 <= beta < 1 for beta in optimizer.betas)
         checks += [
-            ("optimizer.betas", betas, good, "must be two numbers in [0, 1)", "[0.9,0.95]"),
-            ("optimizer.eps", optimizer.eps, optimizer.eps > 0, "must be above 0", 1e-8),
+            ("optimizer.betas", good, "must be two numbers in [0, 1)", "[0.9,0.95]"),
+            ("optimizer.eps", optimizer.eps > 0, "must be above 0", 1e-8),
         ]
     if isinstance(optimizer, Sgd):
-        good = 0 <= optimizer.momentum < 1
-        checks.append(("optimizer.momentum", optimizer.momentum, good, "must be in [0, 1)", 0.9))
+        checks += [("optimizer.momentum", 0 <= optimizer.momentum < 1, "must be in [0, 1)", 0.9)]
     if isinstance(lr, (DecayLr, WsdLr)):
-        checks.append(("lr.final", lr.final, 0 <= lr.final <= 1, "must be in [0, 1]", 0.1))
+        checks += [("lr.final", 0 <= lr.final <= 1, "must be in [0, 1]", 0.1)]
     if isinstance(lr, WsdLr):
-        checks.append(("lr.decay", lr.decay, 0 < lr.decay <= 1, "must be in (0, 1]", 0.2))
-    for key, value, good, reason, example in checks:
+        checks += [("lr.decay", 0 < lr.decay <= 1, "must be in (0, 1]", 0.2)]
+    for key, good, reason, example in checks:
         if not good:
-            yield Problem(key, value, reason, f"{key}={example}")
+            yield Problem(key, attrgetter(key)(config), reason, f"{key}={example}")
 
 
 def _batch(config: Config) -> Iterator[Problem]:
@@ -206,23 +175,21 @@ def _batch(config: Config) -> Iterator[Problem]:
     count = getattr(config.schedule, "microbatches", None)
     if count is not None and count >= 1 and size // dp % count:
         each = -(-size // dp // count) * count
-        reason = (
-            f"each dp rank's batch of {size} / {dp} = {size // dp} does not divide into {count}"
-        )
+        batch = f"{size} / {dp} = {size // dp}"
+        reason = f"each dp rank's batch of {batch} does not divide into {count}"
         divisors = [n for n in range(1, count + 1) if size // dp % n == 0]
         fix = f"schedule.microbatches={divisors[-1]} or batch_size={each * dp}"
         yield Problem("schedule.microbatches", count, reason, fix)
 
 
 def _resume(config: Config) -> Iterator[Problem]:
-    settings = config.checkpoint
-    resume = settings.resume
+    settings, resume = config.checkpoint, config.checkpoint.resume
     known = resume in ("auto", "never") or "://" in resume
     if not known and not Path(resume).expanduser().is_dir():
         fix = "the path of a checkpoint or run directory, auto, or never"
         yield Problem("checkpoint.resume", resume, "no such folder", fix)
-    if settings.start_from is not None and settings.resume not in ("auto", "never"):
-        reason = f"the run resumes from checkpoint.resume={settings.resume} already"
+    if settings.start_from is not None and resume not in ("auto", "never"):
+        reason = f"the run resumes from checkpoint.resume={resume} already"
         fix = "checkpoint.start_from=null or checkpoint.resume=auto"
         yield Problem("checkpoint.start_from", settings.start_from, reason, fix)
     for rule in settings.rename:

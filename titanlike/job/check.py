@@ -17,7 +17,7 @@ from titanlike.config.errors import Problem
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config, TensorBoard
 from titanlike.data import checks as data
-from titanlike.metrics.tensorboard_sink import tensorboard_problem
+from titanlike.metrics.sinks import tensorboard_problem
 
 # without these no mesh and no stages can be derived
 _LAYOUT_KEYS = ("pp", "dp", "replicate", "batch_size", "seq_len", "schedule.stages_per_rank")

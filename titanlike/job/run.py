@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.config.errors import ConfigError, Problem
-from titanlike.config.parse import parse
+from titanlike.config.parse import parse, write_config
 from titanlike.config.schema import Config, Wandb
-from titanlike.config.write import write_config
 from titanlike.job.report import ResultReporter, print_problems
 from titanlike.launch.environment import will_restart
 from titanlike.launch.external import ExternalRanks, record_for_torchrun

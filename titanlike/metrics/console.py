@@ -30,13 +30,7 @@ class Console:
     one, and at those that validate.
     """
 
-    def __init__(
-        self,
-        stream: TextIO | None = None,
-        *,
-        steps: int,
-        log_every: int = 10,
-    ) -> None:
+    def __init__(self, stream: TextIO | None = None, *, steps: int, log_every: int = 10) -> None:
         stream = stream or sys.stdout
         self._stream = _SafeStream(stream)
         self._terminal = stream.isatty()
@@ -152,24 +146,22 @@ def table_lines(
     """A table as lines of at most `width` characters: title, headers, a rule, rows."""
     cells = [[_cell(value) for value in row] for row in rows]
     columns = list(zip(*([list(headers)] if headers else []), *cells, strict=True))
-    right = [
-        bool(cells) and all(NUMBER.fullmatch(row[i]) for row in cells) for i in range(len(columns))
+    aligns = [
+        ">" if cells and all(NUMBER.fullmatch(row[i]) for row in cells) else "<"
+        for i in range(len(columns))
     ]
     widths = [max(map(len, column)) for column in columns]
     indent, gap = "  ", "  "
     room = width - len(indent) - len(gap) * (len(widths) - 1)
     while sum(widths) > room and max(widths) > 1:
         # shorten text before numbers, the widest first
-        text = [i for i in range(len(widths)) if not right[i] and widths[i] > 8]
+        text = [i for i in range(len(widths)) if aligns[i] == "<" and widths[i] > 8]
         i = max(text or range(len(widths)), key=lambda i: widths[i])
         widths[i] -= 1
 
     def layout(row: Sequence[str]) -> str:
-        texts = [shorten(text, size) for text, size in zip(row, widths, strict=True)]
-        padded = [
-            text.rjust(size) if is_number else text.ljust(size)
-            for text, size, is_number in zip(texts, widths, right, strict=True)
-        ]
+        columns = zip(row, widths, aligns, strict=True)
+        padded = [f"{shorten(text, size):{align}{size}}" for text, size, align in columns]
         return (indent + gap.join(padded)).rstrip()[:width]
 
     lines = [shorten(title, width)] if title else []

@@ -8,8 +8,8 @@ from typing import Any, Literal
 from titanlike.config import files
 from titanlike.config.credentials import redact, redact_override
 
-# invalid: a mistake in the config, nothing was started;
-# stopped: ended early by a stop request, with a checkpoint; interrupted: ended at once by a signal
+# invalid: an error in the config, nothing was started; stopped: early, by a stop request, with a
+# checkpoint; interrupted: ended immediately by a signal
 Status = Literal["completed", "stopped", "failed", "invalid", "interrupted"]
 
 

@@ -1,17 +1,20 @@
 """Where metrics are written. A record is a dict of one step, its floats in full precision:
 
 step loss grad_norm lr tokens tokens_per_second step_seconds memory_bytes, and where known mfu,
-val_loss. `tokens` counts from the start of the run; seconds and bytes are plain units.
-Tokens are counted as batch_size x seq_len a step, padding of shorter samples included.
+val_loss. `tokens` counts from the start of the run, batch_size x seq_len a step, padding included.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from titanlike.config import files
+from titanlike.config import files, schema
+from titanlike.metrics.summary import parse_records
+from titanlike.metrics.wandb_sink import WandbSink
 
 
 class Sink(Protocol):
@@ -47,41 +50,89 @@ class JsonlSink:
         self._open_after(start_step)
 
     def log(self, record: dict[str, Any]) -> None:
-        """Append the record."""
         self._file.write(files.dumps(record) + "\n")
 
     def flush(self) -> None:
-        """Sync the file to disk."""
         os.fsync(self._file.fileno())
 
     def rewind(self, step: int) -> None:
-        """Drop the records after `step`."""
         self._file.close()
         self._open_after(step)
 
     def close(self, status: str) -> None:
-        """Close the file."""
         self._file.close()
 
     def _open_after(self, step: int) -> None:
         for unfinished in self._path.parent.glob(f".{self._path.name}.*"):
             unfinished.unlink()  # of a process that was killed while rewriting the file
         if self._path.exists():
-            kept = [record for record in read_jsonl(self._path) if record["step"] <= step]
-            files.atomic_write_text(
-                self._path, "".join(files.dumps(record) + "\n" for record in kept)
-            )
+            lines = [files.dumps(r) + "\n" for r in read_jsonl(self._path) if r["step"] <= step]
+            files.atomic_write_text(self._path, "".join(lines))
         self._file = self._path.open("a", buffering=1, encoding="utf-8")
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The records of a metrics.jsonl; truncated lines are skipped."""
-    records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = files.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record.get("step"), int):
-            records.append(record)
-    return records
+    return list(parse_records(path.read_bytes().splitlines()))
+
+
+def tensorboard_problem() -> str | None:
+    """Why `logger=tensorboard` cannot work here, or None. Imports nothing."""
+    if importlib.util.find_spec("tensorboard") is None:
+        return (
+            "logger=tensorboard: the package tensorboard is missing; write logger=none, or install "
+            "it first: pip install 'titanlike[tensorboard]'"
+        )
+    return None
+
+
+class TensorBoardSink:
+    """Event files in run_dir/tensorboard: a scalar for every number of a record, over steps.
+
+    Points of an earlier attempt beyond `start_step` are hidden by TensorBoard.
+    Raises ValueError where the package is missing.
+    """
+
+    def __init__(self, run_dir: Path, start_step: int) -> None:
+        if problem := tensorboard_problem():
+            raise ValueError(problem)
+        from torch.utils.tensorboard import SummaryWriter  # late: torch, for this sink alone
+
+        folder = Path(run_dir) / "tensorboard"
+        self.location = f"tensorboard --logdir {folder}"
+        self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
+
+    def log(self, record: dict[str, Any]) -> None:
+        for name, value in record.items():
+            if name != "step" and isinstance(value, (int, float)):
+                self._writer.add_scalar(name, value, global_step=record["step"])
+
+    def flush(self) -> None:
+        """Nothing: a resumed run does not read it."""
+
+    def rewind(self, step: int) -> None:
+        """Nothing: repeated steps are drawn again."""
+
+    def close(self, status: str) -> None:
+        self._writer.close()
+
+
+def open_sinks(
+    config: schema.Config,
+    plain_config: dict[str, Any],
+    run_dir: Path,
+    start_step: int,
+    say: Callable[[str], None],
+) -> list[Sink]:
+    """metrics.jsonl, always and first, then the configured logger.
+
+    plain_config: the resolved config as plain dicts, uploaded to W&B. start_step: the step that the
+    run resumes from. say: prints a line (Console.line).
+    """
+    sinks: list[Sink] = [JsonlSink(Path(run_dir) / "metrics.jsonl", start_step)]
+    match config.logger:
+        case schema.Wandb():
+            sinks.append(WandbSink(config.logger, plain_config, Path(run_dir), say))
+        case schema.TensorBoard():
+            sinks.append(TensorBoardSink(run_dir, start_step))
+    return sinks

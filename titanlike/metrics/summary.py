@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 from collections.abc import Iterable, Iterator
@@ -49,9 +48,8 @@ def summarize(run_dir: Path) -> Summary:
     try:
         with (Path(run_dir) / "metrics.jsonl").open("rb") as file:
             records = _last_records(file)
-            # a run may validate more rarely than every STEPS steps
-            val_loss = _newest("val_loss", records) if records else None
-            if val_loss is None:
+            val_loss = _newest("val_loss", records)
+            if val_loss is None:  # a run may validate more rarely than every STEPS steps
                 val_loss = _last_val_loss(file)
     except (FileNotFoundError, NotADirectoryError):
         return Summary()
@@ -121,7 +119,7 @@ def _last_val_loss(file: BinaryIO) -> float | None:
 
 
 def parse_records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """The records among the lines of a metrics.jsonl."""
+    """The records among the lines of a metrics.jsonl, or the events of an events.jsonl."""
     for line in lines:
         try:
             record = files.loads(line.decode(errors="replace"))
@@ -133,20 +131,12 @@ def parse_records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 def _last_resume(run_dir: Path) -> int:
     """The step that the run's last start resumed from, in events.jsonl; 0 if it did not resume."""
-    step = 0
     try:
-        text = (run_dir / "events.jsonl").read_text(encoding="utf-8", errors="replace")
+        lines = (run_dir / "events.jsonl").read_bytes().splitlines()
     except OSError:
         return 0
-    for line in text.splitlines():
-        if '"resume"' in line:
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue
-            if event.get("event") == "resume" and isinstance(event.get("step"), int):
-                step = event["step"]
-    return step
+    events = parse_records(line for line in reversed(lines) if b'"resume"' in line)
+    return next((event["step"] for event in events if event.get("event") == "resume"), 0)
 
 
 def _newest(key: str, records: list[dict[str, Any]]) -> float | None:

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def count(number: float) -> str:
     """Tokens, parameters, FLOPs: 999, 1.2k, 3.4M, 8.0B, 1.5T."""
-    value = float(number)
-    for suffix in ("", "k", "M", "B", "T"):
-        # 999.95 would print as 1000.0: it belongs to the next suffix
-        if abs(value) < (999.5 if suffix == "" else 999.95) or suffix == "T":
-            return f"{value:.0f}" if suffix == "" else f"{value:.1f}{suffix}"
-        value /= 1000
-    raise AssertionError("the last suffix takes every number")
+    return "".join(_scaled(number, ("k", "M", "B", "T")))
 
 
 def size(number: float) -> str:
     """Bytes: 512 B, 96 KiB, 412 MiB, 1.3 GiB, 2.0 TiB (powers of 1024)."""
-    value = float(number)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        decimals = 1 if unit in ("GiB", "TiB") else 0
-        if abs(value) < 1023.5 or unit == "TiB":
-            return f"{value:.{decimals}f} {unit}"
-        value /= 1024
-    raise AssertionError("the last unit takes every number")
+    value, unit = float(number), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(value) >= 1023.5:
+            value, unit = value / 1024, larger
+    return f"{value:.{1 if unit in ('GiB', 'TiB') else 0}f} {unit}"
 
 
 def duration(seconds: float) -> str:
@@ -39,12 +33,18 @@ def decimal(value: float) -> str:
 
 def flop(number: float) -> str:
     """Floating-point operations: 999 FLOP, 1.2 kFLOP, 3.4 TFLOP, 12.0 EFLOP."""
-    value = float(number)
-    for prefix in ("", "k", "M", "G", "T", "P", "E"):
-        if abs(value) < (999.5 if prefix == "" else 999.95) or prefix == "E":
-            return f"{value:.{1 if prefix else 0}f} {prefix}FLOP"
-        value /= 1000
-    raise AssertionError("the last prefix takes every number")
+    value, prefix = _scaled(number, ("k", "M", "G", "T", "P", "E"))
+    return f"{value} {prefix}FLOP"
+
+
+def _scaled(number: float, prefixes: Sequence[str]) -> tuple[str, str]:
+    """The number as text and its prefix; each prefix is 1000 times the one before."""
+    value, prefix = float(number), ""
+    for larger in prefixes:
+        # 999.95 would print as 1000.0: it belongs to the next prefix
+        if abs(value) >= (999.95 if prefix else 999.5):
+            value, prefix = value / 1000, larger
+    return f"{value:.{1 if prefix else 0}f}", prefix
 
 
 def short_time(seconds: float) -> str:

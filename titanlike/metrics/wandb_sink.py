@@ -33,7 +33,7 @@ EXIT_CODES = {"completed": 0, "failed": 1, "interrupted": 255}  # 255 is W&B's c
 class WandbSink:
     """Logs records to W&B at their step.
 
-    config: uploaded with the run. say: prints a line, on the caller's thread. Mode auto follows the environment variable WANDB_MODE where it is set. Raises nothing.
+    config: uploaded with the run. say: prints a line, on the caller's thread. Raises nothing.
     """
 
     def __init__(
@@ -201,21 +201,16 @@ def _end_service() -> None:
     """Kill wandb-core, and remove wandb's exit handler, which would wait for it forever."""
 
     def end() -> None:
-        from wandb.sdk import wandb_setup
-
-        # wandb has no public API for its process (as of 0.31)
-        wandb_setup.singleton()._connection._proc._process.kill()
-
-    def attempt() -> None:
         import wandb
 
-        for action in (end, wandb.teardown):
-            with contextlib.suppress(
-                Exception, SystemExit
-            ):  # teardown exits with wandb-core's code
-                action()
+        with contextlib.suppress(Exception, SystemExit):
+            from wandb.sdk import wandb_setup  # no public API for the process (as of 0.31)
 
-    thread = threading.Thread(target=attempt, name="wandb-end", daemon=True)
+            wandb_setup.singleton()._connection._proc._process.kill()
+        with contextlib.suppress(Exception, SystemExit):  # it exits with wandb-core's code
+            wandb.teardown()
+
+    thread = threading.Thread(target=end, name="wandb-end", daemon=True)
     thread.start()
     thread.join(FINISH_GRACE)
 

@@ -17,8 +17,7 @@ from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
 from titanlike.metrics.console import Console
 from titanlike.metrics.events import Events
-from titanlike.metrics.open_sinks import open_sinks
-from titanlike.metrics.sinks import Sink
+from titanlike.metrics.sinks import Sink, open_sinks
 from titanlike.parallel.device import deterministic
 from titanlike.parallel.mesh import open_mesh
 from titanlike.training.build import Run, build
