@@ -135,7 +135,7 @@ def verify_with_a_fault(config: Config, worker: Worker, fault: str) -> dict:
     def train_wrong(self: Pipeline, batch: dict[str, torch.Tensor]):
         result = train_right(self, batch)
         if self._mesh.pp_rank == 1:
-            named = dict(self._stages[0].named_parameters())
+            named = dict(self._stages[1].named_parameters())
             parameter = named["layers.5.ffn.up.weight"]
             if fault == "scaled":
                 parameter.grad *= 1.01
@@ -285,7 +285,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> Non
     saving = Checkpoint(every=0, last=True)
     run_world(train, tiny(steps=1, checkpoint=saving), tmp_path)
     with pytest.raises(
-        AssertionError, match=r"optimizer=sgd: .*made with adamw.*write optimizer=adamw"
+        AssertionError, match=r"optimizer=sgd: .*saved with adamw.*write optimizer=adamw"
     ):
         run_world(train, tiny(steps=2, checkpoint=saving, optimizer=Sgd()), tmp_path)
     with pytest.raises(AssertionError, match=r"model.layers=9: .*write model.layers=8"):

@@ -1,1 +1,4 @@
-"""From a command line to jobs: the only room, besides `config`, that knows Hydra. May import every other."""
+"""From a command line to jobs; the only room, besides `config`, that knows Hydra.
+
+Imports every other room.
+"""

@@ -1,1 +1,4 @@
-"""What can be declared, checked and shown: plain data without torch. Imports no other room."""
+"""What can be declared, checked and shown: plain data, without torch.
+
+Imports no other room.
+"""
