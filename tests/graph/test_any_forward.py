@@ -25,7 +25,7 @@ from titanlike.graph.stage import Stage
 from titanlike.models.registry import build_model, initial_weights_of
 from titanlike.proof.verification import verify
 from titanlike.split.partition import partition
-from titanlike.training.preflight import preflight
+from titanlike.training.draft import preflight
 
 MODELS = {
     "torch's encoder": forwards.TorchEncoder,

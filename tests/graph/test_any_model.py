@@ -14,8 +14,7 @@ from support.world import run_world
 from titanlike.config.schema import Config, Custom, PointSplit
 from titanlike.data.sources import Data, SyntheticSource
 from titanlike.proof.verification import verify
-from titanlike.training.draft import draft
-from titanlike.training.preflight import preflight
+from titanlike.training.draft import draft, preflight
 
 
 def config(name: str, *mesh: Any, points: list[str] | None = None, **changes: Any) -> Config:

@@ -15,7 +15,7 @@ from support.world import run_world
 from titanlike.config.schema import Custom, PointSplit
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.proof.verification import verify
-from titanlike.training.preflight import preflight
+from titanlike.training.draft import preflight
 
 EXAMPLES = ROOT / "examples"
 CONF = EXAMPLES / "my_models" / "conf"

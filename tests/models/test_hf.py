@@ -29,7 +29,7 @@ from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.proof.verification import verify
 from titanlike.split.partition import partition
 from titanlike.training.build import build
-from titanlike.training.preflight import preflight
+from titanlike.training.draft import preflight
 
 CPU = torch.device("cpu")
 NAMED = ("llama", "mistral", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "phi", "opt", "gpt2")

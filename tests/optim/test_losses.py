@@ -27,8 +27,7 @@ from titanlike.launch.worker import Worker
 from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.proof.verification import verify
 from titanlike.training.build import build
-from titanlike.training.draft import draft
-from titanlike.training.preflight import preflight
+from titanlike.training.draft import draft, preflight
 
 CHUNKED = ChunkedCrossEntropy(chunk=7)  # does not divide the tokens of a microbatch
 UNEVEN = Custom("support.data.uneven", {"vocab_size": 64})

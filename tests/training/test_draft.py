@@ -17,8 +17,7 @@ from titanlike.graph.cut import message
 from titanlike.graph.stage import Stage
 from titanlike.models.registry import build_model, initial_weights_of
 from titanlike.parallel.initialize import initialize
-from titanlike.training.draft import draft
-from titanlike.training.preflight import preflight
+from titanlike.training.draft import draft, preflight
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -18,7 +18,7 @@ from titanlike.parallel.mesh import open_mesh
 from titanlike.training.build import build
 from titanlike.training.draft import draft
 from titanlike.training.guard import Guard
-from titanlike.training.measure import measured_step
+from titanlike.training.step import measured_step
 
 
 def train_two_steps(config: Config, worker: Worker) -> int:

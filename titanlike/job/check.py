@@ -34,7 +34,7 @@ def problems(config: Config, world_size: int | None = None) -> list[Problem]:
     if isinstance(config.logger, TensorBoard) and (text := tensorboard_problem()):
         found.append(Problem.parse("logger", text))
     if not any(problem.key in _LAYOUT_KEYS for problem in found):
-        from titanlike.training.preflight import preflight  # imports torch: after the quick checks
+        from titanlike.training.draft import preflight  # imports torch: after the quick checks
 
         found += preflight(config)
     return found or [*_checkpoint_problems(config)] or [*_write_problems(config)]

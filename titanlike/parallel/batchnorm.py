@@ -8,7 +8,8 @@ variance over all microbatches of all data-parallel ranks, which are those of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -75,14 +76,14 @@ class BatchNorms:
         self._modules: list[nn.Module] = []
         # of each module, one for each of its calls in a forward, over all microbatches
         self._moments: dict[nn.Module, list[Moments]] = {}
-        self._calls: dict[nn.Module, int] = {}  # in the current forward
+        self._calls: Counter[nn.Module] = Counter()  # in the current forward
         self._collecting = False
         for stage in stages:
             own = freeze_statistics(stage)
             for module in own:
                 module.register_forward_pre_hook(self._collect)
             if own:
-                stage.register_forward_pre_hook(self._reset_calls(own))
+                stage.register_forward_pre_hook(lambda *_: self._calls.clear())
             self._modules += own
 
     @contextmanager
@@ -104,11 +105,10 @@ class BatchNorms:
             return
         # the running mean, the same on all ranks, serves as the center of the sums
         centers = [module.running_mean.to(m.mean) for module, m in collected]
-        pairs = zip(collected, centers, strict=True)
-        parts = [m.sums_about(center) for (_, m), center in pairs]
+        parts = [m.sums_about(center) for (_, m), center in zip(collected, centers, strict=True)]
         flat = torch.cat(parts)
-        for axis in ("shard", "replicate"):
-            if self._mesh.dp > 1:
+        if self._mesh.dp > 1:
+            for axis in ("shard", "replicate"):
                 self._mesh.sum(flat, axis)
         sums = flat.split([len(part) for part in parts])
         for (module, _), center, part in zip(collected, centers, sums, strict=True):
@@ -126,12 +126,6 @@ class BatchNorms:
             moments.append(Moments(module.running_mean))
         with torch.no_grad():
             moments[call].add(args[0].detach())
-
-    def _reset_calls(self, own: list[nn.Module]) -> Callable[[nn.Module, Any], None]:
-        def hook(*_: Any) -> None:
-            self._calls |= dict.fromkeys(own, 0)
-
-        return hook
 
 
 def _update_running(module: nn.Module, mean: Tensor, variance: Tensor) -> None:

@@ -74,12 +74,10 @@ def return_freed_memory() -> None:
     (8 blocks of 3M parameters: 470 MiB alone, 550 MiB with dp=2, 318 MiB with this). A lower
     limit saves more and slows activations down, which then fault in their pages again and again.
     """
+    mmap_threshold = -3  # M_MMAP_THRESHOLD in <malloc.h>; to set it also turns off its growth
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):  # another C library
-            ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2 * 2**20)
-
-
-_M_MMAP_THRESHOLD = -3  # <malloc.h>; setting it also turns off its dynamic growth
+            ctypes.CDLL(None).mallopt(mmap_threshold, 2 * 2**20)
 
 
 @contextlib.contextmanager
@@ -93,15 +91,10 @@ def deterministic(on: bool) -> Iterator[None]:
         yield
         return
     cudnn, filling = torch.backends.cudnn, torch.utils.deterministic
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        cudnn.benchmark,
-        cudnn.deterministic,
-        filling.fill_uninitialized_memory,
-        os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
-    )
-    enabled, warn_only, cudnn_benchmark, cudnn_deterministic, fill, workspace = before
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    before = cudnn.benchmark, cudnn.deterministic, filling.fill_uninitialized_memory
+    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     # cuBLAS needs a workspace of a fixed size; torch raises for a wrong one of the user's
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     cudnn.benchmark = False  # it would choose kernels by timings, which vary
@@ -114,7 +107,6 @@ def deterministic(on: bool) -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-        cudnn.benchmark, cudnn.deterministic = cudnn_benchmark, cudnn_deterministic
-        filling.fill_uninitialized_memory = fill
+        cudnn.benchmark, cudnn.deterministic, filling.fill_uninitialized_memory = before
         if workspace is None:
             os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)

@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -61,21 +62,20 @@ class InitialWeights(Protocol):
         """A buffer, on the CPU."""
 
 
+@dataclass(frozen=True)
 class SeededWeights:
-    """From (seed, name) alone; the model's `initial(name)` says from which distribution."""
+    """From (seed, name) alone."""
 
     origin = "initialized from seed and parameter name"
-
-    def __init__(
-        self, initial: Callable[[str], tuple[float, float]], seed: int, buffers: dict[str, Tensor]
-    ) -> None:
-        self._initial, self._seed, self._buffers = initial, seed, buffers
+    initial: Callable[[str], tuple[float, float]]  # the model's: name -> (mean, std)
+    seed: int
+    buffers: dict[str, Tensor]
 
     def rows(self, name: str, shape: torch.Size, rows: slice) -> Tensor:
-        return draw(shape, rows, self._seed, name, *self._initial(name))
+        return draw(shape, rows, self.seed, name, *self.initial(name))
 
     def buffer(self, name: str) -> Tensor:
-        return self._buffers[name]
+        return self.buffers[name]
 
 
 class ConstructedWeights:
@@ -146,9 +146,8 @@ def initialize(
     names = names or {}
     shared: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in stage.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                shared.setdefault(id(parameter), []).append((module, name))
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            shared.setdefault(id(parameter), []).append((module, name))
     stage.to_empty(device=device)
     for (first, name), *others in shared.values():  # to_empty makes two tensors of a tied one
         for module, other in others:

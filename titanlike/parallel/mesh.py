@@ -40,8 +40,7 @@ class Mesh:
 
     def sum(self, values: Tensor, axis: str | None = None) -> Tensor:
         """Sum over all ranks, or along one axis, in place."""
-        group = self.axes.get_group(axis) if axis else None
-        dist.all_reduce(values, group=group)
+        dist.all_reduce(values, group=self.axes.get_group(axis) if axis else None)
         return values
 
     def max(self, values: Tensor) -> Tensor:
@@ -72,16 +71,8 @@ def open_mesh(config: Config, worker: Worker) -> Mesh:
     for name in names:
         set_timeout(axes.get_group(name), config.launch.timeout)
     pp_rank, replica, shard = (axes.get_local_rank(name) for name in names)
-    return Mesh(
-        axes,
-        device,
-        "nccl" if cuda else "gloo",
-        reason,
-        pp=config.pp,
-        dp=config.dp,
-        pp_rank=pp_rank,
-        dp_rank=replica * shape[2] + shard,
-    )
+    backend, dp_rank = "nccl" if cuda else "gloo", replica * shape[2] + shard
+    return Mesh(axes, device, backend, reason, config.pp, config.dp, pp_rank, dp_rank)
 
 
 def close_mesh() -> None:

@@ -31,8 +31,8 @@ def compute_dtype(config: Config) -> torch.dtype:
 def fill_missing_gradients(modules: Iterable[nn.Module]) -> None:
     """Let every backward give all parameters of these modules a gradient, zero where it has none.
 
-    For experts and layers that a forward may skip: FSDP reduces the gradients of a module in one
-    message, and ranks whose messages differ in length hang or mix up gradients.
+    For experts and layers that a forward may skip: FSDP reduces a module's gradients in one message,
+    and ranks whose messages differ in length hang or mix up gradients.
     To be called before the modules are sharded: hooks run in the order of registration.
     """
     for module in modules:
@@ -75,14 +75,12 @@ def shard_stage(
         return
     # only axes larger than one: a mesh of one axis is FSDP, of two HSDP
     axes = ("replicate", "shard") if config.replicate > 1 else ("shard",)
-    options = {"mesh": mesh.axes[axes], "reshard_after_forward": zero == 3}
+    dtype = torch.bfloat16 if bf16 else None
+    # reduce_dtype is always given: left out, it means bf16 in torch 2.13 and fp32 in 2.15.
+    precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+    options = {"mesh": mesh.axes[axes], "reshard_after_forward": zero == 3, "mp_policy": precision}
     if config.fsdp.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
-    dtype = compute_dtype(config) if bf16 else None
-    # reduce_dtype is always given: left out, it means bf16 in torch 2.13 and fp32 in 2.15.
-    options["mp_policy"] = MixedPrecisionPolicy(
-        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
     for group in groups:
         fully_shard([stage.get_submodule(name) for name in group], **options)
     fully_shard(stage, **options)

@@ -20,33 +20,25 @@ from titanlike.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)
-class Copies:
-    """This rank's copies of one parameter, and the ranks that have others."""
-
-    parameters: list[nn.Parameter]
-    group: dist.ProcessGroup | None  # None: all copies are on this rank
-
-
 class Tied:
     """The tied weights of this rank."""
 
-    def __init__(self, copies: Sequence[Copies]) -> None:
-        self._copies = list(copies)
+    # of each the copies on this rank, and the group of the ranks with others (None: no others)
+    copies: list[tuple[list[nn.Parameter], dist.ProcessGroup | None]]
 
     @torch.no_grad()
     def add_gradients(self) -> None:
         """Give every copy the sum of all copies' gradients. Collective among their ranks."""
-        for copies in self._copies:
-            if not copies.parameters[0].requires_grad:
+        for parameters, group in self.copies:
+            if not parameters[0].requires_grad:
                 continue
-            mine = [_local(p.grad) for p in copies.parameters if p.grad is not None]
-            if copies.group is None and len(mine) < 2:
+            mine = [_local(p.grad) for p in parameters if p.grad is not None]
+            if group is None and len(mine) < 2:
                 continue
-            shape = _local(copies.parameters[0])
-            total = torch.stack(mine).sum(0) if mine else torch.zeros_like(shape)
-            if copies.group is not None:
-                dist.all_reduce(total, group=copies.group)
-            for parameter in copies.parameters:
+            total = torch.stack(mine).sum(0) if mine else torch.zeros_like(_local(parameters[0]))
+            if group is not None:
+                dist.all_reduce(total, group=group)
+            for parameter in parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 _local(parameter.grad).copy_(total)
@@ -66,15 +58,13 @@ def tie(
     """
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     copies = []
-    for name in sorted(stages):
+    for name in sorted(name for name, holding in stages.items() if len(holding) > 1):
         holders = tuple(sorted({place[stage] for stage in stages[name]}))
-        if len(stages[name]) < 2:
-            continue
         if len(holders) > 1 and holders not in groups:
             groups[holders] = _group(holders, mesh, timeout)
         if mesh.pp_rank in holders:
             mine = [parameters[name] for parameters in local.values() if name in parameters]
-            copies.append(Copies(mine, groups.get(holders)))
+            copies.append((mine, groups.get(holders)))
     return Tied(copies)
 
 

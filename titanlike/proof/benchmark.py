@@ -34,8 +34,8 @@ from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.proof.reference import REFERENCE_TIMEOUT
 from titanlike.training.build import Run, build
 from titanlike.training.guard import Guard
-from titanlike.training.measure import measured_step
-from titanlike.training.open_data import open_data_on_every_rank
+from titanlike.training.session import open_data_on_every_rank
+from titanlike.training.step import measured_step
 
 WARMUP = 4  # steps that are not counted
 STEPS = 40  # counted, unless the command line has steps=
@@ -64,10 +64,10 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
         ours, plain, ratios = [], [], []
         for _ in range(counted // 2):
             # ours, plain, plain, ours: the second of a pair finds warm caches
-            loops = (titanlike_loop, plain_loop, plain_loop, titanlike_loop)
-            a, b, c, d = map(next, loops)
+            a, b, c, d = map(next, (titanlike_loop, plain_loop, plain_loop, titanlike_loop))
             ours, plain = [*ours, a, d], [*plain, b, c]
-            ratios.append(_seconds(a, d) / _seconds(b, c))
+            first, second = (x["step_seconds"] + y["step_seconds"] for x, y in ((a, d), (b, c)))
+            ratios.append(first / second)
         ratio = median(ratios)
     else:
         ours = list(titanlike_loop)
@@ -91,10 +91,6 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
         _print(figures, ours)
     close_mesh()
     return figures
-
-
-def _seconds(*records: dict[str, Any]) -> float:
-    return sum(record["step_seconds"] for record in records)
 
 
 def _titanlike_loop(
@@ -171,16 +167,13 @@ def _start_time(worker: Worker) -> float:
 
 def _print(figures: dict[str, Any], records: list[dict[str, Any]]) -> None:
     console = Console(steps=1)
-    memory = figures["memory_bytes"]
-    own = figures["memory_of_training_bytes"]
+    memory, own = figures["memory_bytes"], figures["memory_of_training_bytes"]
+    peak = f"{units.size(max(memory))} at most, {units.size(max(own))} of it for this run"
     rows = [
         ("tokens/s", units.count(figures["value"])),
         ("step", f"{figures['step_seconds'] * 1e3:.1f} ms (median of {len(records)})"),
         ("first step done", f"{figures['first_step_seconds']:.1f} s after the start"),
-        (
-            "peak memory a rank",
-            f"{units.size(max(memory))} at most, {units.size(max(own))} of it for this run",
-        ),
+        ("peak memory a rank", peak),
     ]
     if len(memory) > 1:
         rows.append(("of each rank", ", ".join(units.size(value) for value in own)))

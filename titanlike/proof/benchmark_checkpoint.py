@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from titanlike.checkpoint.checkpointer import Checkpointer, Progress
 from titanlike.checkpoint.integrity import read_manifest
+from titanlike.checkpoint.storage import Storage
 from titanlike.config.schema import Checkpoint, Config
 from titanlike.data.loader import batches
 from titanlike.launch.worker import Worker
@@ -31,8 +32,8 @@ from titanlike.metrics.events import Events
 from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.training.build import Run, build
 from titanlike.training.guard import Guard
-from titanlike.training.measure import measured_step
-from titanlike.training.open_data import open_data_on_every_rank
+from titanlike.training.session import open_data_on_every_rank
+from titanlike.training.step import measured_step
 
 MODES = ("sync", "async", "async_pinned")
 ROUNDS = 5  # counted; one before them is not
@@ -47,15 +48,11 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
     guard, stream = Guard(config, {}), batches(data.train, config, dp_rank=mesh.dp_rank)
     quiet = Events(worker.run_dir, None)
     folders = {mode: worker.run_dir / mode for mode in MODES}
-    checkpointers = {
-        mode: Checkpointer(
-            run.stage_states,
-            replace(config, checkpoint=_settings(folders[mode], mode)),
-            data,
-            quiet,
-        )
-        for mode in MODES
-    }
+    checkpointers = {}
+    for mode in MODES:
+        settings = Checkpoint(folder=str(folders[mode]), mode=mode, keep=1)
+        in_mode = replace(config, checkpoint=settings)
+        checkpointers[mode] = Checkpointer(run.stage_states, in_mode, data, quiet)
     step = 1
     measured_step(run, config, step, stream, guard, worker)
     stalls: dict[str, list[float]] = {mode: [] for mode in MODES}
@@ -69,12 +66,11 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
                 step += 1
                 record = measured_step(run, config, step, stream, guard, worker).record
                 during[mode].append(record["step_seconds"])
-            checkpointer.finish(
-                Progress(step=step), done=False
-            )  # the next mode has the disk to itself
+            # the next mode has the disk to itself
+            checkpointer.finish(Progress(step=step), done=False)
         size, own = _sizes(folders["sync"], checkpointers["sync"].newest, worker.rank)
         writes.append(_timed(run, lambda own=own: _plain_write(worker, own)))
-        reads.append(_timed(run, lambda: _plain_read(worker)))
+        reads.append(_timed(run, plain_file(worker).read_bytes))
         loads.append(_timed(run, checkpointers["sync"].resume))
     for mode in MODES:
         dist.barrier()
@@ -102,14 +98,8 @@ def plain_file(worker: Worker) -> Path:
     return worker.run_dir / f"plain-{worker.rank}"
 
 
-def _settings(folder: Path, mode: Any) -> Checkpoint:
-    return Checkpoint(folder=str(folder), mode=mode, keep=1)
-
-
 def _sizes(folder: Path, step: int, rank: int) -> tuple[int, int]:
     """Bytes of a checkpoint, and of a rank's own files in it."""
-    from titanlike.checkpoint.storage import Storage
-
     files = read_manifest(Storage(folder / f"step-{step:08d}"))
     own = sum(size for name, (size, _) in files.items() if name.startswith(f"__{rank}_"))
     return sum(size for size, _ in files.values()), own
@@ -121,10 +111,6 @@ def _plain_write(worker: Worker, size: int) -> None:
     with plain_file(worker).open("wb", buffering=0) as file:
         file.write(piece)
         os.fsync(file.fileno())
-
-
-def _plain_read(worker: Worker) -> None:
-    plain_file(worker).read_bytes()
 
 
 def _timed(run: Run, action: Callable[[], Any]) -> float:
@@ -145,29 +131,18 @@ def _print(figures: dict[str, Any]) -> None:
 
     console = Console(steps=1)
     stall, steps = figures["stall_seconds"], figures["step_seconds"]
-    console.table(
-        "",
-        ["mode", "training waits", "of sync's", "a step during it"],
-        [
-            (
-                mode,
-                f"{stall[mode] * 1e3:.1f} ms",
-                f"{stall[mode] / stall['sync']:.2f}",
-                f"{steps[mode] * 1e3:.1f} ms",
-            )
-            for mode in MODES
-        ],
-    )
+    rows = []
+    for mode in MODES:
+        waits, share = f"{stall[mode] * 1e3:.1f} ms", f"{stall[mode] / stall['sync']:.2f}"
+        rows.append((mode, waits, share, f"{steps[mode] * 1e3:.1f} ms"))
+    console.table("", ["mode", "training waits", "of sync's", "a step during it"], rows)
     console.line()
-    write, read = figures["plain_write_seconds"], figures["plain_read_seconds"]
+    save = figures["plain_write_seconds"] / figures["save_seconds"]
+    load = figures["plain_read_seconds"] / figures["load_seconds"]
     rows = [
-        ("save", speed("save_seconds"), f"{write / figures['save_seconds']:.2f}"),
+        ("save", speed("save_seconds"), f"{save:.2f}"),
         ("plain write with fsync", speed("plain_write_seconds"), ""),
-        (
-            "load, checksums read too",
-            speed("load_seconds"),
-            f"{read / figures['load_seconds']:.2f}",
-        ),
+        ("load, checksums read too", speed("load_seconds"), f"{load:.2f}"),
         ("plain read", speed("plain_read_seconds"), ""),
     ]
     console.table("", ["", f"a checkpoint of {units.size(figures['bytes'])}", "of plain"], rows)

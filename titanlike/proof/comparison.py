@@ -88,9 +88,8 @@ def compare(
     """
     if mine is None:
         rounding = None if in_bf16 is None else 0.0
-        return Comparison(
-            kind, name, reference.numel(), math.nan, math.inf, math.inf, 1.0, rounding
-        )
+        lost = (math.nan, math.inf, math.inf, 1.0)
+        return Comparison(kind, name, reference.numel(), *lost, rounding)
     part = local_slices(mine)
     local = (mine.to_local() if isinstance(mine, DTensor) else mine).detach().cpu().double()
     right = reference[part].double()
@@ -119,9 +118,7 @@ def reliable(gradient: Tensor, precision: str) -> Tensor:
 
 def _largest(difference: Tensor) -> float:
     """Largest absolute value; infinite if there is a NaN, which no comparison would notice."""
-    if not difference.numel():
-        return 0.0
-    return difference.abs().nan_to_num(math.inf).max().item()
+    return difference.abs().nan_to_num(math.inf).max().item() if difference.numel() else 0.0
 
 
 def merge(ranks: list[list[Comparison]]) -> list[Comparison]:

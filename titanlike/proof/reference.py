@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +22,7 @@ from titanlike.optim.learning_rate import set_lr
 from titanlike.optim.loss import build_loss
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallel.initialize import initialize
-from titanlike.proof.whole_batch import WholeBatch, batch_norms
+from titanlike.torch_private.base_classes import BatchNorm
 from titanlike.training.draft import draft
 
 REFERENCE_TIMEOUT = 24 * 3600.0  # seconds for one process to compute while the others wait
@@ -43,7 +46,7 @@ def reference_steps(
     """(in fp32, in bf16 if the config asks for it), each by one process."""
     alone = replace(config, dp=1, replicate=1)
     groups = 1
-    if batch_norms(build_model(resolve_model(config))):
+    if _batch_norms(build_model(resolve_model(config))):
         groups = config.dp * draft(config, data).microbatches
     exact = single_process(alone, data, device, torch.float32, groups)
     bf16 = config.precision.name == "bf16"
@@ -95,7 +98,7 @@ def single_process(
     batch, following = next(stream), next(stream)
 
     model.train()
-    norms = WholeBatch(model)
+    norms = _WholeBatchStatistics(model)
     total, count = loss_of(batch)
     buffers = norms.buffers()
     (total / count).backward()
@@ -105,20 +108,54 @@ def single_process(
         nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)
     set_lr(optimizer, config, 1)
     optimizer.step()
-    return Reference(
-        initial,
-        gradients,
-        updated=copy_of(model.named_parameters()),
-        losses={
-            "loss": total.item() / count,
-            "validation loss": validation,
-            "loss after the update": mean_over(iter([following])),
-        },
-        buffers=buffers,
-        groups=groups,
-    )
+    losses = {"loss": total.item() / count, "validation loss": validation}
+    losses["loss after the update"] = mean_over(iter([following]))
+    updated = copy_of(model.named_parameters())
+    return Reference(initial, gradients, updated, losses, buffers, groups)
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
     """Zero where there is none: the parameter is frozen, or this batch does not reach it."""
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _batch_norms(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: part for name, part in model.named_modules() if isinstance(part, BatchNorm)}
+
+
+class _WholeBatchStatistics:
+    """The running statistics that batch norms have after a step on a batch that is not split.
+
+    It records all inputs of a model's batch norms from now on. torch's own batch norm computes the
+    statistics: a copy of each module, from before the step, is called once with all inputs.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        norms = _batch_norms(model)
+        self._copies = {name: copy.deepcopy(norm) for name, norm in norms.items()}
+        self._inputs: dict[tuple[str, int], list[Tensor]] = {}  # by module and call in a forward
+        self._calls: Counter[str] = Counter()
+        self._handles = [model.register_forward_pre_hook(lambda *_: self._calls.clear())]
+        for name, norm in norms.items():
+            self._handles.append(norm.register_forward_pre_hook(self._keep(name)))
+
+    def _keep(self, name: str) -> Any:
+        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            # a copy: an operation after a batch norm may work in place
+            inputs = self._inputs.setdefault((name, self._calls[name]), [])
+            inputs.append(args[0].detach().clone())
+            self._calls[name] += 1
+
+        return hook
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers after a step on all inputs, by name. Ends the recording."""
+        for handle in self._handles:
+            handle.remove()
+        for (name, _), inputs in sorted(self._inputs.items()):
+            self._copies[name](torch.cat(inputs))
+        return {
+            f"{name}.{key}": value.detach().cpu().clone()
+            for name, norm in self._copies.items()
+            for key, value in norm.named_buffers()
+        }

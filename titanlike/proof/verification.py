@@ -13,9 +13,11 @@ compared as well.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -31,14 +33,9 @@ from titanlike.optim.optimizer import gradient_norm
 from titanlike.parallel.device import choose_device
 from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.proof.comparison import Comparison, compare, merge, reliable
-from titanlike.proof.reference import (
-    REFERENCE_TIMEOUT,
-    Reference,
-    gradient_of,
-    reference_steps,
-)
+from titanlike.proof.reference import REFERENCE_TIMEOUT, Reference, gradient_of, reference_steps
 from titanlike.training.build import Run, build
-from titanlike.training.open_data import open_data_on_every_rank
+from titanlike.training.session import open_data_on_every_rank
 from titanlike.training.step import optimizer_step, to_device, validate
 
 KINDS = ("loss", "initial", "gradient", "update", "buffer")  # of comparisons, causes before effects
@@ -61,9 +58,14 @@ def verify(config: Config, worker: Worker) -> dict[str, Any]:
     dist.all_gather_object(every, comparisons)
     rows = merge(every)
     copies = Counter(name for names in run.draft.stage_parameters for name in names)
-    missing = _missing(
-        rows, exact, {name: config.replicate * copies[name] for name in exact.initial}
-    )
+    # each element once a replica, and once a copy of a tied weight
+    wanted = {n: t.numel() * config.replicate * copies[n] for n, t in exact.initial.items()}
+    compared = {row.name: row.elements for row in rows if row.kind == "initial"}
+    missing = [
+        f"{name}: {compared.get(name, 0)} of {elements} elements are in a stage"
+        for name, elements in wanted.items()
+        if compared.get(name) != elements
+    ]
     compared = {row.name for row in rows if row.kind == "buffer"}
     missing += [f"{name}: is in no stage" for name in exact.buffers if name not in compared]
     ok = not missing and all(row.agrees for row in rows)
@@ -119,17 +121,6 @@ def _compare_layout(
         yield compare("loss", name, torch.tensor([value], dtype=torch.float64), reference, in_bf16)
 
 
-def _missing(rows: list[Comparison], reference: Reference, copies: dict[str, int]) -> list[str]:
-    """Parameters that were not compared in full: each element once a replica, and once a copy of a
-    tied weight."""
-    compared = {row.name: row.elements for row in rows if row.kind == "initial"}
-    return [
-        f"{name}: {compared.get(name, 0)} of {tensor.numel() * copies[name]} elements are in a stage"
-        for name, tensor in reference.initial.items()
-        if compared.get(name, 0) != tensor.numel() * max(1, copies[name])
-    ]
-
-
 def _print(
     config: Config, rows: list[Comparison], missing: list[str], ok: bool, groups: int
 ) -> None:
@@ -142,34 +133,23 @@ def _print(
         count = max(3, sum(not row.agrees for row in of_kind))
         shown += of_kind[:count]
         if agreeing := of_kind[count:]:
-            total = agreeing[0]
-            for row in agreeing[1:]:
-                total = total + row
+            total = reduce(operator.add, agreeing)
             shown.append(replace(total, name=f"... {len(agreeing)} more"))
     title = f"against one process in plain torch ({config.precision.name})"
     if groups > 1:
         title += f", batch norm over the same {groups} groups of {config.batch_size // groups} rows"
-    console.table(
-        title,
-        ["what", "name", "largest", "difference", "relative", ""],
-        [
-            (
-                row.kind,
-                row.name,
-                f"{row.largest:.2e}",
-                f"{row.difference:.1e}",
-                f"{row.relative:.1e}",
-                "ok" if row.agrees or row.name.startswith("...") else "DIFFERS",
-            )
-            for row in shown
-        ],
-    )
+    cells = []
+    for row in shown:
+        numbers = f"{row.largest:.2e}", f"{row.difference:.1e}", f"{row.relative:.1e}"
+        verdict = "ok" if row.agrees or row.name.startswith("...") else "DIFFERS"
+        cells.append((row.kind, row.name, *numbers, verdict))
+    console.table(title, ["what", "name", "largest", "difference", "relative", ""], cells)
     for text in missing:
         console.line(f"DIFFERS: {text}")
-    wrong = [row for kind in KINDS for row in rows if row.kind == kind and not row.agrees]
     if ok:
         console.line(f"PASS: {len(rows)} comparisons agree")
-    else:
-        names = ", ".join(f"{row.kind} of {row.name}" for row in wrong[:10])
-        more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""
-        console.line(f"FAIL: {len(wrong)} of {len(rows)} comparisons differ: {names}{more}")
+        return
+    wrong = [row for kind in KINDS for row in rows if row.kind == kind and not row.agrees]
+    names = ", ".join(f"{row.kind} of {row.name}" for row in wrong[:10])
+    more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""
+    console.line(f"FAIL: {len(wrong)} of {len(rows)} comparisons differ: {names}{more}")

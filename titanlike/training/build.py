@@ -25,7 +25,7 @@ from titanlike.parallel.batchnorm import BatchNorms
 from titanlike.parallel.initialize import InitialWeights, initialize, piece_seed
 from titanlike.parallel.mesh import Mesh
 from titanlike.parallel.sharding import fill_missing_gradients, shard_stage
-from titanlike.parallel.tied import Tied, tie
+from titanlike.parallel.tied import tie
 from titanlike.pipeline.pipeline import Pipeline
 from titanlike.split.auto_split import measured_times
 from titanlike.training.draft import Draft, draft
@@ -77,14 +77,24 @@ def build(config: Config, mesh: Mesh, data: Data | None = None) -> Run:
     stages = {index: _build_stage(config, plan, index, weights, mesh) for index in local}
     origin = weights.origin
     del weights  # some initial weights are a whole model in memory
-    states = {
-        index: _stage_state(config, plan, index, stage)
-        for index, stage in stages.items()
-        if stage.state_dict()  # a batch norm without weights has buffers to save
+    canonical = plan.model_graph.canonical_names()
+    # of each parameter the stages that hold it: of a tied one, the first is its owner
+    holders = {
+        name: [index for index, names in enumerate(plan.stage_parameters) if name in names]
+        for name in canonical.values()
     }
+    states: dict[int, StageState] = {}
+    for index, stage in stages.items():
+        if stage.state_dict():  # a batch norm without weights has buffers to save
+            parameters = stage.named_parameters(remove_duplicate=False)
+            names = {name: canonical[name] for name, _ in parameters}
+            owned = frozenset(name for name in names.values() if holders[name][0] == index)
+            optimizer = build_optimizer(stage, config.optimizer)
+            states[index] = StageState(stage, optimizer, names, owned)
 
     # 3. the pipeline
-    tied = _tie(config, plan, states, mesh)
+    local_parameters = {index: dict(state.parameters()) for index, state in states.items()}
+    tied = tie(holders, plan.order.place, local_parameters, mesh, config.launch.timeout)
     # random numbers of training (dropout) differ on every rank
     torch.manual_seed(piece_seed(config.seed, "rank", dist.get_rank()))
     loss = build_loss(config.loss, mesh.device)
@@ -111,23 +121,3 @@ def _build_stage(
     device = torch.device("cpu") if config.fsdp.cpu_offload else mesh.device
     initialize(stage, weights, device, plan.model_graph.canonical_names())
     return stage
-
-
-def _stage_state(config: Config, plan: Draft, index: int, stage: Stage) -> StageState:
-    """Of a tied parameter, the first stage that holds it is the owner."""
-    canonical = plan.model_graph.canonical_names()
-    names = {name: canonical[name] for name, _ in stage.named_parameters(remove_duplicate=False)}
-    owned = frozenset(name for name in names.values() if _holders(plan, name)[0] == index)
-    return StageState(stage, build_optimizer(stage, config.optimizer), names, owned)
-
-
-def _holders(plan: Draft, name: str) -> list[int]:
-    """The stages that hold a parameter, by its name in the whole model."""
-    return [index for index, names in enumerate(plan.stage_parameters) if name in names]
-
-
-def _tie(config: Config, plan: Draft, states: dict[int, StageState], mesh: Mesh) -> Tied:
-    names = plan.model_graph.canonical_names().values()
-    holders = {name: _holders(plan, name) for name in names}
-    local = {index: dict(state.parameters()) for index, state in states.items()}
-    return tie(holders, plan.order.place, local, mesh, config.launch.timeout)

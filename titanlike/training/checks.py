@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 from torch import nn
 
@@ -22,39 +23,38 @@ def norm_problems(config: Config, model: nn.Module) -> list[Problem]:
     """Norms that would give statistics that depend on the layout, or hang."""
     problems = []
     for name, module in model.named_modules():
+        key, value = "model.name", config.model.name
         if isinstance(module, nn.SyncBatchNorm):
-            reason = (
-                f"its {name} is a SyncBatchNorm, which communicates with all ranks in its forward, also with "
-                "those of other stages"
+            communicates = (
+                "communicates with all ranks in its forward, also with those of other stages"
             )
+            reason = f"its {name} is a SyncBatchNorm, which {communicates}"
             fix = "nn.BatchNorm2d there: its running statistics are those of the whole batch"
         elif isinstance(module, InstanceNorm) and module.running_mean is not None:
             reason = f"its {name} is an instance norm that keeps running statistics"
             fix = "track_running_stats=False there, or a batch norm"
         elif has_statistics(module) and isinstance(config.split, TraceSplit):
+            key, value = "split", "trace"
             reason = f"the tracer cannot see that {name} is a batch norm and keeps statistics"
             fix = "split=points or split=even, which leave modules whole"
-            problems.append(Problem("split", "trace", reason, fix))
-            break
         elif has_statistics(module) and config.precision.name == "bf16":
+            key, value = "precision", "bf16"
             reason = f"its {name} is a batch norm, whose running statistics are too fine for bf16"
-            problems.append(Problem("precision", "bf16", reason, "precision=fp32, or a group norm"))
-            break
+            fix = "precision=fp32, or a group norm"
         else:
             continue
-        problems.append(Problem("model.name", config.model.name, reason, fix))
+        problems.append(Problem(key, value, reason, fix))
+        if key != "model.name":
+            break  # the same holds for the model's other batch norms
     return problems
 
 
 def shared_norm_problems(
     config: Config, model: nn.Module, stages: Sequence[Sequence[str]]
 ) -> list[Problem]:
-    """Batch norms that several stages would keep statistics of, each its own.
-
-    stages: the units of each.
-    """
+    """Batch norms that several stages (units of each) would keep statistics of, each its own."""
     seen: set[str] = set()
-    for unit in [name for names in stages for name in names]:
+    for unit in chain.from_iterable(stages):
         norms = [norm for norm in model.get_submodule(unit).modules() if has_statistics(norm)]
         if unit in seen and norms:
             reason = f"two stages call {unit}, whose batch norm has one set of running statistics"
@@ -66,18 +66,18 @@ def shared_norm_problems(
 
 def sharding_problems(config: Config, order: Order) -> list[Problem]:
     """Sharding that gives wrong gradients, or has no effect."""
-    if order.splits_backward and config.fsdp.zero in (2, 3):
-        reason = (
-            f"schedule={config.schedule.name} splits the backward in two, and FSDP loses gradients "
-            "when it reduces or reshards between the halves"
-        )
+    if config.fsdp.zero not in (2, 3):
+        return []
+    if order.splits_backward:
+        loses = "FSDP loses gradients when it reduces or reshards between the halves"
+        reason = f"schedule={config.schedule.name} splits the backward in two, and {loses}"
         fix = "fsdp.zero=1, or a schedule with whole backwards such as interleaved1f1b"
-        return [Problem("fsdp.zero", config.fsdp.zero, reason, fix)]
-    if config.dp == config.replicate and config.fsdp.zero in (2, 3):
+    elif config.dp == config.replicate:
         reason = f"dp={config.dp} replicate={config.replicate} shards nothing"
         fix = f"fsdp.zero=auto, or dp={2 * config.replicate}"
-        return [Problem("fsdp.zero", config.fsdp.zero, reason, fix)]
-    return []
+    else:
+        return []
+    return [Problem("fsdp.zero", config.fsdp.zero, reason, fix)]
 
 
 def split_problems(config: Config, model: nn.Module) -> list[Problem]:

@@ -6,20 +6,15 @@ errors before a worker starts (`preflight`), and every rank drafts it again befo
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from titanlike.config import schema
 from titanlike.config.errors import ConfigError, Problem
-from titanlike.config.schema import (
-    AutoSplit,
-    ChunkedCrossEntropy,
-    Config,
-    Custom,
-    EvenSplit,
-    PointSplit,
-    TraceSplit,
-)
+from titanlike.config.schema import Config, Custom
+from titanlike.data.errors import DataError
 from titanlike.data.example_batch import example_batch, field_problems
 from titanlike.data.sources import Data
 from titanlike.graph.cut import StageGraph, cut
@@ -30,6 +25,7 @@ from titanlike.models.registry import build_model, resolve_model
 from titanlike.optim.chunked_loss import HeadNested, find_head, with_chunked_loss
 from titanlike.optim.loss import Loss, build_loss, check_loss
 from titanlike.parallel.batchnorm import freeze_statistics
+from titanlike.parallel.device import choose_device
 from titanlike.parallel.sharding import compute_dtype
 from titanlike.pipeline.from_config import (
     NoDivision,
@@ -41,13 +37,7 @@ from titanlike.pipeline.order import Order
 from titanlike.split.auto_split import AutoSplitResult, MeasureTimes, find_auto_split
 from titanlike.split.partition import SplitError, partition
 from titanlike.split.unit_costs import UnitCosts
-from titanlike.training.checks import (
-    norm_problems,
-    sharding_problems,
-    split_problem,
-    split_problems,
-    stage_problems,
-)
+from titanlike.training import checks
 
 
 @dataclass(frozen=True)
@@ -105,10 +95,9 @@ def draft(
     order, why_microbatches = _choose_order(config, model)
     zero, why_zero = _choose_zero(config, order.splits_backward)
     model_graph, targets = _record_model(config, resolved, model, data, order.microbatches)
-    auto_split, graphs, evaluated = _cut_stages(
-        config, model_graph, targets, order, zero, measure_times
-    )
-    if problems := stage_problems(config, resolved, model_graph, graphs, evaluated):
+    found = _cut_stages(config, model_graph, targets, order, zero, measure_times)
+    auto_split, graphs, evaluated = found
+    if problems := checks.stage_problems(config, resolved, model_graph, graphs, evaluated):
         raise ConfigError(problems)
     parameters = [model_graph.parameters_of(graph) for graph in graphs]
     return Draft(
@@ -124,14 +113,37 @@ def draft(
     )
 
 
+def preflight(config: Config) -> list[Problem]:
+    """Every problem that takes the model to be found, before a worker starts; allocates nothing."""
+    problems = []
+    try:
+        # ranks on this machine: of torchrun or srun, or all of them in the launcher's own process
+        external = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if external else config.world_size
+        choose_device(config.device, 0, ranks)
+    except ValueError as error:
+        problems.append(Problem.parse("device", str(error)))
+    try:
+        draft(config)
+    except ConfigError as error:
+        problems += error.problems
+    except DataError as error:  # of a user's own data, which are opened
+        fix = error.remedy[:1].lower() + error.remedy[1:]
+        problems.append(Problem(error.key, error.value, error.reason, fix))
+    return problems
+
+
 def _choose_order(config: Config, model: nn.Module) -> tuple[Order, str]:
     """The order of computing, and why it has so many microbatches.
 
     Raises ConfigError with every problem that is found without a forward.
     """
-    problems = model_problems(model, config) + norm_problems(config, model)
+    problems = model_problems(model, config) + checks.norm_problems(config, model)
     try:
-        microbatches, why = _choose_microbatches(config)
+        microbatches, why = declared_microbatches(config.schedule), "asked for"
+        if microbatches is None:
+            rows = config.batch_size // config.dp
+            microbatches, why = derive_microbatches(config.schedule, config.pp, rows)
         order = build_order(config.schedule, config.pp, microbatches)
     except NoDivision as error:
         fix = "" if error.works is None else f"batch_size={error.works * config.dp}"
@@ -139,18 +151,10 @@ def _choose_order(config: Config, model: nn.Module) -> tuple[Order, str]:
     except ValueError as error:
         problems.append(Problem.parse("schedule", str(error)))
     else:
-        problems += sharding_problems(config, order)
+        problems += checks.sharding_problems(config, order)
     if problems:  # a forward would only raise the same in other words
-        raise ConfigError([*problems, *split_problems(config, model)])
+        raise ConfigError([*problems, *checks.split_problems(config, model)])
     return order, why
-
-
-def _choose_microbatches(config: Config) -> tuple[int, str]:
-    """(number, why)"""
-    declared = declared_microbatches(config.schedule)
-    if declared is not None:
-        return declared, "asked for"
-    return derive_microbatches(config.schedule, config.pp, config.batch_size // config.dp)
 
 
 def _choose_zero(config: Config, splits_backward: bool) -> tuple[int, str]:
@@ -192,9 +196,10 @@ def _record_model(
 def _record(
     config: Config, resolved: Custom, model: nn.Module, fields: Fields, microbatch_size: int
 ) -> ModelGraph:
-    points = config.split.points if isinstance(config.split, PointSplit) else []
-    chunked = isinstance(config.loss, ChunkedCrossEntropy)
-    traced = isinstance(config.split, TraceSplit)
+    points = config.split.points if isinstance(config.split, schema.PointSplit) else []
+    chunked = isinstance(config.loss, schema.ChunkedCrossEntropy)
+    traced = isinstance(config.split, schema.TraceSplit)
+    key = "model.name"
     try:
         graph = ModelGraph(model, fields, microbatch_size, points, traced=traced)
         while chunked and (nested := _chunk_loss(graph, build_loss(config.loss))):
@@ -203,26 +208,22 @@ def _record(
         graph.recording(fields, False)
         return graph
     except RecordError as error:
-        problem = Problem("model.name", resolved.name, error.reason, error.fix)
+        reason, fix = error.reason, error.fix
     except TypeError as error:  # of the call, or of something inside
         given = ", ".join(fields)
         reason = f"its forward cannot be called with what the data gives ({given}): {error}"
         fix = "a forward with these arguments, or data with those that it needs"
-        problem = Problem("model.name", resolved.name, reason, fix)
     except Exception as error:  # whatever a forward raises
-        shapes = {name: [microbatch_size, *field.shape] for name, field in fields.items()}
-        shown = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        reason = f"its forward on {shown} raised {type(error).__name__}: {error}"
+        sizes = {name: [microbatch_size, *field.shape] for name, field in fields.items()}
+        shown = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        key, reason = "model", f"its forward on {shown} raised {type(error).__name__}: {error}"
         fix = "sizes of model and data that fit each other"
-        problem = Problem("model", resolved.name, reason, fix)
-    raise ConfigError([problem])
+    raise ConfigError([Problem(key, resolved.name, reason, fix)])
 
 
 def _chunk_loss(model_graph: ModelGraph, loss: Loss) -> list[str]:
-    """Let the last stage compute the loss in chunks of tokens.
-
-    Returns modules inside the last unit where the head is nested in it: the unit is to be cut there.
-    """
+    """Let the last stage compute the loss in chunks of tokens; returns where the last unit must be
+    cut first, because the head is nested in it."""
 
     def last_stage(graph: StageGraph) -> StageGraph:
         return with_chunked_loss(graph, find_head(graph, model_graph.model, loss))
@@ -251,17 +252,18 @@ def _cut_stages(
     Raises ConfigError.
     """
     units, fields, found = model_graph.units, model_graph.fields, None
+    auto = isinstance(config.split, schema.AutoSplit)
     try:
-        if isinstance(config.split, AutoSplit) and order.stages > 1:
+        if auto and order.stages > 1:
             unit_costs = UnitCosts(model_graph, targets, build_loss(config.loss))
             found = find_auto_split(config, unit_costs, units, order, zero, measure_times)
             model_graph.stages = found.stages(units)
         else:
-            split = EvenSplit() if isinstance(config.split, AutoSplit) else config.split
+            split = schema.EvenSplit() if auto else config.split
             model_graph.stages = partition(units, split, order.stages)
         return found, model_graph.graphs(fields, True), model_graph.graphs(fields, False)
     except SplitError as error:
-        raise ConfigError([split_problem(error)]) from None
+        raise ConfigError([checks.split_problem(error)]) from None
     except RecordError as error:  # of the loss in the last stage
         problem = Problem("loss.name", config.loss.name, error.reason, error.fix)
         raise ConfigError([problem]) from None

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from titanlike.data.loader import Batch, batches
 from titanlike.training.guard import BadNumbers, Verdict
-from titanlike.training.measure import agreed_stop_code, measured_step
 from titanlike.training.session import Session, last_step
-from titanlike.training.step import validate
+from titanlike.training.step import measured_step, validate
 
 MOST_ROLLBACKS = 3  # to one checkpoint: then leaving batches out does not help
 
@@ -123,7 +124,11 @@ def _save(s: Session, record: dict[str, Any]) -> float:
 
 
 def _agreed_stop_code(s: Session) -> int:
-    return agreed_stop_code(s.run.mesh, s.config, s.worker)
+    """The stop code between steps, the same on every rank. Collective."""
+    mesh, stop_code = s.run.mesh, s.worker.stop_request.code(s.config.max_time)
+    if mesh.world_size > 1:
+        stop_code = int(mesh.max(torch.tensor([stop_code], device=mesh.device)).item())
+    return stop_code
 
 
 def _is_due(step: int, every: int, anyway: bool) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
-from typing import NamedTuple
 
 from titanlike.config.program import train_program
 from titanlike.metrics import units
@@ -23,8 +22,8 @@ def opening(session: Session) -> None:
     shape += f"; ZeRO {draft.zero} ({draft.why_zero})"
     tokens = config.batch_size * config.seq_len
     most = "at most " if data.variable is not None else ""
-    rows = config.batch_size // config.dp // draft.microbatches
-    cut = f"{draft.microbatches} x {rows} sequences on each dp rank"
+    size = config.batch_size // config.dp // draft.microbatches
+    cut = f"{draft.microbatches} x {size} sequences on each dp rank"
     fields = [
         ("device", f"{mesh.device.type} with {mesh.backend} ({mesh.reason})"),
         ("mesh", shape if mesh.world_size > 1 else "one process"),
@@ -34,31 +33,24 @@ def opening(session: Session) -> None:
         ("data", data.description),
         ("batch", f"{config.batch_size} x {config.seq_len} = {most}{units.count(tokens)} tokens"),
         ("microbatches", f"{cut} ({draft.why_microbatches})"),
-        ("schedule", config.schedule.name),
+        ("schedule", config.schedule.name if mesh.pp > 1 else ""),
         ("steps", f"{start + 1} to {config.steps}" if start < config.steps else "none left"),
         ("output", str(session.worker.run_dir)),
         ("", "; ".join(sink.location for sink in session.sinks[1:])),
     ]
-    if mesh.pp == 1:
-        fields = [field for field in fields if field[0] != "schedule"]
     console.fields([field for field in fields if field[1]])
     console.line()
-    found, cost = draft.auto_split, _Cost.of(draft.auto_split)
-    console.table(
-        "",
-        ["rank", "stage", "modules", "parameters", *([cost.heading] if cost else [])],
-        [
-            (
-                _ranks(rank, mesh.dp),
-                stage,
-                _span(draft.stages[stage]),
-                units.count(draft.stage_numel(stage)),
-                *([cost.text(found.chosen.stages[stage])] if cost else []),
-            )
-            for rank in range(mesh.pp)
-            for stage in draft.order.local(rank)
-        ],
-    )
+    found, headings, rows = draft.auto_split, ["rank", "stage", "modules", "parameters"], []
+    costed = found is not None and found.cost != "params"  # those have a column already
+    if costed:
+        headings.append("memory" if found.cost == "memory" else "one microbatch")
+    for rank in range(mesh.pp):
+        for stage in draft.order.local(rank):
+            numel = units.count(draft.stage_numel(stage))
+            rows.append([_ranks(rank, mesh.dp), stage, _span(draft.stages[stage]), numel])
+            if costed:
+                rows[-1].append(_TEXT[found.cost](found.chosen.stages[stage] * found.scale))
+    console.table("", headings, rows)
     if found is not None and mesh.pp > 1:
         console.line()
         console.fields(_splits(found))
@@ -68,9 +60,9 @@ def opening(session: Session) -> None:
 
 
 def closing(session: Session, start: int, stopped: str) -> None:
-    """The result, and the command to continue with.
+    """The result, and the command to continue with, after a run from step `start`.
 
-    start: the step that the run was resumed from; stopped: by which request; "" = completed.
+    stopped: by which request; "" = completed.
     """
     console, config, progress = session.console, session.config, session.progress
     run_dir = session.worker.run_dir
@@ -81,9 +73,8 @@ def closing(session: Session, start: int, stopped: str) -> None:
         more.append(f"steps={2 * max(start, config.steps)}")
     if config.checkpoint.resume != "auto":
         more.append("checkpoint.resume=auto")
-    loss = ""
-    if progress.value is not None:
-        loss = f"{session.value_name} {units.decimal(progress.value)}, "
+    value = progress.value
+    loss = "" if value is None else f"{session.value_name} {units.decimal(value)}, "
     saved = session.checkpointer.newest
     checkpoint = f"checkpoint at step {saved}, " if saved else ""
     end = f"stopped at step {progress.step} ({stopped})" if stopped else "training complete"
@@ -91,23 +82,7 @@ def closing(session: Session, start: int, stopped: str) -> None:
     console.line(f"{'resume' if stopped else 'continue'} with: {shlex.join(more)}")
 
 
-class _Cost(NamedTuple):
-    """How the costs of split=auto are shown in the table of stages."""
-
-    heading: str
-    text: Callable[[float], str]
-
-    @classmethod
-    def of(cls, found: AutoSplitResult | None) -> _Cost | None:
-        """None where the column of parameters has them."""
-        if found is None or found.cost == "params":
-            return None
-        text = _TEXT[found.cost]
-        heading = "memory" if found.cost == "memory" else "one microbatch"
-        return cls(heading, lambda cost: text(cost * found.scale))
-
-
-_TEXT: dict[str, Callable[[float], str]] = {
+_TEXT: dict[str, Callable[[float], str]] = {  # of a cost of split=auto, by `split.cost`
     "params": lambda cost: f"{units.count(cost)} parameters",
     "flops": units.flop,
     "time": lambda cost: units.short_time(cost / 1e9),

@@ -10,11 +10,12 @@ from typing import Any
 from titanlike.checkpoint.checkpointer import Checkpointer, Progress
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config
+from titanlike.data.loader import open_data
 from titanlike.data.sources import Data
 from titanlike.launch.run_dir_owner import Owner
 from titanlike.launch.signals import Interrupted
 from titanlike.launch.watchdog import Watchdog
-from titanlike.launch.worker import Worker
+from titanlike.launch.worker import Worker, barrier
 from titanlike.metrics.console import Console
 from titanlike.metrics.events import Events
 from titanlike.metrics.sinks import Sink, open_sinks
@@ -22,7 +23,8 @@ from titanlike.parallel.device import deterministic
 from titanlike.parallel.mesh import open_mesh
 from titanlike.training.build import Run, build
 from titanlike.training.guard import Guard
-from titanlike.training.open_data import open_data_on_every_rank
+
+DATA_TIMEOUT = 24 * 3600.0  # seconds for one process to tokenize while the others wait
 
 
 @dataclass
@@ -56,6 +58,17 @@ class Session:
                 sink.log(record)
 
 
+def open_data_on_every_rank(config: Config, worker: Worker) -> Data:
+    """Open the data; one process a machine prepares it (tokenizes) before the others read.
+
+    Called before there is a process group: preparing may take longer than its timeout.
+    """
+    if worker.local_rank == 0:
+        data = open_data(config)
+    barrier(worker, "data", DATA_TIMEOUT)
+    return data if worker.local_rank == 0 else open_data(config)
+
+
 @contextmanager
 def open_session(config: Config, worker: Worker) -> Iterator[Session]:
     """Open everything, resumed from the newest checkpoint; closed with the run's final status."""
@@ -78,22 +91,21 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
             owner = Owner(worker.run_dir) if worker.rank == 0 else None
             progress = checkpointer.resume()
             if worker.rank == 0:
-                sinks += open_sinks(
-                    config, to_plain(config), worker.run_dir, progress.step, console.line
-                )
+                plain = to_plain(config)
+                sinks += open_sinks(config, plain, worker.run_dir, progress.step, console.line)
             session = Session(
-                config=config,
-                worker=worker,
-                data=data,
-                run=run,
-                guard=Guard(config, progress.guard),
-                checkpointer=checkpointer,
-                watchdog=watchdog,
-                console=console,
-                events=events,
-                sinks=sinks,
-                owner=owner,
-                progress=progress,
+                config,
+                worker,
+                data,
+                run,
+                Guard(config, progress.guard),
+                checkpointer,
+                watchdog,
+                console,
+                events,
+                sinks,
+                owner,
+                progress,
                 value_name="val loss" if config.validation.every else "loss",
             )
             yield session

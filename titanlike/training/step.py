@@ -1,9 +1,10 @@
-"""The train step and the validation: plain functions of a run and a batch."""
+"""The train step, its costs (time, memory, MFU), and the validation: functions of a run and a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +12,10 @@ from torch import Tensor
 from titanlike.config.schema import Config
 from titanlike.data.loader import Batch, validation_batches
 from titanlike.data.sources import Data
+from titanlike.launch.worker import Worker
 from titanlike.optim.learning_rate import learning_rate, set_lr
 from titanlike.optim.optimizer import clip_gradients, gradient_norm
+from titanlike.parallel.device import peak_flops, peak_memory
 from titanlike.parallel.mesh import Mesh
 from titanlike.parallel.sharding import compute_dtype
 from titanlike.training.build import Run
@@ -69,9 +72,38 @@ def validate(
 
 def to_device(batch: Batch, mesh: Mesh, config: Config) -> Batch:
     """A batch on this rank's device, the model's floating-point inputs in the compute dtype."""
-    moved = {name: value.to(mesh.device, non_blocking=True) for name, value in batch.items()}
     dtype = compute_dtype(config)
-    return {
-        name: value.to(dtype) if value.is_floating_point() and name != "targets" else value
-        for name, value in moved.items()
-    }
+    moved = {name: value.to(mesh.device, non_blocking=True) for name, value in batch.items()}
+    for name, value in moved.items():
+        if value.is_floating_point() and name != "targets":
+            moved[name] = value.to(dtype)
+    return moved
+
+
+class StepResult(NamedTuple):
+    record: dict[str, Any]  # for metrics.jsonl
+    verdict: Verdict | None  # of the guard; None = the numbers are good
+    stop_code: int  # of a stop request, the same on every rank; 0 = none
+
+
+def measured_step(
+    run: Run, config: Config, step: int, stream: Iterator[Batch], guard: Guard, worker: Worker
+) -> StepResult:
+    """Take a batch, train on it, and measure: time of the slowest rank, largest peak memory."""
+    begin = time.perf_counter()
+    record, verdict = train_step(run, config, step, next(stream), guard)
+    mesh = run.mesh
+    if mesh.device.type == "cuda":
+        torch.cuda.synchronize()  # the update's kernels belong to this step
+    seconds, memory = time.perf_counter() - begin, peak_memory(mesh.device)
+    stop_code = worker.stop_request.code(config.max_time)
+    if mesh.world_size > 1:  # all in one message
+        mine = [seconds, memory, stop_code]
+        mine = torch.tensor(mine, dtype=torch.float64, device=mesh.device)
+        seconds, memory, stop_code = mesh.max(mine).tolist()
+    speed = config.batch_size * config.seq_len / seconds
+    record |= {"tokens_per_second": speed, "step_seconds": seconds, "memory_bytes": int(memory)}
+    peak = peak_flops(mesh.device, config.precision.name)
+    if peak is not None and run.draft.flops_per_token is not None:
+        record["mfu"] = speed * run.draft.flops_per_token / (peak * mesh.world_size)
+    return StepResult(record, verdict, int(stop_code))
