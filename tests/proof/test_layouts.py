@@ -246,16 +246,16 @@ def killed_while_saving_step_4(config: Config, worker: Worker) -> None:
 
 def stop_after_three(config: Config, worker: Worker) -> None:
     """Train, and fall over in the fourth step: the newest checkpoint is that of step 2."""
-    from titanlike.training import measure
+    from titanlike.training import step
 
-    step_right = measure.train_step
+    step_right = step.train_step
 
     def train_step(run, config, step, batch, guard):
         if step == 4:
             raise Stop
         return step_right(run, config, step, batch, guard)
 
-    measure.train_step = train_step
+    step.train_step = train_step
     try:
         train(config, worker)
     except Stop:

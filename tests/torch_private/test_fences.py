@@ -26,12 +26,12 @@ from titanlike.launch.worker import Worker
 from titanlike.proof.verification import verify
 from titanlike.torch_private import distributed_checkpoint, pipeline_stage
 from titanlike.torch_private.pipeline_runtime import FIELD
-from titanlike.training import draft
+from titanlike.training import checks
 
 
 def verify_without_checks(config: Config, worker: Worker) -> dict:
     """`verify` without the refusal of ZeRO 3 under a split backward."""
-    draft.sharding_problems = lambda config, order: []
+    checks.sharding_problems = lambda config, order: []
     pipeline_stage._ShardingStage.backward_maybe_with_nosync = (
         PipelineStage.backward_maybe_with_nosync
     )

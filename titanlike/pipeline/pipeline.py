@@ -126,7 +126,11 @@ class Pipeline:
         for index, stage in self._stages.items():
             graphs = {True: training[index], False: evaluation[index]}
             assert same_messages(*graphs.values()), "checked by the draft"
-            _check_modules(stage, [*graphs.values()], fields)
+            modules = dict(stage.named_modules())
+            for name in (name for graph in graphs.values() for name in graph.units):
+                if name not in modules:
+                    shown = ", ".join(f"{n} {list(field.shape)}" for n, field in fields.items())
+                    raise ValueError(f"model: for a batch of {shown} its forward also uses {name}")
             stage.add_forwards(shapes(fields), graphs, index, self._mesh.device)
             wrapped.append(self._torch_stage(index, training[index], fields))
             used |= training[index].fields | evaluation[index].fields
@@ -165,11 +169,3 @@ class Pipeline:
                 return False  # what both halves need would be computed twice
         has_parameters = bool(self._model_graph.parameters_of(graph))
         return has_parameters and not self._model_graph.reuses_weights(graph)
-
-
-def _check_modules(stage: Stage, graphs: list[StageGraph], fields: Fields) -> None:
-    modules = dict(stage.named_modules())
-    missing = [name for graph in graphs for name in graph.units if name not in modules]
-    if missing:
-        shown = ", ".join(f"{name} {list(field.shape)}" for name, field in fields.items())
-        raise ValueError(f"model: for a batch of {shown} its forward also uses {missing[0]}")

@@ -13,7 +13,6 @@ Letters: F forward, B whole backward, I and W its two halves (see `Act`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 
 from titanlike.pipeline.order import Act, Order
 
@@ -104,16 +103,14 @@ def _generated(class_name: str, pp: int, microbatches: int, place: tuple[int, ..
 
 
 # config name -> function of pp, microbatches and, for a LoopedSchedule, stages_per_rank
-SCHEDULES: Mapping[str, Callable[..., Order]] = MappingProxyType(
-    {
-        "gpipe": gpipe,
-        "1f1b": one_f_one_b,
-        "interleaved1f1b": interleaved_1f1b,
-        "loopedbfs": looped_bfs,
-        "interleavedzerobubble": interleaved_zero_bubble,
-        "zbvzerobubble": zbv_zero_bubble,
-        "dualpipev": dual_pipe_v,
-    }
-)
+SCHEDULES: Mapping[str, Callable[..., Order]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved1f1b": interleaved_1f1b,
+    "loopedbfs": looped_bfs,
+    "interleavedzerobubble": interleaved_zero_bubble,
+    "zbvzerobubble": zbv_zero_bubble,
+    "dualpipev": dual_pipe_v,
+}
 
 V_SCHEDULES = ("zbvzerobubble", "dualpipev")  # always two stages a rank

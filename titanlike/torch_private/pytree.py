@@ -1,19 +1,7 @@
 """torch's pytree functions: nested tuples, lists, dicts and registered classes of leaves."""
 
-from torch.utils._pytree import (
-    GetAttrKey,
-    MappingKey,
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_leaves,
-    tree_unflatten,
-)
+from torch.utils import _pytree
 
-__all__ = [
-    "GetAttrKey",
-    "MappingKey",
-    "tree_flatten",
-    "tree_flatten_with_path",
-    "tree_leaves",
-    "tree_unflatten",
-]
+GetAttrKey, MappingKey = _pytree.GetAttrKey, _pytree.MappingKey
+tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
+tree_flatten_with_path, tree_leaves = _pytree.tree_flatten_with_path, _pytree.tree_leaves

@@ -27,12 +27,7 @@ from titanlike.optim.loss import Loss, build_loss, check_loss
 from titanlike.parallel.batchnorm import freeze_statistics
 from titanlike.parallel.device import choose_device
 from titanlike.parallel.sharding import compute_dtype
-from titanlike.pipeline.from_config import (
-    NoDivision,
-    build_order,
-    declared_microbatches,
-    derive_microbatches,
-)
+from titanlike.pipeline import from_config
 from titanlike.pipeline.order import Order
 from titanlike.split.auto_split import AutoSplitResult, MeasureTimes, find_auto_split
 from titanlike.split.partition import SplitError, partition
@@ -140,12 +135,12 @@ def _choose_order(config: Config, model: nn.Module) -> tuple[Order, str]:
     """
     problems = model_problems(model, config) + checks.norm_problems(config, model)
     try:
-        microbatches, why = declared_microbatches(config.schedule), "asked for"
+        microbatches, why = from_config.declared_microbatches(config.schedule), "asked for"
         if microbatches is None:
             rows = config.batch_size // config.dp
-            microbatches, why = derive_microbatches(config.schedule, config.pp, rows)
-        order = build_order(config.schedule, config.pp, microbatches)
-    except NoDivision as error:
+            microbatches, why = from_config.derive_microbatches(config.schedule, config.pp, rows)
+        order = from_config.build_order(config.schedule, config.pp, microbatches)
+    except from_config.NoDivision as error:
         fix = "" if error.works is None else f"batch_size={error.works * config.dp}"
         problems.append(Problem("batch_size", config.batch_size, str(error), fix))
     except ValueError as error:

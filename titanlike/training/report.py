@@ -45,9 +45,11 @@ def opening(session: Session) -> None:
     if costed:
         headings.append("memory" if found.cost == "memory" else "one microbatch")
     for rank in range(mesh.pp):
+        first, last = rank * mesh.dp, (rank + 1) * mesh.dp - 1
+        ranks = str(first) if first == last else f"{first}-{last}"
         for stage in draft.order.local(rank):
             numel = units.count(draft.stage_numel(stage))
-            rows.append([_ranks(rank, mesh.dp), stage, _span(draft.stages[stage]), numel])
+            rows.append([ranks, stage, _span(draft.stages[stage]), numel])
             if costed:
                 rows[-1].append(_TEXT[found.cost](found.chosen.stages[stage] * found.scale))
     console.table("", headings, rows)
@@ -102,11 +104,6 @@ def _splits(found: AutoSplitResult) -> list[tuple[str, str]]:
         ("split", f"auto by {found.cost}: {heaviest_rank(found.chosen)}{proven}"),
         ("", f"even would give: {heaviest_rank(found.even)}"),
     ]
-
-
-def _ranks(pp_rank: int, dp: int) -> str:
-    first = pp_rank * dp
-    return str(first) if dp == 1 else f"{first}-{first + dp - 1}"
 
 
 def _span(names: list[str]) -> str:
