@@ -17,7 +17,7 @@ from titanlike.planning.estimate import estimate, step_time
 from titanlike.training.build import build
 from titanlike.training.draft import draft
 from titanlike.training.guard import Guard
-from titanlike.training.measure import measured_step
+from titanlike.training.step import measured_step
 
 
 def test_the_most_promising_have_the_smallest_bubble_and_not_too_small_microbatches():
