@@ -128,7 +128,7 @@ class _InertUnpickler(pickle.Unpickler):
             return tuple
         layout = (module, name) == ("torch.serialization", "_get_layout")
         if layout or module.startswith("pathlib") or name == "_MEM_FORMAT_ENCODING":
-            return _joined
+            return lambda *parts: "/".join(map(str, parts))
         if module == "torch" and "." not in name:  # float32
             return name
         if not _TORCH.fullmatch(module):
@@ -143,10 +143,6 @@ class _Inert:
             self.__dict__.update(state)
         else:
             self.state = state
-
-
-def _joined(*parts: Any) -> str:
-    return "/".join(map(str, parts))
 
 
 def _item_size(dtype: str) -> int:

@@ -7,7 +7,6 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 _PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "PET_")
 _NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -73,9 +72,5 @@ def import_path() -> list[str]:
     """
     library = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
     path = [os.path.abspath(entry) for entry in sys.path]
-    standard = [p for p in path if _is_standard(Path(p), library)]
+    standard = [p for p in path if p in library or p.endswith((".zip", "/lib-dynload"))]
     return list(dict.fromkeys([*standard, *path, os.getcwd()]))
-
-
-def _is_standard(path: Path, library: set[str]) -> bool:
-    return path.suffix == ".zip" or str(path) in library or path.name == "lib-dynload"

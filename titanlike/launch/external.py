@@ -13,15 +13,17 @@ torchrun may restart the ranks, with more or fewer machines:
   of the step, and all ranks save. The others then fail, so that their torchrun restarts them.
 - A machine is lost: the ranks on the others fail within a step, and are restarted.
 - A machine joins: each torchrun notices that at its own time and sends its ranks SIGTERM, a stop
-  request. Ranks that stopped because of another one's request wait for their own before they exit,
-  since an earlier exit would end the job.
+  request. Ranks that another's request stopped wait for their own: to exit earlier ends the job.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
+import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -32,7 +34,6 @@ from titanlike.config.schema import Launch
 from titanlike.launch.environment import is_multi_machine, will_restart
 from titanlike.launch.failures import Failure, JobFailed, clear_failures, describe, root_cause
 from titanlike.launch.job import Job
-from titanlike.launch.process_groups import leave_groups
 from titanlike.launch.restart_state import RestartState
 from titanlike.launch.signals import (
     GRACE,
@@ -126,7 +127,13 @@ class ExternalRanks:
         # 1. run the job's function on this rank
         worker = self._worker(job, stop, report_failure)
         self._jobs += 1
-        result, failure = _result_or_failure(job, worker)
+        result: dict[str, Any] = {}
+        failure = None
+        try:
+            result = run_job(job, worker)
+        except Exception as error:
+            failure = describe(self.rank, error)
+            record_for_torchrun(error)
         # 2. let peers out that wait for this rank; only now that the error, whose frames hold the
         #    process groups, is gone
         left = failure is None or leave_groups(GRACE)
@@ -207,13 +214,30 @@ class ExternalRanks:
         return failed
 
 
-def _result_or_failure(job: Job, worker: Worker) -> tuple[dict[str, Any], Failure | None]:
-    try:
-        return run_job(job, worker), None
-    except Exception as error:
-        failure = describe(worker.rank, error)
-        record_for_torchrun(error)
-        return {}, failure
+def leave_groups(timeout: float) -> bool:
+    """Close this process' connections, so that peers waiting for it get an error immediately.
+
+    Returns whether that took less than `timeout` seconds: a reduction in flight holds the
+    connections until its peers have left, too. NCCL groups are not touched: a peer waiting on its
+    GPU would not be notified, and destroying them may wait for that peer.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or "nccl" in dist.get_backend_config():
+        return True
+
+    def leave() -> None:
+        with contextlib.suppress(RuntimeError, ValueError):
+            dist.destroy_process_group()
+        gc.collect()  # modules are reference cycles; gloo closes with the last reference
+        # loaded by every job that has meshes; importing it now would take seconds
+        if (groups := sys.modules.get("titanlike.torch_private.process_groups")) is not None:
+            groups.forget_groups_of_meshes()
+
+    thread = threading.Thread(target=leave, daemon=True, name="leave groups")
+    thread.start()
+    thread.join(timeout)
+    return not thread.is_alive()
 
 
 def start_id(store: Any, rank: int, world_size: int, timeout: float) -> str:

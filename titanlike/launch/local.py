@@ -89,6 +89,9 @@ def _run_workers(job: Job, stop: StopRequest, folder: Path) -> dict[str, Any]:
     count = job.config.world_size
     folder.mkdir()
     (folder / "job.json").write_text(job.to_json(), encoding="utf-8")
+    # torch 2.11 has no such setting
+    known = "shutdown_timeout" in LaunchConfig.__dataclass_fields__
+    optional = {"shutdown_timeout": _SHUTDOWN_TIMEOUT} if known else {}
     launch = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -100,7 +103,7 @@ def _run_workers(job: Job, stop: StopRequest, folder: Path) -> dict[str, Any]:
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
         signals_to_handle="",  # none: keep our handlers
-        **_optional_settings(LaunchConfig),
+        **optional,
     )
     program = (
         f"import sys; sys.path[:] = {import_path()!r}; "
@@ -115,12 +118,6 @@ def _run_workers(job: Job, stop: StopRequest, folder: Path) -> dict[str, Any]:
         assert cause is not None, "the agent reported a failure without a failed rank"
         raise cause.to_job_failed(job.run_dir, count) from None
     return json.loads((folder / "result.json").read_text(encoding="utf-8"))
-
-
-def _optional_settings(launch_config: type) -> dict[str, Any]:
-    """Settings that some supported versions of torch lack."""
-    fields = launch_config.__dataclass_fields__
-    return {"shutdown_timeout": _SHUTDOWN_TIMEOUT} if "shutdown_timeout" in fields else {}
 
 
 @contextlib.contextmanager

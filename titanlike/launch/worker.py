@@ -59,7 +59,8 @@ def run_job(job: Job, worker: Worker) -> dict[str, Any]:
     with logged(job.run_dir, worker.rank, console=worker.rank == 0) as log:
         try:
             processes = barrier(worker, "start", job.config.launch.timeout, _process())
-            local = _local_pids(processes, worker.rank)
+            here = processes[worker.rank].split()[0]  # this machine
+            local = [int(pid) for machine, pid in map(str.split, processes) if machine == here]
             worker.stop_request.started = job.started
             worker.stop_request.watch_peers(partial(_peer_ended, job.run_dir, worker.rank, local))
             return job.load()(job.config, worker) or {}
@@ -80,12 +81,6 @@ def _process() -> str:
     with contextlib.suppress(OSError):
         return f"{socket.gethostname()}/{os.stat('/proc/self/ns/pid').st_ino} {os.getpid()}"
     return f"{socket.gethostname()} {os.getpid()}"
-
-
-def _local_pids(processes: list[str], rank: int) -> list[int]:
-    """Process ids of the ranks on the machine of `rank`; all ranks as `_process` gives them."""
-    here = processes[rank].split()[0]
-    return [int(pid) for machine, pid in map(str.split, processes) if machine == here]
 
 
 def _is_alive(pid: int) -> bool:
