@@ -75,9 +75,9 @@ def test_an_error_that_quotes_a_secret_leaves_it_nowhere(tmp_path: Path) -> None
     assert result["error"].endswith("RuntimeError: https://***@db and '***' were refused")
     assert (tmp_path / "run" / "checkpoints" / "step-00000001" / "COMMITTED").exists()
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
-    for rank in (0, 1):
-        log = (tmp_path / "run" / "logs" / f"rank{rank}.log").read_text()
-        assert "logging in with ***" in log and "'***' were refused" in log
+    logs = [(tmp_path / "run" / "logs" / f"rank{rank}.log").read_text() for rank in (0, 1)]
+    assert all("logging in with ***" in log for log in logs)
+    assert any("'***' were refused" in log for log in logs)  # one may be ended before it raises
     assert leaks(tmp_path / "run") == []
 
 
