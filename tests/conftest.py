@@ -4,4 +4,11 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest test first: as the last one, it would keep one worker busy and the other idle."""
+    items.sort(key=lambda item: not item.name.startswith("test_the_main_job"))

@@ -37,6 +37,7 @@ LAYOUTS = {
 PARAMETERS = LAYERS * 9 + 2  # the head's is the embedding's
 
 
+@pytest.mark.slow
 def test_any_layout_loads_what_any_other_saved(tmp_path: Path) -> None:
     for name, config in LAYOUTS.items():
         run_world(save, replace(config, checkpoint=Checkpoint()), tmp_path / name, name)

@@ -80,6 +80,7 @@ def test_a_layout_is_verified(environment: Path, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "verify" / "result.json").exists()
 
 
+@pytest.mark.slow
 def test_a_sweep_names_the_command_of_its_best_job(environment: Path, tmp_path: Path) -> None:
     words = ["-m", *SMALL, "steps=1", "seed=1,2", "run_dir=sweep", "sweep.parallel=2"]
     text = run(environment, "python", "-m", "titanlike", *words, cwd=tmp_path)

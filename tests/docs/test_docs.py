@@ -77,7 +77,16 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("lines", chains().values(), ids=chains())
+SLOW = ("outputs/saved", "outputs/sweep", "outputs/torchrun")  # tests of other rooms do the same
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        pytest.param(lines, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
+        for name, lines in chains().items()
+    ],
+)
 def test_commands_run(lines: list[str], checkout: Path) -> None:
     """In full where one says for how many steps, or names a run directory; else with --check."""
     for line in lines:

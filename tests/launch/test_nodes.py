@@ -94,6 +94,7 @@ def test_the_machine_of_rank_0_is_lost_and_rejoins(tmp_path: Path) -> None:
     assert numbers(run_dir) == numbers(tmp_path / "uninterrupted"), "to the last bit"
 
 
+@pytest.mark.slow
 def test_an_elastic_run_resumes_with_fewer_machines_and_again_with_more(tmp_path: Path) -> None:
     """torchrun alone is killed; its rank outlives it until the end of the step, and all save."""
     run_dir, alone = tmp_path / "run", tmp_path / "alone"

@@ -100,6 +100,7 @@ def test_a_preempted_job_on_two_nodes_comes_back_and_goes_on(
         assert {"python", "torch", "titanlike"} < said.keys()
 
 
+@pytest.mark.slow
 def test_srun_starts_each_rank_by_itself(cluster: Cluster, folder: Path) -> None:
     """Three ranks on two nodes, two on one and one on the other, in a run directory of the user's."""
     options = ("--nodes=2", "--ntasks=3")
@@ -127,6 +128,7 @@ def test_a_mistake_is_told_once_within_seconds_and_no_node_begins(
     assert left == []
 
 
+@pytest.mark.slow
 def test_a_sweep_is_an_array_whose_tasks_share_the_jobs(cluster: Cluster, folder: Path) -> None:
     words = [*TINY, "steps=2", "seed=0,1"]
     array = cluster.submit("sweep.sbatch", *words, options=("--array=3-5:2",), cwd=folder)
@@ -186,6 +188,7 @@ def test_an_environment_file_that_is_not_there_is_named(
     assert log(folder).startswith("TITANLIKE_ENV=/no/such.env: cannot be read on ")
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_to_slurm_through_submitit(cluster: Cluster, folder: Path) -> None:
     """On two nodes, where srun starts each rank; a job that fails does not stop the other."""
     words = [*TINY, "dp=2", "steps=3", "batch_size=4,5", "run_dir=night"]

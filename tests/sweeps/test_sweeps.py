@@ -125,6 +125,7 @@ def test_ctrl_c_stops_the_job_with_a_checkpoint_and_resume_goes_on_from_it(tmp_p
     assert code == 0 and f"resuming from step {stopped_at}" in out and "2 of 2 done" in out
 
 
+@pytest.mark.slow
 def test_a_sweep_whose_process_is_killed_all_exit_and_is_gone_on_with(tmp_path: Path) -> None:
     words = ["steps=60", "seed=1,2", f"run_dir={tmp_path}"]
     first = sweep(*words)
@@ -163,6 +164,7 @@ def test_a_sweep_in_a_file_is_grouped_and_named_in_wandb(tmp_path: Path) -> None
     assert names == {"0": "lr=wsd", "1": "lr=cosine"}
 
 
+@pytest.mark.slow
 def test_any_submit_command_takes_the_jobs(tmp_path: Path) -> None:
     """The command is a script that puts the job into the background, as a scheduler would."""
     submit = tmp_path / "submit"
@@ -230,6 +232,7 @@ def test_check_says_which_jobs_are_wrong_and_starts_nothing(tmp_path: Path) -> N
     assert not (tmp_path / "s").exists()
 
 
+@pytest.mark.slow
 def test_a_search_of_20_trials_beats_the_default_and_outlives_failed_ones(tmp_path: Path) -> None:
     """On the real text. hydra/launcher=basic runs the jobs in one process, which saves their
     start."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from support.models import tiny
 from support.world import run_world
 from titanlike.config.schema import (
@@ -33,6 +35,7 @@ def train_two_steps(config: Config, worker: Worker) -> int:
     return peak_memory(mesh.device) - before
 
 
+@pytest.mark.slow
 def test_a_ranks_memory_falls_with_pp_and_with_dp_as_the_parameters_do(tmp_path: Path) -> None:
     sizes = {"dim": 512, "heads": 8, "kv_heads": 8, "ffn_dim": 1408, "layers": 8}
     model = Custom("llama", {**sizes, "vocab_size": 64})
