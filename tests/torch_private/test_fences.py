@@ -161,13 +161,16 @@ def torch_stage() -> PipelineStage:
     return stage
 
 
-def validates_messages() -> bool:
-    return torch_stage()._runtime_validate
+def validates_messages() -> bool | None:
+    return getattr(torch_stage(), "_runtime_validate", None)
 
 
 def test_torch_does_not_validate_messages_by_default(tmp_path: Path) -> None:
     """If it does, `make_stage` need not switch it on."""
-    assert run_world(on_one_rank, tiny(), tmp_path, validates_messages) == [False]
+    validates = run_world(on_one_rank, tiny(), tmp_path, validates_messages)
+    if validates == [None]:
+        pytest.skip("2.11 always does, and has no switch")
+    assert validates == [False]
 
 
 def peers_of_first_messages() -> list[int]:
@@ -226,14 +229,14 @@ def test_torchs_stage_accumulates_unsharded_gradients(tmp_path: Path) -> None:
 @pytest.mark.skipif(
     hasattr(PipelineStage, "_post_metadata_inference_cleanup"), reason="wrong in 2.11 alone"
 )
-def test_the_split_backward_computes_an_lstms_weight_gradients() -> None:
-    """If it does so in the oldest torch supported, `split_backward_is_exact` may go."""
-    lstm, x = nn.LSTM(3, 5, batch_first=True), torch.randn(2, 4, 3, requires_grad=True)
-    loss = lstm(x)[0].square().sum()
-    right = torch.autograd.grad(loss, list(lstm.parameters()), retain_graph=True)
-    _, groups = stage_backward_input([loss], None, [x], lstm.parameters())
-    stage_backward_weight(lstm.parameters(), groups)
-    grads = [p.grad for p in lstm.parameters()]
+def test_the_split_backward_loses_a_grus_weight_gradients() -> None:
+    """If not in the oldest torch supported, `split_backward_is_exact` may go."""
+    gru, x = nn.GRU(3, 5, batch_first=True), torch.randn(2, 4, 3, requires_grad=True)
+    loss = gru(x)[0].square().sum()
+    right = torch.autograd.grad(loss, list(gru.parameters()), retain_graph=True)
+    _, groups = stage_backward_input([loss], None, [x], gru.parameters())
+    stage_backward_weight(gru.parameters(), groups)
+    grads = [p.grad for p in gru.parameters()]
     exact = [g is not None and torch.allclose(g, r) for g, r in zip(grads, right, strict=True)]
     assert not all(exact)
 

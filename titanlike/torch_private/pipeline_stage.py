@@ -91,7 +91,7 @@ def split_backward_is_exact(stage: nn.Module, model: nn.Module) -> bool:
 
     Symptom (2.11): they are wrong for a weight that is used in slices, as in an LSTM or torch's own
     attention, and the backward raises where some weights of the model are frozen.
-    Test: `test_fences.py::test_the_split_backward_computes_an_lstms_weight_gradients`.
+    Test: `test_fences.py::test_the_split_backward_loses_a_grus_weight_gradients`.
     """
     if hasattr(PipelineStage, "_post_metadata_inference_cleanup"):  # 2.13
         return True
