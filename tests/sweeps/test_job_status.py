@@ -1,0 +1,200 @@
+"""What became of each job of a sweep, its numbers, and the plan, from the files that it left."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+
+from support.paths import ROOT
+from support.sweep_folders import (
+    COMMAND,
+    age,
+    config,
+    done,
+    log,
+    steps,
+)
+from titanlike.launch.heartbeat import Beat, Heartbeat
+from titanlike.metrics.events import Events
+from titanlike.metrics.summary import OBJECTIVES, Summary, objective_value, summarize
+from titanlike.sweeps.picture import draw
+from titanlike.sweeps.plan import Job, Plan, add_jobs, read_plan, write_plan
+from titanlike.sweeps.table import read_table
+
+# --- statuses ----------------------------------------------------------------------------------
+
+
+def test_a_job_is_running_as_long_as_its_heart_beats(tmp_path):
+    """Also where it logs nothing for long; a job without beats was killed."""
+    run_dir = tmp_path / "0"
+    config(run_dir)
+    log(run_dir, steps(5))
+    write_plan(tmp_path, Plan(COMMAND, "loss", "", [Job(0, "0", [], [])]))
+
+    def look() -> Beat:
+        return Beat(0, 0, 0.0, "host", 1, 5, "step", "", 0.0, 0.0)
+
+    def status(**options: object) -> str:
+        return read_table(tmp_path, **options).rows[0].status
+
+    assert status() == "running"  # it has only just begun
+    age(run_dir, 1000)
+    assert status() == "killed"
+    Heartbeat(run_dir, 0, 0.01, look).end("done")
+    assert status() == "running"
+    assert status(ended={0}) == "killed"  # its processes are known to have ended
+    beat = run_dir / "logs" / "rank0.heartbeat"
+    os.utime(beat, (beat.stat().st_mtime - 40,) * 2)  # more than three heartbeats of 10 s
+    assert status() == "killed"
+    done(run_dir)
+    assert status() == "completed"
+
+
+def test_a_job_that_was_not_started_waits_and_one_with_a_result_has_ended(
+    tmp_path,
+):
+    """A tool's jobs keep their files in a folder of their own."""
+    jobs = [Job(i, str(i), [f"seed={i}"], [f"seed={i}"]) for i in range(3)]
+    write_plan(tmp_path, Plan(COMMAND, "tokens_per_second", "bench", jobs))
+    done(tmp_path / "0" / "bench", value=512.0)
+    (tmp_path / "1").mkdir()
+    done(tmp_path / "1", value=9e9)  # of a training run in the same place: not the tool's
+    table = read_table(tmp_path)
+    assert [row.status for row in table.rows] == ["completed", "waiting", "waiting"]
+    assert [row.value for row in table.rows] == [512.0, None, None]
+    assert table.best is None, "whether more of it is better only the tool knows"
+
+
+def test_jobs_are_found_that_no_plan_names(tmp_path):
+    """An older sweep's, and those of a search; their overrides are in what they left."""
+    for number, lr in enumerate(("0.1", "0.01", "0.001")):
+        config(tmp_path / str(number), f"optimizer:\n  name: adamw\n  lr: {lr}\nsteps: 5")
+    for number, lr in enumerate(("0.1", "0.01")):
+        done(tmp_path / str(number), overrides=["steps=5", f"optimizer.lr={lr}"])
+    (tmp_path / "notes").mkdir()
+    table = read_table(tmp_path)
+    assert [row.settings for row in table.rows] == [
+        {"optimizer.lr": "0.1"},
+        {"optimizer.lr": "0.01"},
+        {"optimizer.lr": "0.001"},  # is running: of its config.yaml
+    ]
+    for number in range(2):
+        (tmp_path / str(number) / "result.json").unlink()
+    configs_alone = [row.settings for row in read_table(tmp_path).rows]
+    assert configs_alone == [row.settings for row in table.rows]
+    write_plan(tmp_path, Plan(COMMAND, "loss", "", [Job(0, "0", ["optimizer.lr=0.1"], [])]))
+    assert [row.job.folder for row in read_table(tmp_path).rows] == ["0", "1", "2"]
+    add_jobs(tmp_path, [Job(3, ".", ["optimizer.lr=1"], [])])  # in the sweep's own directory
+    assert [row.job.folder for row in read_table(tmp_path).rows] == ["0", "1", "2", "."]
+
+
+def test_a_result_that_is_torn_is_no_result(tmp_path):
+    """As a copy that broke off leaves it: the table still comes."""
+    config(tmp_path / "0")
+    (tmp_path / "0" / "result.json").write_text('{"status": "comp')
+    age(tmp_path / "0", 1000)
+    assert [row.status for row in read_table(tmp_path).rows] == ["killed"]
+
+
+# --- numbers -----------------------------------------------------------------------------------
+
+
+def test_speed_is_that_of_a_run_in_full_swing(tmp_path):
+    """The median of the second half since the last start: compiling and a hiccup do not count."""
+    records = steps(20, speed=1000.0)
+    records[14]["tokens_per_second"] = 3.0
+    path = log(tmp_path, records)
+    with path.open("a") as file:
+        file.write('{"step": 21, "loss": 9.0, "tokens_per_s')  # it writes this very moment
+    first = summarize(tmp_path)
+    assert (first.steps, first.tokens_per_second, first.memory_bytes) == (20, 1000.0, 400 << 20)
+    assert first.step_seconds == 2.048 and first.mfu is None
+    assert first.loss == records[-1]["loss"] and first.val_loss == records[-1]["val_loss"]
+    Events(tmp_path, lambda line: None).log("resume", 10)
+    faster = [record | {"tokens_per_second": 5000.0} for record in steps(12)[10:]]
+    log(tmp_path, faster, start=10)
+    assert summarize(tmp_path).tokens_per_second == 5000.0  # step 12, on the new machine
+    log(tmp_path, steps(6, speed=7000.0))  # and once more from the beginning
+    assert (summarize(tmp_path).steps, summarize(tmp_path).tokens_per_second) == (6, 7000.0)
+
+
+def test_the_last_numbers_of_a_long_run_are_found_at_its_end(tmp_path):
+    """Also a validation that lies far back. 20,000 steps are not read as a whole."""
+    records = steps(20_000, val_every=0)
+    records[4_000]["val_loss"] = 1.25
+    records[150]["val_loss"] = 7.0
+    path = log(tmp_path, records)
+    found = summarize(tmp_path)
+    assert (found.steps, found.val_loss) == (20_000, 1.25)
+    assert objective_value("val_loss", found) == 1.25
+    path.write_bytes(path.read_bytes().replace(b'"val_loss"', b'"other"'))
+    assert objective_value("val_loss", summarize(tmp_path)) == records[-1]["loss"]
+
+
+@pytest.mark.parametrize("text", [b"", b"\n", b'{"step": 1, "lo', b"\xff\xfe\n[1]\n{}\n"])
+def test_a_run_without_a_whole_line_has_no_numbers(tmp_path, text):
+    """It is a row like others."""
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "metrics.jsonl").write_bytes(text)
+    assert summarize(tmp_path / "0") == summarize(tmp_path / "none") == Summary()
+    assert len(read_table(tmp_path).rows) == 1
+    assert draw(read_table(tmp_path)) is None
+
+
+@pytest.mark.parametrize("value", OBJECTIVES)
+def test_the_best_job_is_the_one_that_the_objective_says(tmp_path, value):
+    """The most tokens a second, or the least of a loss. A loss that is nan, or of a job that did
+    not complete, is never the best."""
+    jobs = [Job(i, str(i), [f"seed={i}"], []) for i in range(4)]
+    write_plan(tmp_path, Plan(COMMAND, value, "", jobs))
+    for number, size in enumerate((2.0, 3.0, math.nan, 1.0 if not OBJECTIVES[value] else 9.0)):
+        names = [name for name in OBJECTIVES if name != "memory_bytes" or math.isfinite(size)]
+        log(tmp_path / str(number), [{"step": 1, **{name: size for name in names}}])
+        done(tmp_path / str(number), "completed" if number < 3 else "failed", "no" * (number == 3))
+    table = read_table(tmp_path)
+    assert table.best.job.number == (1 if OBJECTIVES[value] else 0)
+
+
+# --- the plan ----------------------------------------------------------------------------------
+
+
+def test_the_tasks_of_an_array_add_jobs_at_once_and_none_is_lost_or_twice(tmp_path):
+    """Nor does a line that a killed task has torn take another with it."""
+    write_plan(tmp_path, Plan("python train.py -m", "loss", "", [Job(0, "0", ["pp=1"], ["pp=1"])]))
+    with (tmp_path / "sweep.jsonl").open("a") as file:
+        file.write('{"number": 7, "fol')
+    add_jobs(tmp_path, [Job(41, "41", ["a=" + "y" * 5000], [])])
+    code = (
+        "import sys; from pathlib import Path; from titanlike.sweeps.plan import *\n"
+        "for i in range(1, 41):\n"
+        "    add_jobs(Path(sys.argv[1]), [Job(i, str(i), ['a=' + 'x' * 5000], [])])"
+    )
+    tasks = [
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT) for _ in range(3)
+    ]
+    assert [task.wait(60) for task in tasks] == [0, 0, 0]
+    plan = read_plan(tmp_path)
+    assert [job.number for job in plan.jobs] == list(range(42))
+    assert plan.jobs[0] == Job(0, "0", ["pp=1"], ["pp=1"], None)
+    assert {len(job.overrides[0]) for job in plan.jobs[1:]} == {5002}
+
+
+def test_a_plan_comes_back_as_it_was_but_for_its_credentials(tmp_path):
+    """They are in no file of a sweep."""
+    assert read_plan(tmp_path) is None
+    with pytest.raises(FileNotFoundError):
+        add_jobs(tmp_path, [])
+    secret = "hf_" + "a1B2" * 8
+    jobs = [Job(0, "0", [f"model.hf_token={secret}", "pp=1"], ["pp=1"], f"no {secret}")]
+    plan = Plan(f"python train.py -m pp=1 model.hf_token={secret}", "mfu", "verify", jobs)
+    write_plan(tmp_path, plan)
+    add_jobs(tmp_path, [Job(1, "1", [f"model.hf_token={secret}"], [])])
+    assert secret not in (tmp_path / "sweep.jsonl").read_text()
+    back = read_plan(tmp_path)
+    assert (back.value, back.inner) == ("mfu", "verify")
+    assert back.command == "python train.py -m pp=1 model.hf_token=***"
+    assert back.jobs[0] == Job(0, "0", ["model.hf_token=***", "pp=1"], ["pp=1"], "no ***")

@@ -1,0 +1,80 @@
+"""The picture of a sweep shows every job's curve."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import warnings
+
+import pytest
+from matplotlib.colors import to_rgb
+from matplotlib.image import imread
+
+from support.sweep_folders import (
+    COMMAND,
+    done,
+    every_status,
+    log,
+    steps,
+)
+from titanlike.sweeps.picture import draw
+from titanlike.sweeps.plan import Job, Plan, write_plan
+from titanlike.sweeps.table import read_table
+
+# --- the picture -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("jobs", [1, 2, 12, 70])
+def test_the_picture_shows_every_jobs_curve(tmp_path, jobs):
+    """Few have a colour each; of many, grey is left to those that did not complete. It says
+    nothing on standard error, and changes nothing of the program's own pictures."""
+    import matplotlib
+
+    from titanlike.sweeps.picture import COLOURS, GREY
+
+    plan = [Job(i, str(i), [f"optimizer.lr={0.001 * i + 0.001}"], []) for i in range(jobs)]
+    write_plan(tmp_path, Plan(COMMAND, "loss", "", plan))
+    for i in range(jobs):
+        records = steps(40, 2 + i / jobs)
+        if i == 1:
+            records[-1]["loss"] = math.inf
+        log(tmp_path / str(i), records)
+        done(tmp_path / str(i), *(("failed", "diverged") if i == 1 else ()))
+    settings, backend = dict(matplotlib.rcParams), matplotlib.get_backend()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        path = draw(read_table(tmp_path))
+    assert (dict(matplotlib.rcParams), matplotlib.get_backend()) == (settings, backend)
+    image = imread(path)[:, :, :3]
+    assert image.shape[1] > 1000 and image.shape[0] >= 400
+    left = image[:, : int(image.shape[1] * 0.4)]  # the curves
+    expected = COLOURS[:jobs] if jobs <= 10 else [GREY]
+    for colour in expected:
+        near = (abs(left - to_rgb(colour)) < 0.06).all(axis=2)
+        assert near.sum() > 20, f"{colour} is not in the picture"
+    assert not list(tmp_path.glob(".sweep.png*"))
+
+
+def test_curves_that_coincide_are_all_seen(tmp_path):
+    """Layouts of one model have the same losses to the last bit: none hides the others."""
+    from titanlike.sweeps.picture import COLOURS
+
+    jobs = [Job(i, str(i), [f"pp={2**i}"], []) for i in range(4)]
+    write_plan(tmp_path, Plan(COMMAND, "loss", "", jobs))
+    for i in range(4):
+        log(tmp_path / str(i), steps(40, val_every=0))
+        done(tmp_path / str(i))
+    image = imread(draw(read_table(tmp_path)))[:, :, :3]
+    curves = image[image.shape[0] // 3 :, : int(image.shape[1] * 0.4)]  # not the legend
+    for colour in COLOURS[:4]:
+        assert (abs(curves - to_rgb(colour)) < 0.1).all(axis=2).sum() > 100, colour
+
+
+def test_a_picture_that_is_made_again_replaces_the_old_one(tmp_path):
+    """While a sweep runs, it is looked at again and again."""
+    every_status(tmp_path)
+    draw(read_table(tmp_path))
+    before = (tmp_path / "sweep.png").read_bytes()
+    shutil.rmtree(tmp_path / "0")
+    draw(read_table(tmp_path))
+    assert (tmp_path / "sweep.png").read_bytes() != before
