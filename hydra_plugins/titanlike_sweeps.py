@@ -125,6 +125,7 @@ class JobLauncher(Launcher):
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
         """Run a batch of jobs; a failed one's return_value raises."""
+        from titanlike.command.override_errors import one_line
         from titanlike.config.errors import ConfigError, Problem
         from titanlike.launch.failures import JobFailed
         from titanlike.sweeps.run_jobs import Prepared, run_jobs
@@ -145,7 +146,7 @@ class JobLauncher(Launcher):
             except Exception as error:
                 if not type(error).__module__.startswith(("hydra", "omegaconf")):
                     raise
-                return None, [Problem("config", "", " ".join(str(error).split()))]
+                return None, [Problem("config", "", one_line(error))]
 
         prepared = []
         for index, overrides in enumerate(map(list, job_overrides)):

@@ -1,5 +1,5 @@
 """The command line: `titanlike [COMMAND] ...`, also as `python -m titanlike`; in a checkout
-`python train.py ...` and `python tools/COMMAND.py ...` do the same without being installed.
+`python train.py ...` and `python tools/*.py ...` do the same without being installed.
 
 1. `main` picks the command. `JOBS` train and measure: each is a function `(config, worker)` that
    every rank of the mesh calls. `TOOLS` are plain functions of one process, with their own options.
@@ -27,10 +27,10 @@ import re
 import signal
 import sys
 from dataclasses import dataclass
+from importlib import import_module
 
 from titanlike.config.errors import nearest
 from titanlike.config.help import command_help, help_text
-from titanlike.config.imports import import_object
 from titanlike.config.program import conf_dir, program, set_program
 
 
@@ -84,7 +84,8 @@ def main(command: str | None = None) -> None:
     list_commands = command is None and typed is None
     command = command or typed or "train"
     if command in TOOLS:
-        sys.exit(import_object(TOOLS[command].function)(sys.argv[1:]))
+        module, _, function = TOOLS[command].function.rpartition(".")
+        sys.exit(getattr(import_module(module), function)(sys.argv[1:]))
     if {"-h", "--help"} & set(sys.argv[1:]):
         _print_help(command, list_commands)
         return

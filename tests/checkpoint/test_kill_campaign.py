@@ -13,6 +13,7 @@ from support.campaign import campaign
 from support.killed_runs import EVERY
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_while_it_saves_loses_nothing(tmp_path: Path) -> None:
     places = ("before the commit", "half removed")
     only = {"modes": ("async",), "restarts": 0}

@@ -136,6 +136,7 @@ def test_a_setting_that_makes_no_sense_names_its_key_and_one_that_does(key, valu
 # --- which layouts -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=5, deadline=None)
 def test_every_layout_of_the_ranks_is_listed_once_and_runs(data):

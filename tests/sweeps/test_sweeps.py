@@ -199,6 +199,7 @@ def test_two_tasks_of_a_job_array_share_a_sweep(tmp_path: Path) -> None:
     assert refused[0] == 2 and "holds a sweep of 4 jobs already; write sweep.resume" in refused[2]
 
 
+@pytest.mark.slow
 def test_several_jobs_at_a_time_share_the_gpus(tmp_path: Path, monkeypatch) -> None:
     """As on a machine with 4 GPUs, of which the user has left 3, named in the usual way."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)

@@ -56,6 +56,7 @@ class RestrictedUnpickler(pickle.Unpickler):
         try:
             return super().load()
         finally:
+            names = []
             for resolved, before in reversed(self._resolved):
                 now = dict(vars(resolved))
                 changed = {key for key in now | before if now.get(key) is not before.get(key)}
@@ -65,8 +66,9 @@ class RestrictedUnpickler(pickle.Unpickler):
                     else:
                         delattr(resolved, key)
                 if changed:
-                    name = f"{resolved.__module__}.{resolved.__qualname__}"
-                    raise UnsafeCheckpoint(f"changes {name}")
+                    names.append(f"{resolved.__module__}.{resolved.__qualname__}")
+            if names:
+                raise UnsafeCheckpoint(f"changes {', '.join(names)}")
 
 
 def read_metadata(folder: Storage) -> Metadata:

@@ -4,11 +4,12 @@ Only verify imports torch."""
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
 from titanlike.checkpoint import integrity, tensor_index
-from titanlike.checkpoint.discovery import all_checkpoints, is_checkpoint
+from titanlike.checkpoint.discovery import all_checkpoints
 from titanlike.checkpoint.integrity import DAMAGED_MARKER, MARKER, DamagedCheckpoint
 from titanlike.checkpoint.storage import Storage
 from titanlike.metrics import units
@@ -24,10 +25,10 @@ def list_checkpoints(console: Console, location: str) -> None:
     for path in all_checkpoints(location):
         word, reason = condition(path)
         state = _state(path)
-        any_file = next(iter(path.names()), MARKER)
-        when = path.modified(MARKER if path.exists(MARKER) else any_file)
+        names = path.names()
+        when = path.modified(MARKER if MARKER in names else next(iter(names), MARKER))
         loss = state.get("val_loss")
-        size = units.size(sum(path.size(name) for name in path.names()))
+        size = units.size(sum(map(path.size, names)))
         shown = None if loss is None else units.decimal(loss)
         rows.append([path.name, word, shown, _layout(state), size, when and _date(when)])
         if reason:
@@ -121,15 +122,18 @@ def verify(console: Console, location: str) -> bool:
 
     Raises ValueError where there is no checkpoint.
     """
-    alone = is_checkpoint(Storage(location))
+    from titanlike.checkpoint.dcp_metadata import read_metadata  # imports torch
+
+    paths = all_checkpoints(location)
+    alone = [str(path) for path in paths] == [str(Storage(location))]
     intact = damaged = 0
-    for path in all_checkpoints(location):
+    for path in paths:
         begin = time.perf_counter()
         word, reason = condition(path)
         if word == INCOMPLETE and not alone:
             console.line(f"{path.name}: {reason}")  # harms no run
             continue
-        problems = [reason] if word in (INCOMPLETE, REJECTED) else _problems(path)
+        problems = [reason] if word in (INCOMPLETE, REJECTED) else _problems(path, read_metadata)
         if problems:
             damaged += 1
             console.line(f"{path.name}: {word if word == INCOMPLETE else 'damaged'}")
@@ -144,9 +148,7 @@ def verify(console: Console, location: str) -> bool:
     return intact > 0 and not damaged
 
 
-def _problems(path: Storage) -> list[str]:
-    from titanlike.checkpoint.dcp_metadata import read_metadata
-
+def _problems(path: Storage, read_metadata: Callable[[Storage], object]) -> list[str]:
     found = []
     try:
         files = integrity.read_manifest(path)

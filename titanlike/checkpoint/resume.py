@@ -3,7 +3,6 @@ No torch, so that a config can be checked with it."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +14,6 @@ from titanlike.checkpoint.integrity import DAMAGED_MARKER, read_state
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config
-from titanlike.launch.failures import JobFailed
-from titanlike.metrics.events import Events
 
 
 def select_resume(config: Config, rejected: Collection[str] = ()) -> Selection:
@@ -107,16 +104,3 @@ def resumed_config(config: Config) -> tuple[Config, int]:
     if step <= begin:
         return config, begin
     return replace(config, checkpoint=replace(config.checkpoint, resume="auto")), step
-
-
-def restarted_config(config: Config, failed: JobFailed, number: int) -> Config:
-    """Report restart `number` after a failure, also in events.jsonl; the config for it."""
-    resumed, step = resumed_config(config)
-    most = config.launch.max_restarts
-    where = f"from step {step}" if step else "from the beginning"
-    events = Events(
-        Path(config.run_dir), lambda line: print(f"\n{line}", file=sys.stderr, flush=True)
-    )
-    text = f"{failed.error}; restart {number} of {most} {where}"
-    events.log("restart", step, text, restart=number, of=most)
-    return resumed

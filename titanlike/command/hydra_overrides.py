@@ -37,7 +37,7 @@ from titanlike.command import override_errors
 from titanlike.command.override_errors import one_line
 from titanlike.command.sweep_settings import SweepSettings
 from titanlike.config.errors import Problem, quoted
-from titanlike.config.overrides import to_hydra
+from titanlike.config.overrides import from_hydra, to_hydra
 from titanlike.config.parse import parse
 from titanlike.config.program import conf_dir
 from titanlike.config.schema import Config
@@ -196,7 +196,7 @@ class _OverrideChecker:
         elif key in ("run_dir", "value") or key.startswith(("sweep.", "hydra.", "hydra/")):
             reason, fix = "is common to all jobs of a sweep", next(_single_overrides(override))
         elif sum(o.key_or_group == key and o.is_sweep_override() for o in self.overrides) > 1:
-            reason, fix = "the key is given twice", f"{override.input_line} alone"
+            reason, fix = "the key is given twice", f"{from_hydra(override.input_line)} alone"
         else:
             return None
         return Problem(key, override.get_value_string(), reason, fix)

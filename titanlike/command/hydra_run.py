@@ -25,14 +25,12 @@ from hydra._internal.utils import _run_hydra, get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from titanlike.checkpoint.resume import resumed_config
 from titanlike.command.hydra_overrides import CheckedOverrides, check_overrides, complete_args
+from titanlike.command.override_errors import one_line
 from titanlike.command.sweep_settings import open_sweep
 from titanlike.config.errors import ConfigError, Problem, quoted
 from titanlike.config.overrides import from_hydra
 from titanlike.config.validate import sweep_problems
-from titanlike.job import elastic
-from titanlike.job.check import removing_new_folders, secrets_in_command
 from titanlike.job.report import ResultReporter, print_problems
 from titanlike.job.run import JobEnd, JobRunner, config_problems
 from titanlike.launch.external import ExternalRanks, record_for_torchrun
@@ -136,10 +134,11 @@ def _prepare(args: argparse.Namespace, task: Task, result_dir: str | None) -> Ex
         problems = _problems(args, checked, runner)
         if checked.multirun and not problems:
             assert checked.config is not None and checked.sweep is not None
+            # before there is a plan, which a restart has to find
+            state.set_default("hydra.sweep.dir", str(checked.sweep.folder))
             task.sweep_run, problems = open_sweep(
                 args, checked.config, checked.sweep, runner.folder, runner.restart
             )
-            runner.restart_state.set_default("hydra.sweep.dir", str(checked.sweep.folder))
     except JobFailed as failed:
         print(failed, file=sys.stderr)
         record_for_torchrun(failed)
@@ -158,6 +157,10 @@ def _problems(
     args: argparse.Namespace, checked: CheckedOverrides, runner: JobRunner
 ) -> list[Problem]:
     """Every problem of the command; the configs of a sweep's jobs are checked later, each by itself."""
+    from titanlike.checkpoint.resume import resumed_config
+    from titanlike.job import elastic
+    from titanlike.job.check import removing_new_folders, secrets_in_command
+
     if secrets := secrets_in_command(args.overrides, checked.config):
         return secrets
     config, known = checked.config, checked.problems
@@ -206,7 +209,7 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser, task: Task) 
     except Exception as error:
         if not _is_user_error(error):
             raise
-        text = " ".join(str(error).split())
+        text = one_line(error)
         if sweep_run is not None and sweep_run.planned:  # a search without a successful trial
             print(f"the search ends: {text}", file=sys.stderr)
             code = 1

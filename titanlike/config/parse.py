@@ -11,15 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import shlex
 import types
 import typing
-from pathlib import Path
 from typing import Any, Literal, Union
 
 from titanlike.config.errors import Problem, nearest, override_text
-from titanlike.config.files import atomic_write_text
-from titanlike.config.program import conf_dir, train_program
 from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config, Custom, Seconds
 
 MISSING = "???"  # how YAML files mark a value that the user must give
@@ -45,22 +41,6 @@ def to_plain(config: Any) -> Any:
     if isinstance(config, (list, tuple)):
         return [to_plain(item) for item in config]
     return config
-
-
-def write_config(config: Config, run_dir: Path) -> None:
-    """Write run_dir/config.yaml, the complete config, from which the run can be launched again."""
-    import yaml
-    from omegaconf import OmegaConf
-
-    shipped = yaml.safe_load((conf_dir() / "config.yaml").read_text(encoding="utf-8"))
-    overrides = [item for item in shipped["defaults"] if str(item).startswith("{'override")]
-    settings = yaml.safe_dump({"defaults": ["_self_", *overrides], "hydra": shipped["hydra"]})
-    text = (
-        "# The complete config of this run. Launch it again, with any key=value after it:\n"
-        f"#   {shlex.join(train_program())} --config-path '{run_dir}'\n"
-        f"{settings}\n{OmegaConf.to_yaml(to_plain(config))}"
-    )
-    atomic_write_text(run_dir / "config.yaml", text)
 
 
 def _dataclass(cls: type, plain: dict[str, Any], prefix: str, problems: list[Problem]) -> Any:

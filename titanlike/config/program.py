@@ -15,14 +15,22 @@ _PACKAGE = Path(__file__).parents[1]
 
 def conf_dir() -> Path:
     """The config files: inside the package when installed, else in the checkout."""
-    installed = _PACKAGE / "conf"
-    return installed if installed.is_dir() else _PACKAGE.parent / "conf"
+    return _shipped("conf", "conf")
 
 
 def scripts_dir() -> Path:
     """The job scripts, a folder for each scheduler; found as `conf_dir`."""
-    installed = _PACKAGE / "scripts"
-    return installed if installed.is_dir() else _PACKAGE.parent / "tools"
+    return _shipped("scripts", "tools")
+
+
+def _shipped(installed: str, checkout: str) -> Path:
+    folders = _PACKAGE / installed, _PACKAGE.parent / checkout
+    for folder in folders:
+        if folder.is_dir():
+            return folder
+    raise FileNotFoundError(
+        f"titanlike's own files are neither in {folders[0]} nor in {folders[1]}"
+    )
 
 
 def set_program(command: str | None = None) -> None:
@@ -42,7 +50,8 @@ def train_program() -> list[str]:
     last = Path(words[-1])
     if last.suffix == ".py" and last.resolve().parent.name == "tools":
         return [*words[:-1], os.path.normpath(last.parent / ".." / "train.py")]
-    has_command = last.suffix != ".py" and last.name != "titanlike"
+    is_module = words[-2:-1] == ["-m"]
+    has_command = not is_module and last.suffix != ".py" and last.name != "titanlike"
     return [*words[:-1], "train"] if has_command else words
 
 
@@ -63,7 +72,7 @@ def _executable() -> list[str]:
         return ["python", "-m", path.parent.name]
     if path.suffix == ".py":
         return ["python", sys.argv[0]]
-    found = shutil.which("titanlike")
-    if path.name == "titanlike" and (found is None or not path.samefile(found)):
-        return [sys.argv[0]]  # of an environment that is not on PATH
-    return ["titanlike"]
+    if path.name == "-c":
+        return ["titanlike"]
+    found = shutil.which(path.name)  # None or another: of an environment that is not on PATH
+    return [path.name if found is not None and path.samefile(found) else sys.argv[0]]

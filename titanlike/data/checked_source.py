@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from titanlike.data.errors import DataError
-from titanlike.data.sources import Data, Pad, Source, VariableLength
+from titanlike.data.sources import Batch, Data, Pad, Source, VariableLength
 
-Batch = dict[str, Tensor]
 REQUIRED = ("inputs", "targets")
 
 

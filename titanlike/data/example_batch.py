@@ -31,10 +31,8 @@ def example_batch(config: Config, data: Data | None = None) -> dict[str, torch.T
             sample["document_ids"] = ids
         batch = stack([sample])
     dtype = torch.bfloat16 if config.precision.name == "bf16" else torch.float32
-    return {
-        name: torch.empty_like(t, dtype=dtype if t.is_floating_point() else t.dtype, device="meta")
-        for name, t in batch.items()
-    }
+    dtypes = {name: dtype if t.is_floating_point() else t.dtype for name, t in batch.items()}
+    return {n: torch.empty(t.shape, dtype=dtypes[n], device="meta") for n, t in batch.items()}
 
 
 def field_problems(config: Config, model: nn.Module, fields: Iterable[str]) -> list[Problem]:

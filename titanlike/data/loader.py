@@ -31,7 +31,7 @@ from titanlike.data.checked_source import CheckedSource, stack
 from titanlike.data.checks import call_custom, loader_workers, too_short
 from titanlike.data.corpus import describe
 from titanlike.data.shuffle import shuffled_index
-from titanlike.data.sources import Data, PackedSource, Source, SyntheticSource
+from titanlike.data.sources import Batch, Data, PackedSource, Source, SyntheticSource
 from titanlike.data.token_file import token_spans
 from titanlike.data.tokenized_corpus import tokenize_corpus
 from titanlike.data.tokenizer import open_tokenizer
@@ -39,7 +39,6 @@ from titanlike.launch.signals import die_with_parent
 
 _BLOCK = 1024  # samples whose order is computed at once
 _WINDOW = 64  # steps within which samples are sorted by length
-Batch = dict[str, torch.Tensor]
 
 
 def open_data(config: Config) -> Data:

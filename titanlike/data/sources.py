@@ -21,6 +21,7 @@ import torch
 
 from titanlike.data.token_file import open_tokens
 
+Batch = dict[str, torch.Tensor]  # of fields, the rows of a tensor are samples
 IGNORE = -100  # a target without a loss, as in torch's cross_entropy
 
 

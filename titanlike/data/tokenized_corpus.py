@@ -1,7 +1,7 @@
 """Tokenize a corpus once, into a cache folder.
 
-1. The key of a cache entry is a hash of the files, the tokenizer and the validation fraction. A
-   complete entry is used again.
+1. The key of a cache entry is a hash of the files, the tokenizer, the text's key, the validation
+   fraction and FORMAT. A complete entry is used again.
 2. Each document is written as its boundary token and its ids to train.bin or validation.bin
    (little-endian uint16 or uint32). Which of them depends on the document's number alone.
 3. A part without documents gets the last document of the other part, or the end of the only one.

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from titanlike.data.sources import Batch
 from titanlike.graph.cut import StageGraph, cut, start_offsets
 from titanlike.graph.find_units import find_units
 from titanlike.graph.pytree import tree_map
@@ -16,8 +17,6 @@ from titanlike.graph.record_forward import record_forward
 from titanlike.graph.recording import Node, Recording
 from titanlike.graph.trace_forward import trace_forward
 from titanlike.graph.unit import Unit
-
-Batch = dict[str, Tensor]
 
 
 class Field(NamedTuple):

@@ -65,7 +65,9 @@ def describe(value: Any) -> str:
     """A structure in words: "a dict of 'hidden' [2, 8, 4], 'aux' [1]"."""
     if hasattr(value, "shape"):
         return f"a tensor {list(value.shape)}"
-    named = dataclass_fields(value) if is_plain_dataclass(value) else value
+    # a transformers ModelOutput is both; as a dict it has the fields that are set
+    plain = is_plain_dataclass(value) and not isinstance(value, dict)
+    named = dataclass_fields(value) if plain else value
     if isinstance(named, dict):
         shapes = {k: f" {list(v.shape)}" if hasattr(v, "shape") else "" for k, v in named.items()}
         parts = [f"{name!r}{shape}" for name, shape in shapes.items()]

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.config.errors import ConfigError, Problem
-from titanlike.config.parse import parse, write_config
+from titanlike.config.parse import parse
 from titanlike.config.schema import Config, Wandb
+from titanlike.config.write import write_config
 from titanlike.job.report import ResultReporter, print_problems
 from titanlike.launch.environment import will_restart
 from titanlike.launch.external import ExternalRanks, record_for_torchrun
@@ -22,6 +23,7 @@ from titanlike.launch.restart_state import RestartState
 from titanlike.launch.run_dir_owner import lock_run_dir
 from titanlike.launch.signals import Interrupted, interruptible
 from titanlike.launch.stop_request import MAX_TIME, StopRequest, stop_reason
+from titanlike.metrics.events import Events
 
 
 @dataclass(frozen=True)
@@ -101,8 +103,6 @@ class JobRunner:
     def _run_on_all_ranks(
         self, job: Job, stop: StopRequest, reporter: ResultReporter
     ) -> dict[str, Any]:
-        from titanlike.checkpoint.resume import restarted_config
-
         if self.ranks:
             return self.ranks.run(job, stop, reporter.failed)
         # a tool's job cannot be restarted
@@ -158,3 +158,18 @@ def config_problems(config: Config, world_size: int | None, known: list[Problem]
     keys = {problem.key.lstrip("+~") for problem in known}
     unique = {str(problem): problem for problem in found if problem.key not in keys}
     return list(unique.values())
+
+
+def restarted_config(config: Config, failed: JobFailed, number: int) -> Config:
+    """Report restart `number` after a failure, also in events.jsonl; the config for it."""
+    from titanlike.checkpoint.resume import resumed_config
+
+    resumed, step = resumed_config(config)
+    most = config.launch.max_restarts
+    where = f"from step {step}" if step else "from the beginning"
+    events = Events(
+        Path(config.run_dir), lambda line: print(f"\n{line}", file=sys.stderr, flush=True)
+    )
+    text = f"{failed.error}; restart {number} of {most} {where}"
+    events.log("restart", step, text, restart=number, of=most)
+    return resumed

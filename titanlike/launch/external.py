@@ -76,7 +76,7 @@ class ExternalRanks:
         """On rank 0: run a job on all ranks. Returns and raises like `run_local`."""
         clear_failures(job.run_dir)
         self.restart_state.count_start()
-        self._store.set(f"job{self._jobs}/restart_state", self.restart_state.to_json())
+        self._store.set(f"restart_state/job{self._jobs}", self.restart_state.to_json())
         self._store.set(f"job{self._jobs}", job.to_json())
         return self._run(job, stop, report_failure)
 
@@ -94,7 +94,7 @@ class ExternalRanks:
         for signum in handled_signals():
             signal.signal(signum, signal.SIG_DFL)  # exit immediately; rank 0 reports
         while not (text := self._next_job()).isdigit():
-            state = self._store.get(f"job{self._jobs}/restart_state").decode()
+            state = self._store.get(f"restart_state/job{self._jobs}").decode()
             self.restart_state.adopt_newest([state])
             stop = StopRequest()
             try:

@@ -112,7 +112,7 @@ class CustomLoss(Loss):
     def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
         self._function = function
-        self.counts = getattr(function, "count", None)  # targets -> how many losses count
+        self.count_function = getattr(function, "count", None)  # targets -> how many losses count
 
     def losses(self, output: Any, targets: Tensor) -> Tensor:
         losses = self._function(output, targets)
@@ -126,9 +126,9 @@ class CustomLoss(Loss):
         return self.losses(output, targets).float().sum()
 
     def count(self, targets: Tensor) -> Tensor | None:
-        if self.counts is None:
+        if self.count_function is None:
             return None
-        return torch.as_tensor(self.counts(targets), device=targets.device).sum()
+        return torch.as_tensor(self.count_function(targets), device=targets.device).sum()
 
     def terms(self, output: Any, targets: Tensor) -> int:
         with torch.device("meta"):
@@ -171,7 +171,7 @@ def check_loss(config: Settings, output: Any, targets: Tensor, rows: int) -> lis
         loss = build_loss(config)
         with torch.device("meta"):
             loss.total(output, targets)
-        if not isinstance(loss, CustomLoss) or loss.counts is not None:
+        if not isinstance(loss, CustomLoss) or loss.count_function is not None:
             return []
         one = loss.terms(output, targets)
         two = loss.terms(tree_map(output, lambda x: _twice(x, rows)), _twice(targets, rows))

@@ -1,4 +1,5 @@
 """Pipeline schedules as data (an Order), and torch's pipeline runtime over this rank's stages.
 
-May import optim, graph, parallel, data, launch, metrics, config and torch_private.
+order, schedules and from_config import no torch, except where torch generates a schedule. Imports
+optim, graph, parallel and the rooms below them.
 """

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titanlike.data.sources import Batch
 from titanlike.graph.cut import StageGraph, messages, same_messages
 from titanlike.graph.model_graph import Fields, ModelGraph, fields_of, shapes
 from titanlike.graph.stage import Stage
@@ -24,7 +25,6 @@ from titanlike.pipeline.order import Order
 from titanlike.torch_private.pipeline_runtime import OrderRuntime
 from titanlike.torch_private.pipeline_stage import make_stage, split_backward_is_exact
 
-Batch = dict[str, Tensor]
 MOST_SHAPES = 32  # of batches whose runtimes, with their message buffers, are cached
 
 
@@ -158,14 +158,14 @@ class Pipeline:
             inputs=received,
             outputs=sent,
             zero=self._zero,
-            splits_weights=self._may_split_backward(graph)
-            and split_backward_is_exact(stage, self._model_graph.model),
+            splits_weights=self._may_split_backward(stage, graph),
         )
 
-    def _may_split_backward(self, graph: StageGraph) -> bool:
+    def _may_split_backward(self, stage: Stage, graph: StageGraph) -> bool:
         """Whether a schedule may compute weight gradients later than input gradients."""
         for node in graph.nodes:
             if node.chunked_head is not None or node.checkpointed or node.data_dependent:
                 return False  # what both halves need would be computed twice
-        has_parameters = bool(self._model_graph.parameters_of(graph))
-        return has_parameters and not self._model_graph.reuses_weights(graph)
+        if next(stage.parameters(), None) is None or self._model_graph.reuses_weights(graph):
+            return False
+        return split_backward_is_exact(stage, self._model_graph.model)

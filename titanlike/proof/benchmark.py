@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from titanlike.config.schema import Config
 from titanlike.data.loader import batches
 from titanlike.data.sources import IGNORE, Data
+from titanlike.launch.environment import available_cores
 from titanlike.launch.worker import Worker, barrier
 from titanlike.metrics import units
 from titanlike.metrics.console import Console
@@ -145,7 +146,7 @@ def _plain_loop_on_rank_0(
     records: list[dict[str, Any]] = []
     if worker.rank == 0:
         threads = torch.get_num_threads()
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        torch.set_num_threads(available_cores())
         try:
             loop = _plain_loop(config, data, run.mesh.device)
             records = [next(loop) for _ in range(WARMUP + counted)][WARMUP:]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -63,12 +64,12 @@ def find_auto_split(
     if cost == "time" and measure_times is None:
         cost = "flops"
     ones = [1] * order.stages
-    zeros = unit_costs.parameter_table(lambda _: 0)
+    zeros = np.zeros((len(units) + 1, len(units) + 1), dtype=np.int64)
     try:
         match cost:
             case "params":
                 sizes = unit_costs.parameter_table(lambda p: p.numel())
-                costs = StageCosts(sizes, [0] * (len(zeros) - 1), ones)
+                costs = StageCosts(sizes, [0] * len(units), ones)
             case "memory":
                 costs = memory_costs(unit_costs, config, order, zero)
             case "time":

@@ -1,5 +1,5 @@
-"""Every private API of torch that titanlike uses, and every workaround, a file a concern of torch.
+"""Every private API of torch that titanlike uses, and the workarounds, a file a concern of torch.
 
-A workaround names its symptom and the test in `tests/torch_private` that fails on the version of
-torch that no longer needs it. Imports torch alone.
+Each names its symptom; `tests/torch_private` fails on the version of torch that no longer needs it.
+Imports torch alone.
 """

@@ -61,8 +61,8 @@ def intercept_checkpoints(callback: Callable[[int], None]) -> Iterator[None]:
     name = "_checkpoint_without_reentrant_generator"
     names = (name, f"{name}_impl")  # the latter since 2.15
     before = {name: vars(module)[name] for name in names if name in vars(module)}
-    inherited_apply = vars(module.CheckpointFunction).get("apply")
-    assert before and inherited_apply is None
+    own_apply = vars(module.CheckpointFunction).get("apply")
+    assert before and own_apply is None
     try:
         for name in before:
             setattr(module, name, generator)

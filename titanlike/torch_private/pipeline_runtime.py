@@ -138,20 +138,6 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
 
     def train(self, batch: dict[str, Tensor]) -> list[Tensor]:
         """Forward and backward of one batch: the losses of its microbatches, on the last stage."""
-        return self._call(batch)
-
-    def evaluate(self, batch: dict[str, Tensor]) -> list[Tensor]:
-        """Forward alone, over the same stages: gradients are left as they are."""
-        self.pipeline_order_with_comms = self._forward
-        try:
-            with torch.no_grad():
-                return self._call(batch)
-        finally:
-            self.pipeline_order_with_comms = self._train
-            for stage in self._stages:
-                stage.clear_runtime_states()
-
-    def _call(self, batch: dict[str, Tensor]) -> list[Tensor]:
         losses: list[Tensor] = []
         first = (batch["inputs"],) if any(stage.is_first for stage in self._stages) else ()
         last = any(stage.is_last for stage in self._stages)
@@ -159,6 +145,17 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         kwargs |= {FIELD + name: batch[name] for name in self._fields}
         self.step(*first, return_outputs=False, **kwargs)
         return losses
+
+    def evaluate(self, batch: dict[str, Tensor]) -> list[Tensor]:
+        """Forward alone, over the same stages: gradients are left as they are."""
+        self.pipeline_order_with_comms = self._forward
+        try:
+            with torch.no_grad():
+                return self.train(batch)  # of an order without backwards
+        finally:
+            self.pipeline_order_with_comms = self._train
+            for stage in self._stages:
+                stage.clear_runtime_states()
 
 
 def generated_order(

@@ -17,12 +17,13 @@ from torch import nn
 
 from titanlike.config.schema import Config
 from titanlike.data.sources import Data
+from titanlike.graph.cut import StageGraph
 from titanlike.graph.stage import Stage, fsdp_groups
 from titanlike.models.registry import build_model, initial_weights_of
 from titanlike.optim.loss import build_loss
 from titanlike.optim.optimizer import StageState, build_optimizer
 from titanlike.parallel.batchnorm import BatchNorms
-from titanlike.parallel.initialize import InitialWeights, initialize, piece_seed
+from titanlike.parallel.initialize import initialize, piece_seed
 from titanlike.parallel.mesh import Mesh
 from titanlike.parallel.sharding import fill_missing_gradients, shard_stage
 from titanlike.parallel.tied import tie
@@ -74,10 +75,15 @@ def build(config: Config, mesh: Mesh, data: Data | None = None) -> Run:
     # 2. stages, weights, optimizers
     local = plan.order.local(mesh.pp_rank)
     weights = initial_weights_of(plan.model, config.seed)
-    stages = {index: _build_stage(config, plan, index, weights, mesh) for index in local}
+    canonical, modules = plan.model_graph.canonical_names(), plan.model_graph.stage_modules()
+    graphs = plan.model_graph.graphs(plan.fields, True)
+    stages: dict[int, Stage] = {}
+    for index in local:
+        stage = stages[index] = _build_stage(config, plan, *modules[index], graphs[index], mesh)
+        device = torch.device("cpu") if config.fsdp.cpu_offload else mesh.device
+        initialize(stage, weights, device, canonical)
     origin = weights.origin
     del weights  # some initial weights are a whole model in memory
-    canonical = plan.model_graph.canonical_names()
     # of each parameter the stages that hold it: of a tied one, the first is its owner
     holders = {
         name: [index for index, names in enumerate(plan.stage_parameters) if name in names]
@@ -108,16 +114,18 @@ def build(config: Config, mesh: Mesh, data: Data | None = None) -> Run:
 
 
 def _build_stage(
-    config: Config, plan: Draft, index: int, weights: InitialWeights, mesh: Mesh
+    config: Config,
+    plan: Draft,
+    modules: list[str],
+    parameters: list[str],
+    graph: StageGraph,
+    mesh: Mesh,
 ) -> Stage:
-    """A stage with its modules of the model, sharded, allocated and initialized."""
-    modules, parameters = plan.model_graph.stage_modules()[index]
+    """A stage with its modules of the model and the parameters that it uses itself, sharded."""
     stage = Stage(build_model(plan.model), modules, parameters)
     if config.dp > 1:
-        nodes = plan.model_graph.graphs(plan.fields, True)[index].nodes
-        fill_missing_gradients(stage.get_submodule(n.target) for n in nodes if n.data_dependent)
+        dependent = [node.target for node in graph.nodes if node.data_dependent]
+        fill_missing_gradients(map(stage.get_submodule, dependent))
     units = [unit for unit in plan.model_graph.units if unit.name in modules]
     shard_stage(stage, fsdp_groups(stage, units, parameters), config, mesh, plan.zero)
-    device = torch.device("cpu") if config.fsdp.cpu_offload else mesh.device
-    initialize(stage, weights, device, plan.model_graph.canonical_names())
     return stage

@@ -103,8 +103,9 @@ def stage_problems(
     model_graph: ModelGraph,
     graphs: list[StageGraph],
     evaluated: list[StageGraph],
+    parameters: list[dict[str, nn.Parameter]],
 ) -> list[Problem]:
-    """What is wrong with stages whose graphs are known, in training and in evaluation."""
+    """What is wrong with stages whose graphs (in training, evaluation) and parameters are known."""
     reasons = [text for graph in graphs if (text := message_problem(graph))]
     if not all(map(same_messages, graphs, evaluated)):
         reasons.append("a stage would send other tensors in evaluation than in training")
@@ -114,7 +115,7 @@ def stage_problems(
     units = [graph.units for graph in graphs]
     if problems := shared_norm_problems(config, model_graph.model, units):
         return problems
-    used = {name for graph in graphs for name in model_graph.parameters_of(graph)}
+    used = {name for stage in parameters for name in stage}
     if unused := [name for name, _ in model_graph.model.named_parameters() if name not in used]:
         names = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" * (len(unused) > 3))
         reason = f"its forward does not use the parameter {names}"

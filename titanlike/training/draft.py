@@ -92,9 +92,10 @@ def draft(
     model_graph, targets = _record_model(config, resolved, model, data, order.microbatches)
     found = _cut_stages(config, model_graph, targets, order, zero, measure_times)
     auto_split, graphs, evaluated = found
-    if problems := checks.stage_problems(config, resolved, model_graph, graphs, evaluated):
-        raise ConfigError(problems)
     parameters = [model_graph.parameters_of(graph) for graph in graphs]
+    stages = (graphs, evaluated, parameters)
+    if problems := checks.stage_problems(config, resolved, model_graph, *stages):
+        raise ConfigError(problems)
     return Draft(
         model=resolved,
         order=order,

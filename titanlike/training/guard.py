@@ -131,8 +131,8 @@ def mean_and_deviation(window: deque[float]) -> tuple[float, float]:
 
 
 def _first_bad_gradient(run: Run) -> str:
-    for part in run.stage_states:
-        for name, parameter in part.parameters():
+    for state in run.stage_states:
+        for name, parameter in state.parameters():
             grad = parameter.grad
             local = grad.to_local() if isinstance(grad, DTensor) else grad
             if local is not None and not torch.isfinite(local).all():

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from titanlike.data.loader import Batch, batches
+from titanlike.data.loader import batches
+from titanlike.data.sources import Batch
 from titanlike.training.guard import BadNumbers, Verdict
 from titanlike.training.session import Session, last_step
 from titanlike.training.step import measured_step, validate
@@ -93,6 +94,7 @@ def roll_back(s: Session, verdict: Verdict, rollbacks: list[int]) -> None:
     s.console.start_at(step)
     for sink in s.sinks:
         sink.rewind(step)
+    s.value_name = "loss"  # a checkpoint does not say whether its step validated
     s.progress = replace(restored, left_out=s.progress.left_out + left_out)
 
 

@@ -22,8 +22,7 @@ def opening(session: Session) -> None:
     shape += f"; ZeRO {draft.zero} ({draft.why_zero})"
     tokens = config.batch_size * config.seq_len
     most = "at most " if data.variable is not None else ""
-    size = config.batch_size // config.dp // draft.microbatches
-    cut = f"{draft.microbatches} x {size} sequences on each dp rank"
+    cut = f"{draft.microbatches} x {draft.model_graph.microbatch_size} sequences on each dp rank"
     fields = [
         ("device", f"{mesh.device.type} with {mesh.backend} ({mesh.reason})"),
         ("mesh", shape if mesh.world_size > 1 else "one process"),
@@ -61,13 +60,10 @@ def opening(session: Session) -> None:
         console.line(f"resuming from step {start}")
 
 
-def closing(session: Session, start: int, stopped: str) -> None:
-    """The result, and the command to continue with, after a run from step `start`.
-
-    stopped: by which request; "" = completed.
-    """
+def closing(session: Session, start: int) -> None:
+    """The result, and the command to continue with, after a run from step `start`."""
     console, config, progress = session.console, session.config, session.progress
-    run_dir = session.worker.run_dir
+    run_dir, stopped = session.worker.run_dir, session.stopped
     if start >= progress.step and not stopped:
         console.line(f"nothing to do: the run is at step {start}, and steps={config.steps}")
     more = [*train_program(), "--config-path", str(run_dir)]

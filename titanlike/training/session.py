@@ -14,6 +14,7 @@ from titanlike.data.loader import open_data
 from titanlike.data.sources import Data
 from titanlike.launch.run_dir_owner import Owner
 from titanlike.launch.signals import Interrupted
+from titanlike.launch.stop_request import stop_reason
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker, barrier
 from titanlike.metrics.console import Console
@@ -43,8 +44,13 @@ class Session:
     sinks: list[Sink]
     owner: Owner | None
     progress: Progress  # after the last completed step
-    value_name: str  # of `progress.value`: "val loss" or "loss"
+    value_name: str = "loss"  # of `progress.value`; "val loss" where the step validated
     stop_code: int = 0  # of the stop request that ends the run, the same on every rank; 0 = none
+
+    @property
+    def stopped(self) -> str:
+        """By which request the run was stopped; "" = it was not."""
+        return stop_reason(self.stop_code)
 
     def log(self, record: dict[str, Any]) -> None:
         """Write a step's record to the console and the sinks.
@@ -106,7 +112,6 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
                 sinks,
                 owner,
                 progress,
-                value_name="val loss" if config.validation.every else "loss",
             )
             yield session
             status = "interrupted" if session.stop_code else "completed"

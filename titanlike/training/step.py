@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from titanlike.config.schema import Config
-from titanlike.data.loader import Batch, validation_batches
-from titanlike.data.sources import Data
+from titanlike.data.loader import validation_batches
+from titanlike.data.sources import Batch, Data
 from titanlike.launch.worker import Worker
 from titanlike.optim.learning_rate import learning_rate, set_lr
 from titanlike.optim.optimizer import clip_gradients, gradient_norm

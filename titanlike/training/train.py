@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 from titanlike.config.schema import Config
-from titanlike.launch.stop_request import stop_reason
 from titanlike.launch.worker import Worker
 from titanlike.metrics.summary import objective_value, summarize
 from titanlike.parallel.mesh import close_mesh
@@ -34,17 +33,17 @@ def train(config: Config, worker: Worker) -> dict[str, Any]:
         session.console.start_at(start)
         with worker.stop_request.deferred():
             train_steps(session)
-            step, stop_code = session.progress.step, session.stop_code
+            step, stopped = session.progress.step, session.stopped
             session.watchdog.enter_phase(step, "save", config.checkpoint.timeout)
-            session.checkpointer.finish(session.progress, done=not stop_code)
-        if stop_code:
-            session.events.log("stop", step, by=stop_reason(stop_code))
+            session.checkpointer.finish(session.progress, done=not stopped)
+        if stopped:
+            session.events.log("stop", step, by=stopped)
     value = session.progress.value
     if worker.rank == 0:
-        report.closing(session, start, stop_reason(stop_code))
+        report.closing(session, start)
         if config.value is not None:
             value = objective_value(config.value, summarize(worker.run_dir))
     close_mesh()
-    if not stop_code:
+    if not stopped:
         return {"value": value}
-    return {"value": value, "stopped": stop_reason(stop_code), "exit_code": STOPPED_EARLY}
+    return {"value": value, "stopped": stopped, "exit_code": STOPPED_EARLY}

@@ -144,7 +144,8 @@ def read(settings: list[str], overrides: list[str]) -> tuple[dict[str, str], dic
         elif name == "PET_MAX_RESTARTS":
             reason = "a stopped rank would exit with 0, and its pod count as completed"
             problems.append(Problem(f"env.{name}", value, reason, f"RESTARTS={value}"))
-    secret = [f"env.{name}" for name in env if is_secret_name(name, environment=True)]
+    named = [name for name in env if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)]
+    secret = [f"env.{name}" for name in named if is_secret_name(name, environment=True)]
     for key in secret + [t.partition("=")[0] for t in overrides if redact_override(t) != t]:
         reason = "a secret must not be in a manifest: keep it in a Secret and name that"
         problems.append(Problem(key, REDACTED, reason, "SECRET_NAME=wandb"))

@@ -1,0 +1,27 @@
+"""run_dir/config.yaml: the complete config of a run, from which it can be launched again."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from titanlike.config.files import atomic_write_text
+from titanlike.config.parse import to_plain
+from titanlike.config.program import conf_dir, train_program
+from titanlike.config.schema import Config
+
+
+def write_config(config: Config, run_dir: Path) -> None:
+    """Write run_dir/config.yaml, the complete config, from which the run can be launched again."""
+    import yaml
+    from omegaconf import OmegaConf
+
+    shipped = yaml.safe_load((conf_dir() / "config.yaml").read_text(encoding="utf-8"))
+    overrides = [item for item in shipped["defaults"] if str(item).startswith("{'override")]
+    settings = yaml.safe_dump({"defaults": ["_self_", *overrides], "hydra": shipped["hydra"]})
+    text = (
+        "# The complete config of this run. Launch it again, with any key=value after it:\n"
+        f"#   {shlex.join(train_program())} --config-path '{run_dir}'\n"
+        f"{settings}\n{OmegaConf.to_yaml(to_plain(config))}"
+    )
+    atomic_write_text(run_dir / "config.yaml", text)
