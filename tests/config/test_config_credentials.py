@@ -10,6 +10,8 @@ from titanlike.config.credentials import (
     find_secrets,
     is_secret_name,
     redact,
+    redact_command,
+    redact_output,
     redact_override,
     redact_value,
 )
@@ -39,6 +41,10 @@ TEXTS = {  # with a credential -> how it may be shown
     "{'api_key': 'sesame', 'n': 1}": "{'api_key': ***, 'n': 1}",
     "AWS_SECRET_ACCESS_KEY=ses/ame not accepted": "AWS_SECRET_ACCESS_KEY=*** not accepted",
     "data.token=sesame: unknown key": "data.token=***: unknown key",
+    "curl -H 'Authorization: Bearer sesame' h": "curl -H 'Authorization: Bearer ***' h",
+    "X-Api-Key: sesame, Accept: *": "X-Api-Key: ***, Accept: *",
+    "run --token sesame --api-key='se same' -n 1": "run --token *** --api-key=*** -n 1",
+    "env DB_PASS=sesame SIGNING_KEY=sesame run": "env DB_PASS=*** SIGNING_KEY=*** run",
 }
 HARMLESS = [
     "ssh://git@github.com/a/b",
@@ -50,6 +56,8 @@ HARMLESS = [
     "/mnt/disk-aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa/x",
     "pad_token=<s> max_tokens=5 tokenizer=bytes text_key=text",
     "step  1/1  loss 5.5423  grad_norm 0.78  lr 1.5e-04  476 tok/s  mem 328 MiB",
+    "sbatch --time 1:00 --partition=gpu --max-tokens 5 --tokenizer bytes -p gpu",
+    "PRIMARY_KEY_COLUMN=identity SORT_KEY=created KEY=value --key /etc/hosts",
     "0123456789abcdef0123456789abcdef01234567",  # a commit, or W&B's key: its name decides
 ]
 
@@ -101,6 +109,22 @@ def test_values_of_secret_environment_variables_are_found_however_they_are_writt
         assert [key for key, _ in find_secrets({"a": [f"x{written}y"]})] == ["a[0]"]
     assert redact("a word-of-8 b line-of-11") == "a *** b ***"
     assert redact("short, disabled, /etc/hosts") == "short, disabled, /etc/hosts"
+
+
+def test_the_flags_of_a_command_are_read_in_quotes_too_and_a_schedulers_partition_is_none() -> None:
+    for command, shown in {
+        "submit -p sesame -u me:sesame x": "submit -p *** -u *** x",
+        "bash -c \"run --token 'sesame'\"": 'bash -c "run --token ***"',
+        "/usr/bin/sbatch -p gpu --export=ALL,HF_TOKEN=sesame": (
+            "/usr/bin/sbatch -p gpu --export=ALL,HF_TOKEN=***"
+        ),
+        "ssh -p 22 host run": "ssh -p 22 host run",
+        "run --token $TOKEN {args}": "run --token $TOKEN {args}",
+    }.items():
+        assert redact_command(command) == redact_command(shown) == shown
+        assert "sesame" not in redact_output(f"started me:sesame sesame {command}", command) or (
+            command == shown
+        )
 
 
 def test_a_config_that_holds_a_secret_is_refused_and_the_secret_not_shown(

@@ -4,17 +4,35 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
 
 from support.commands import TINY, command
+from support.paths import ROOT
+from titanlike.config.errors import quoted
 
 PLANTED = {
     "MY_DB_PASSWORD": "correct-horse-99",
     "HF_TOKEN": "a-token-of-hugging-face",
     "WANDB_API_KEY": "0123456789" * 4,
 }
+# by the ends of their names; each has a mark that is searched for everywhere
+NAMED = {
+    "DB_PASS": "mark-of-pass",
+    "SIGNING_KEY": "mark-of-key",
+    "SERVER_PWD": "mark-of-pwd",
+    "PROXY_AUTH": "me:mark-of-auth",
+    "CLOUD_CREDENTIALS": '{"id": "mark-of-credentials"}',
+    "PGPASSWORD": "mark-7",
+}
+SUBMIT = (
+    "--export=ALL,API_KEY=mark-of-export,N=5 -H 'Authorization: Bearer mark-of-header' "
+    "--token mark-of-flag --password=mark-of-password -p mark-of-p https://me:mark-of-url@host/x "
+    "--time 1:00"
+)
 DATA = """
 import os
 from titanlike.data.sources import Data, SyntheticSource
@@ -116,3 +134,77 @@ def test_a_sweep_keeps_the_secrets_of_a_refused_job_out_of_its_folders(tmp_path:
     assert results[0]["error"] == "RuntimeError: cannot log in with ***"
     assert leaks(tmp_path / "sweep") == []
     assert not any(secret in done.stdout + done.stderr for secret in PLANTED.values())
+
+
+def test_a_sweeps_submit_command_runs_with_its_secrets_which_are_written_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it prints them, fails, or the sweep is in a file; the resume asks for them."""
+    for name, value in NAMED.items():
+        monkeypatch.setenv(name, value)
+    scheduler, got = tmp_path / "scheduler", tmp_path / "got"
+    scheduler.write_text(
+        f'#!/bin/bash\necho "$*" >> {got}\necho "$* $DB_PASS $PROXY_AUTH"\n'
+        'case "$*" in *seed=3*) exit 1;; *typed*) exit 0;; esac\n'
+        f'cd {ROOT} && {sys.executable} train.py "${{@: {len(shlex.split(SUBMIT)) + 1}}}"\n'
+    )
+    scheduler.chmod(0o755)
+    folder = tmp_path / "conf" / "experiment"
+    folder.mkdir(parents=True)
+    submit = f"{scheduler} {SUBMIT}"
+    text = f"# @package _global_\nsweep:\n  submit: {json.dumps(submit)}\n"
+    (folder / "secret.yaml").write_text(text)
+    words = ["-m", *TINY, "steps=1", "logger=wandb", "logger.mode=offline"]
+    sweeps = {
+        "typed": [*words, "seed=2,3", f"sweep.submit={quoted(submit)}"],
+        "file": [*words, "seed=2,3", "experiment=secret", f"--config-dir={folder.parent}"],
+    }
+    for name, line in sweeps.items():
+        done = command(*line, f"run_dir={name}", cwd=tmp_path)
+        assert done.returncode == 1, done.stderr
+        assert "job 0: seed=2 submitted: --export=ALL,API_KEY=***,N=5" in done.stdout
+        assert "ended with 1: --export=ALL,API_KEY=***,N=5" in done.stderr
+        assert "mark-" not in done.stdout + done.stderr
+        assert leaks(tmp_path / name, "mark-") == []
+    result = json.loads((tmp_path / "file" / "0" / "result.json").read_text())
+    assert result["status"] == "completed"
+    assert "--token ***" in (tmp_path / "file" / "0" / "config.yaml").read_text()
+    assert list((tmp_path / "file" / "0" / "wandb").glob("offline-run-*/*.wandb"))
+    assert got.read_text().count("mark-of-p https://me:mark-of-url@host/x --time 1:00") == 4
+    again = next(line for line in done.stdout.splitlines() if "sweep.resume=true" in line)
+    assert "experiment=secret" in again
+    submit = f"sweep.submit={quoted('x --export=API_KEY=*** --token ***')}"
+    done = command(*words, "seed=2,3", "run_dir=typed", submit, "sweep.resume=true", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "secrets are not written down; give them again" in done.stderr
+    assert "--export=API_KEY=***, --token ***" in done.stderr
+
+
+def test_an_error_names_a_variable_of_the_environment_and_does_not_show_its_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run, a sweep's job, and a key that quotes it; whatever the variable's name."""
+    monkeypatch.setenv("ANYTHING", "mark-of-anything")
+    monkeypatch.setenv("SHORT", "m1")
+    values = ["value=${oc.env:ANYTHING}", "data.path=x/${oc.env:ANYTHING}/y", "pp=${oc.env:SHORT}"]
+    done = command(*TINY, *values, "loss.name=${value}", "run_dir=run", cwd=tmp_path)
+    assert done.returncode == 2
+    for shown in (*values, "loss.name=${oc.env:ANYTHING}"):
+        assert f"  {shown}: " in done.stderr
+    assert "mark-" not in done.stdout + done.stderr and "m1" not in done.stderr
+    done = command("-m", *TINY, "data.path=a,${oc.env:ANYTHING}", "run_dir=sweep", cwd=tmp_path)
+    assert "data.path=${oc.env:ANYTHING}: there is no such file" in done.stderr
+    assert "mark-" not in done.stdout + done.stderr
+    assert leaks(tmp_path / "sweep", "mark-") == []
+
+
+def test_the_printed_config_shows_no_secret(tmp_path: Path) -> None:
+    words = [
+        "--cfg",
+        "job",
+        "data.path=https://me:sesame@host/x",
+        "sweep.submit='x --token sesame'",
+    ]
+    done = command(*words, cwd=tmp_path)
+    assert done.returncode == 0 and "path: https://***@host/x" in done.stdout
+    assert "sesame" not in done.stdout

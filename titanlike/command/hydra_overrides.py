@@ -15,6 +15,8 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
+import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -84,6 +86,8 @@ class CheckedOverrides:
     problems: list[Problem] = field(default_factory=list)
     config: Config | None = None  # of the valid overrides; None where nothing composes
     sweep: SweepSettings | None = None  # if multirun
+    # values of the environment variables that it names -> their names, ${oc.env:NAME}
+    environment: dict[str, str] = field(default_factory=dict)
 
     def add(self, problem: Problem) -> None:
         if problem not in self.problems:
@@ -104,6 +108,7 @@ def check_overrides(args: argparse.Namespace) -> CheckedOverrides:
     loader = ConfigLoaderImpl(search_path)
     overrides = []
     for text in args.overrides:
+        checked.environment |= _environment(text)
         override = parse_override(text, loader)
         if override is None:
             checked.add(override_errors.syntax_error(text))
@@ -271,6 +276,7 @@ class _OverrideChecker:
         task = copy.copy(composed)
         OmegaConf.set_struct(task, False)
         task.pop("hydra")
+        self.checked.environment |= _environment(OmegaConf.to_yaml(composed))
         try:
             plain = OmegaConf.to_container(task, resolve=True)
         except OmegaConfBaseException as error:
@@ -281,6 +287,12 @@ class _OverrideChecker:
         for problem in problems:
             if problem.key not in swept:
                 self.checked.add(problem)
+
+
+def _environment(text: str) -> dict[str, str]:
+    """The values of the environment variables that a text interpolates -> their names."""
+    names = re.findall(r"oc\.env:\s*['\"]?(\w+)", text)
+    return {os.environ[name]: f"${{oc.env:{name}}}" for name in names if os.environ.get(name)}
 
 
 def _values(override: Override) -> list[Any]:

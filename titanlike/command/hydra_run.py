@@ -10,12 +10,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
 import re
 import sys
 import time
 import traceback
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from titanlike.command.hydra_overrides import CheckedOverrides, check_overrides, complete_args
 from titanlike.command.override_errors import one_line
 from titanlike.command.sweep_settings import open_sweep
+from titanlike.config.credentials import redact
 from titanlike.config.errors import ConfigError, Problem, quoted
 from titanlike.config.overrides import from_hydra
 from titanlike.config.validate import sweep_problems
@@ -130,6 +132,7 @@ def _prepare(args: argparse.Namespace, task: Task, result_dir: str | None) -> Ex
     args.overrides += first_folder
     runner = task.runner = replace(task.runner, restart=task.runner.restart or bool(first_folder))
     checked = check_overrides(args)
+    runner = task.runner = replace(runner, environment=checked.environment)
     try:
         problems = _problems(args, checked, runner)
         if checked.multirun and not problems:
@@ -145,6 +148,7 @@ def _prepare(args: argparse.Namespace, task: Task, result_dir: str | None) -> Ex
         _write_result(result_dir, args, "failed", failed.error)
         return 1
     if problems:
+        problems = [problem.hiding(checked.environment) for problem in problems]
         _write_result(result_dir, args, "invalid", str(ConfigError(problems)))
         return print_problems(problems)
     if args.check and (task.sweep_run is None or not task.sweep_run.grid):
@@ -180,7 +184,7 @@ def _problems(
         config, _ = resumed_config(config)
     started = int(os.environ.get("WORLD_SIZE", "1"))  # or to be started, if this is a --check
     ranks = elastic.available_ranks(config, started if started > 1 else None, runner.restart_state)
-    with removing_new_folders(Path(config.run_dir)) if args.check else nullcontext():
+    with removing_new_folders(Path(config.run_dir)) if args.check else contextlib.nullcontext():
         config, unfit = elastic.fit_mesh(config, ranks)
         return known + (unfit or config_problems(config, ranks, known))
 
@@ -198,7 +202,10 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser, task: Task) 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors; they are shown here
     code: ExitCode = 0
     try:
-        _run_hydra(args, parser, task, args.config_path, args.config_name)
+        shown = io.StringIO()  # a config that may hold secrets
+        with contextlib.redirect_stdout(shown) if args.cfg else contextlib.nullcontext():
+            _run_hydra(args, parser, task, args.config_path, args.config_name)
+        print(redact(shown.getvalue()), end="")
         code = task.end.code if task.end is not None else 0
     except SystemExit as end:
         code = end.code
@@ -209,12 +216,12 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser, task: Task) 
     except Exception as error:
         if not _is_user_error(error):
             raise
-        text = one_line(error)
+        problem = Problem("config", "", one_line(error)).hiding(task.runner.environment)
         if sweep_run is not None and sweep_run.planned:  # a search without a successful trial
-            print(f"the search ends: {text}", file=sys.stderr)
+            print(f"the search ends: {problem.reason}", file=sys.stderr)
             code = 1
         else:
-            code = print_problems([Problem("config", "", text)])
+            code = print_problems([problem])
     finally:
         del os.environ["HYDRA_FULL_ERROR"]
         if sweep_run is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from titanlike.config.credentials import REDACTED
 from titanlike.config.errors import Problem, quoted
 from titanlike.config.program import program
 from titanlike.config.schema import Config
@@ -93,12 +95,23 @@ def open_sweep(
     args.overrides.append(f"hydra.sweep.dir={quoted(str(settings.folder))}")
     if args.check:
         args.overrides.append("hydra/launcher=jobs")  # others would start the jobs
-    problems = [*settings.problems(sweep_run.value, config.sweep.resume)] or sweep_run.open()
+    problems = [
+        *_missing_secrets(config.sweep.submit),
+        *settings.problems(sweep_run.value, config.sweep.resume),
+    ] or sweep_run.open()
     if not problems and not settings.grid:
         args.overrides += settings.search_overrides(config, sweep_run.value, sweep_run.done)
         if sweep_run.base:  # a resumed search adds jobs, whose launcher counts from 0 again
             args.overrides.append(f"hydra.sweep.subdir='{sweep_run.base}+${{hydra.job.num}}'")
     return sweep_run, problems
+
+
+def _missing_secrets(submit: str | None) -> Iterator[Problem]:
+    """*** in a submit command: it was copied from what a sweep has printed or written."""
+    if submit is not None and REDACTED in submit:
+        missing = re.findall(rf"(?:[^\s'\"]+\s+)?[^\s'\"]*{re.escape(REDACTED)}", submit)
+        reason = f"secrets are not written down; give them again: {', '.join(missing)}"
+        yield Problem("sweep.submit", submit, reason)
 
 
 def _best_direction(value: str) -> str:

@@ -5,9 +5,11 @@ A config is stored (config.yaml, checkpoints, W&B), so it must not contain any. 
 1. text under a key whose name says so (password, api_key, hf_token; not max_tokens, pad_token);
 2. user:password@ in a URL, or a query such as ?token=... or ?X-Amz-Signature=...;
 3. what has the form of a well-known service's token (hf_..., sk-..., AKIA..., a private key);
-4. the value of an environment variable whose name says so.
+4. the value of an environment variable whose name says so;
+5. what a command line passes as one: --token X, Authorization: Bearer X.
 
-`redact` replaces 2 to 4 by *** in errors, tracebacks and logs.
+`redact` replaces 2 to 5 by *** in errors, tracebacks and logs. `sweep.submit` is a command that may
+hold secrets: it is executed with them, and written with ***.
 """
 
 from __future__ import annotations
@@ -15,24 +17,32 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 REDACTED = "***"
+COMMAND_KEY = "sweep.submit"  # its value is a command: secrets in it are allowed, never written
 _MIN_LENGTH = 8  # characters; shorter values of environment variables are not searched for
+_MIN_PART = 4  # of a secret in a command that its output may quote
+_MIN_MIXED = 6  # if they have letters and other characters; then as a whole word
 
 # --- names: split into words at _ - . and capitals ---------------------------------------------
 
-_SECRET_WORDS = {
-    *("password", "passwd", "passphrase", "secret", "secrets", "credential", "credentials"),
-    *("apikey", "accesskey", "secretkey", "authtoken", "bearer", "sas", "dsn"),
-}
+_SECRET_WORDS = {"accesskey", "authtoken", "bearer", "creds", "sas", "dsn"}
+# anywhere in a word: PGPASSWORD, clientsecret
+_SECRET_PARTS = ("password", "passwd", "passphrase", "secret", "credential", "apikey")
 _SECRET_PAIRS = {  # neighbours
     *(("api", "key"), ("access", "key"), ("secret", "key"), ("private", "key"), ("account", "key")),
     *(("storage", "key"), ("auth", "key"), ("master", "key"), ("encryption", "key")),
     *(("signing", "key"), ("ssh", "key"), ("connection", "string"), ("connection", "str")),
+}
+# at the end of an environment variable's name: DB_PASS, SIGNING_KEY
+_SECRET_ENDS = {"pass", "key", "pwd", "auth", "pat"}
+_PUBLIC_KEYS = {  # before `key`
+    *("public", "primary", "foreign", "partition", "sort", "cache", "index", "text", "row"),
 }
 # beside `token`: without one of these it may be a vocabulary's (pad_token, eos_token)
 _ACCESS_WORDS = {
@@ -43,6 +53,8 @@ _ACCESS_WORDS = {
 _LOCATION_WORDS = {
     *("file", "path", "dir", "folder", "env", "name", "url", "uri", "endpoint", "type", "sock"),
 }
+
+_SETTINGS = {"disabled", "enabled", "required", "optional", "kerberos", "anonymous"}
 
 # --- values ------------------------------------------------------------------------------------
 
@@ -70,49 +82,115 @@ _USER = re.compile(
     re.VERBOSE | re.IGNORECASE,
 )
 _QUERY = re.compile(r"(?<=[?&;#])([\w.-]+)=([^\s&;#'\"]+)")
+_HEADER = re.compile(  # of HTTP
+    r"""(?<![\w-])((?:(?:proxy-)?authorization|x-[\w-]*(?:key|token|secret|auth)|private-token|api-key
+    |cookie)['"]?\s*[:=]\s*['"]?(?:(?:bearer|basic|token|digest|negotiate)\s+)?)([^\s'"\\,;]+)""",
+    re.VERBOSE | re.IGNORECASE,
+)
+_BEARER = re.compile(r"\b(bearer\s+)([\w.~+/=-]{8,})", re.IGNORECASE)
+_WORD = r"""('[^']*'|\\?"[^"]*"|[^\s'"]+)"""
+_FLAG = re.compile(rf"""(?<![\w/.-])(--?([A-Za-z][\w-]*)(?:=|\s+))(?!-){_WORD}""")  # --token X
+_SHORT = {"p", "u", "user", "userpwd"}  # flags of passwords in some programs, and of others' names
+_SCHEDULERS = {"sbatch", "srun", "salloc", "qsub", "bsub", "ssh", "oarsub", "flux"}
+_VARIABLE = re.compile(r"\$(\{.*\}|\(.*\)|[A-Z_][A-Z0-9_]*)")  # of a shell, or an interpolation
 _TEXT = r"""('[^']*'|"[^"]*"|[^\s,;&)\]}]+?(?=:?(?:[\s,;&)\]}]|$)))"""
 _ASSIGNED = re.compile(rf"(?<![\w.?&;-])([A-Za-z_][\w.-]*=){_TEXT}")  # password=...
 _MAPPED = re.compile(rf"""([{{,]\s*['"]?[A-Za-z_][\w.-]*['"]?:\s*){_TEXT}""")  # {password: ...}
 
 
-def is_secret_name(name: str, environment: bool = False) -> bool:
-    """Whether a name is that of a secret. environment: of an environment variable, where TOKEN is
-    never a vocabulary's."""
+def is_secret_name(name: str, environment: bool | None = None) -> bool:
+    """Whether a name is that of a secret.
+
+    environment: of an environment variable, where TOKEN is never a vocabulary's; None = if it is
+    written in capitals.
+    """
+    environment = name.isupper() if environment is None else environment
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
     words = [word for word in re.split(r"[^a-z0-9]+", spaced) if word]
     if not words or words[-1] in _LOCATION_WORDS:
         return False
     if "pwd" in words[1:]:  # pwd alone is the working directory
         return True
+    if any(part in word for part in _SECRET_PARTS for word in words):
+        return True
     if _SECRET_WORDS & set(words) or _SECRET_PAIRS & set(zip(words, words[1:], strict=False)):
         return True
     if environment:
-        return "token" in words or words[-1] == "pat"
+        end = words[-1] in _SECRET_ENDS and len(words) > 1 and words[-2] not in _PUBLIC_KEYS
+        return end or "token" in words
     return words == ["token"] or ("token" in words and bool(_ACCESS_WORDS & set(words)))
 
 
 def redact(text: str) -> str:
-    """The text with *** for each secret of kinds 2 to 4 above, and for password=..."""
+    """The text with *** for each secret of kinds 2 to 5 above, and for password=..."""
     for _, value in _environment_secrets():
         for written in _encodings(value):
-            text = text.replace(written, REDACTED)
+            text = _without(text, written)
     text = _TOKENS.sub(REDACTED, text)
     text = _USER.sub(REDACTED, text)
     text = _QUERY.sub(lambda m: f"{m[1]}={REDACTED}" if _is_secret_parameter(m[1]) else m[0], text)
+    for pattern in (_HEADER, _BEARER):
+        text = pattern.sub(rf"\g<1>{REDACTED}", text)
     for pattern in (_ASSIGNED, _MAPPED):
-        text = pattern.sub(_redact_match, text)
+        text = _replace(pattern, text, _is_secret_assignment)
+    return _replace(_FLAG, text, partial(_is_secret_flag, ambiguous=False))
+
+
+def redact_command(command: str) -> str:
+    """`redact` for a command: also the values of -p and -u, unless they are a scheduler's."""
+    ambiguous = not any(os.path.basename(word) in _SCHEDULERS for word in command.split()[:3])
+    return redact(_replace(_FLAG, command, partial(_is_secret_flag, ambiguous=ambiguous)))
+
+
+def redact_output(text: str, command: str) -> str:
+    """`redact` for what a command has printed, which may quote the secrets in its arguments."""
+    public = redact_command(command).split(REDACTED)
+    found = re.fullmatch("(.*?)".join(map(re.escape, public)), command, re.DOTALL)
+    for secret in found.groups() if found else ():
+        for part in (secret.strip("\\'\""), *re.split(r"[:\s]", secret)):
+            text = _without(text, part) if len(part) >= _MIN_PART else text
+    return redact(text)
+
+
+def _without(text: str, secret: str) -> str:
+    """The text with *** for a secret; a short one counts as a whole word only."""
+    if len(secret) >= _MIN_LENGTH:
+        return text.replace(secret, REDACTED)
+    return re.sub(rf"(?<!\w){re.escape(secret)}(?!\w)", REDACTED, text) if secret in text else text
+
+
+def _replace(
+    pattern: re.Pattern[str], text: str, is_secret: Callable[[re.Match[str]], bool]
+) -> str:
+    """The text with *** after group 1 of each match that is a secret; others may contain one."""
+    position = 0
+    while match := pattern.search(text, position):
+        position = match.end(1)
+        if is_secret(match):
+            text = text[:position] + REDACTED + text[match.end() :]
+            position += len(REDACTED)
     return text
 
 
-def _redact_match(match: re.Match[str]) -> str:
+def _is_secret_assignment(match: re.Match[str]) -> bool:
     start, value = match.groups()
-    secret = _has_secret_name(start) and _may_be_secret(start, value.strip("'\""))
-    return start + REDACTED if secret else match[0]
+    return _has_secret_name(start) and _may_be_secret(start, value.strip("'\""))
+
+
+def _is_secret_flag(match: re.Match[str], ambiguous: bool) -> bool:
+    """Whether a flag's value is a secret. ambiguous: -p, -u and the like may be a password's."""
+    name, value = match[2], match[3].strip("\\'\"")
+    if ambiguous and name.lower() in _SHORT:
+        return not (re.fullmatch(r"[\d:.]+", value) or _VARIABLE.fullmatch(value))  # a port
+    named = is_secret_name(name.replace("-", "_"), len(name) > 1)
+    return (named or name in ("auth", "pass", "pwd")) and _may_be_secret(name, value)
 
 
 def redact_override(text: str) -> str:
     """`redact` for an override, also by its key's name."""
     key, equals, value = text.partition("=")
+    if is_command(key):
+        return f"{key}={redact_command(value)}"
     if equals and _has_secret_name(key) and _may_be_secret(key, value.strip("'\"")):
         return f"{key}={REDACTED}"
     return redact(text)
@@ -126,6 +204,8 @@ def redact_value(key: str, value: Any) -> Any:
         return type(value)(redact_value(key, item) for item in value)
     if _has_secret_name(key) and _may_be_secret(key, value):
         return REDACTED
+    if is_command(key) and isinstance(value, str):
+        return redact_command(value)
     return redact(value) if isinstance(value, str) else value
 
 
@@ -139,7 +219,7 @@ def find_secrets(plain: Any, key: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(plain, (list, tuple)):
         for index, item in enumerate(plain):
             yield from find_secrets(item, f"{key}[{index}]")
-    elif reason := _secret_reason(key, plain):
+    elif not is_command(key) and (reason := _secret_reason(key, plain)):
         yield redact(key), reason
 
 
@@ -158,6 +238,11 @@ def _secret_reason(key: str, value: Any) -> str:
     return "it is a URL with a password or token" if _USER.search(value) or in_query else ""
 
 
+def is_command(key: str) -> bool:
+    """Whether a key's value is a command, which may hold secrets."""
+    return key.lstrip("+~") == COMMAND_KEY
+
+
 def _has_secret_name(key: str) -> bool:
     """Whether any part of a dotted key is a secret's name."""
     return any(is_secret_name(re.sub(r"\[\d+\]", "", name)) for name in key.split("."))
@@ -169,6 +254,8 @@ def _may_be_secret(key: str, value: Any) -> bool:
         return False
     if str(value).isdigit() and "token" in key.lower():
         return False  # an id in a vocabulary
+    if isinstance(value, str) and _VARIABLE.fullmatch(value):
+        return False
     return not (isinstance(value, str) and (value in os.environ or _is_path(value)))
 
 
@@ -184,9 +271,16 @@ def _environment_secrets() -> list[tuple[str, str]]:
     secrets = [
         (name, value)
         for name, value in stripped
-        if len(value) >= _MIN_LENGTH and is_secret_name(name, True) and not _is_path(value)
+        if _is_long_enough(value) and is_secret_name(name, True) and not _is_path(value)
     ]
     return sorted(secrets, key=lambda secret: len(secret[1]), reverse=True)
+
+
+def _is_long_enough(value: str) -> bool:
+    """Whether a value is no everyday word, such as 1 or true."""
+    if value.lower() in _SETTINGS or len(value) < _MIN_MIXED:
+        return False
+    return len(value) >= _MIN_LENGTH or not (value.isalpha() or value.isdigit())
 
 
 def _encodings(secret: str) -> list[str]:

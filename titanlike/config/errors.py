@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,19 @@ class Problem:
         shown = self.key if self.value == "" else f"{self.key}={override_text(value)}"
         write = "write " if "=" in fix else ""  # an override, or a sentence
         return redact(f"{shown}: {reason}" + (f"; {write}{fix}" if fix else ""))
+
+    def hiding(self, values: Mapping[str, str]) -> Problem:
+        """With each of these values replaced by a text: values from the environment may be secret."""
+
+        def hide(text: str) -> str:
+            for value, name in values.items():
+                if text == value or len(value) > 3:
+                    text = text.replace(value, name)
+            return text
+
+        text = override_text(self.value)
+        value = self.value if hide(text) == text else hide(text)
+        return Problem(self.key, value, hide(self.reason), hide(self.fix))
 
     @classmethod
     def parse(cls, key: str, text: str) -> Problem:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from titanlike.config.credentials import redact_command, redact_override
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.parse import parse
 from titanlike.config.schema import Config, Wandb
@@ -35,6 +36,8 @@ class JobRunner:
     ranks: ExternalRanks | None = None  # started by torchrun or srun; None = started here
     restart_state: RestartState = field(default_factory=RestartState)
     restart: bool = False  # whether this command was started before
+    # of values from the environment, which errors do not show: their names
+    environment: dict[str, str] = field(default_factory=dict)
 
     def run(
         self,
@@ -52,6 +55,10 @@ class JobRunner:
         run_dir = run_dir / self.folder
         run_dir.mkdir(parents=True, exist_ok=True)
         config, problems = parse({**plain, "run_dir": str(run_dir)})
+        if config.sweep.submit is not None:  # it has started this job, and may hold secrets
+            submit = redact_command(config.sweep.submit)
+            config = replace(config, sweep=replace(config.sweep, submit=submit))
+        overrides = [redact_override(text) for text in overrides]
         if name is not None:
             config = with_run_name(config, *name)
         reporter = ResultReporter(run_dir, overrides, config.world_size)
@@ -69,7 +76,8 @@ class JobRunner:
             except Interrupted as interrupted:
                 reporter.interrupted(interrupted)
                 raise
-            except ConfigError as error:
+            except ConfigError as found:
+                error = ConfigError(item.hiding(self.environment) for item in found.problems)
                 reporter.write("invalid", error=str(error))
                 return JobEnd(print_problems(error.problems), str(error))
             except JobFailed as failed:

@@ -110,7 +110,8 @@ def write_markdown(table: Table, picture: bool) -> Path:
             f"    {sweep_table.job_command(table.plan, best)}",
         ]
     if again := sweep_table.resume_command(table.plan, table.left):
-        lines += ["", "To run what is left:", "", f"    {again}"]
+        secrets = sweep_table.with_secrets(again)
+        lines += ["", f"To run what is left{secrets}:", "", f"    {again}"]
     if picture:
         lines += ["", f"![loss curves and throughput]({PICTURE})"]
     files.atomic_write_text(table.folder / MARKDOWN, "\n".join(lines) + "\n")

@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from titanlike.config.credentials import redact
+from titanlike.config.credentials import redact, redact_command, redact_output
 from titanlike.config.errors import ConfigError, Problem, quoted
 from titanlike.config.schema import Config, Wandb
 from titanlike.job.check import removing_new_folders
@@ -85,11 +85,11 @@ def _failed(sweep: SweepRun, item: Prepared, what: str, error: str) -> JobFailed
 
 def _problems(runner: JobRunner, item: Prepared) -> list[Problem]:
     config, problems = item.composed
-    if config is None:
-        return problems
     try:
         started = runner.ranks and runner.ranks.world_size
-        return problems + config_problems(config, started, problems)
+        if config is not None:
+            problems = problems + config_problems(config, started, problems)
+        return [problem.hiding(runner.environment) for problem in problems]
     except JobFailed as failed:
         return [Problem("config", "", failed.error)]
 
@@ -172,7 +172,7 @@ def _submit(sweep: SweepRun, runner: JobRunner, item: Prepared, submit: str) -> 
         text = str(ConfigError(problems))
         report.write("invalid", error=text)
         return text
-    output, error_text = _run_submit_command(submit_command(submit, arguments(sweep, item)))
+    output, error_text = _run_submit_command(submit, arguments(sweep, item))
     if error_text:
         report.write("failed", error=error_text)
         return error_text
@@ -183,17 +183,21 @@ def _submit(sweep: SweepRun, runner: JobRunner, item: Prepared, submit: str) -> 
     return ""
 
 
-def _run_submit_command(command: list[str]) -> tuple[str, str]:
-    """A submit command's output, or its error."""
+def _run_submit_command(submit: str, arguments: list[str]) -> tuple[str, str]:
+    """A submit command's output, or its error; both without the secrets in the command."""
+    command = submit_command(submit, arguments)
+    name = f"sweep.submit={redact_command(command[0])}"
     try:
         streams = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
-        done = subprocess.run(command, timeout=_SUBMIT_TIMEOUT, **streams)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return "", f"sweep.submit={command[0]}: {error}"
-    printed = " ".join(f"{done.stdout} {done.stderr}".split())
+        done = subprocess.run(command, timeout=_SUBMIT_TIMEOUT, errors="replace", **streams)
+    except subprocess.TimeoutExpired:
+        return "", f"{name}: did not end within {_SUBMIT_TIMEOUT:.0f} s"
+    except OSError as error:
+        return "", f"{name}: {redact(str(error))}"
+    printed = redact_output(" ".join(f"{done.stdout} {done.stderr}".split()), submit)
     if done.returncode:
-        return "", redact(f"sweep.submit={command[0]} ended with {done.returncode}: {printed}")
-    return redact(printed), ""
+        return "", f"{name} ended with {done.returncode}: {printed}"
+    return printed, ""
 
 
 def _wait_for(sweep: SweepRun, jobs: list[Prepared]) -> dict[int, End]:

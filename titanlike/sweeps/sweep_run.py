@@ -84,7 +84,9 @@ class SweepRun:
     def _resume_line(self) -> str:
         """The shell line that runs this sweep again, into the same directory."""
         of_this_start = ("sweep.resume=", "sweep.share=")
-        words = [word for word in self.command if not word.startswith(of_this_start)]
+        words = [
+            redact_override(word) for word in self.command if not word.startswith(of_this_start)
+        ]
         if not any(word.startswith(("run_dir=", "hydra.sweep.dir=")) for word in words):
             words.append(f"run_dir={self.folder}")
         return shlex.join([*self.program, *words])

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titanlike.config.credentials import REDACTED
 from titanlike.config.program import program_length, train_program
 from titanlike.metrics import units
 from titanlike.metrics.console import table_lines
@@ -100,7 +101,7 @@ def terminal_lines(table: Table, width: int) -> list[str]:
         lines += ["", best_line(table, best), f"  {job_command(table.plan, best)}"]
     lines += ["", counts(table)]
     if again := resume_command(table.plan, table.left):
-        lines += ["to run what is left:", f"  {again}"]
+        lines += [f"to run what is left{with_secrets(again)}:", f"  {again}"]
     return lines
 
 
@@ -243,6 +244,10 @@ def resume_command(plan: Plan | None, left: list[JobRow]) -> str:
         return ""
     command = plan.command
     return command if "sweep.resume=true" in command else f"{command} sweep.resume=true"
+
+
+def with_secrets(command: str) -> str:
+    return f", with its secrets in place of {REDACTED}" if REDACTED in command else ""
 
 
 def job_command(plan: Plan | None, row: JobRow) -> str:
