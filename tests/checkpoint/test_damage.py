@@ -175,7 +175,8 @@ def test_a_run_without_a_whole_checkpoint_does_not_begin_afresh(
         except RankError as other:
             error = str(other)
         assert "no complete checkpoint is left" in error and "step-00000003" in error
-        assert "step-00000006" in error and "another run_dir" in error
+        assert "step-00000006" in error and "--repair" in error
+        assert "step 0" not in error  # the run is there: no advice to begin another
         assert (run_dir / "metrics.jsonl").read_bytes() == kept
 
 

@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 
 from titanlike.checkpoint import discovery, integrity, state_dict
+from titanlike.checkpoint.dcp_metadata import read_metadata
 from titanlike.checkpoint.discovery import committed, step_of
 from titanlike.checkpoint.integrity import DamagedCheckpoint, read_state
 from titanlike.checkpoint.resume import incompatibility, run_identity, select_resume
-from titanlike.checkpoint.storage import Storage
+from titanlike.checkpoint.storage import Storage, UnreadableFile
 from titanlike.checkpoint.warm_start import warm_start
 from titanlike.checkpoint.writer import CheckpointWriter, Save, Saved
 from titanlike.config.schema import Config
@@ -113,39 +114,58 @@ class Checkpointer:
             self._mark_damaged(path, damage)
 
     def _select_own(self, rejected: set[str]) -> Storage | None:
-        own = (path for path in committed(self._folder) if str(path) not in rejected)
-        return next(own, None)
+        selection = discovery.newest_complete(self._folder, rejected)
+        for damage in selection.damaged:
+            self._mark_damaged(damage.folder, str(damage))
+        return selection.path
 
     def _select_resume(self, rejected: set[str]) -> Storage | None:
         """As the config says; deletes what killed saves have left. On rank 0."""
         selection = select_resume(self._config, rejected)
         for damage in selection.damaged:
             self._mark_damaged(damage.folder, str(damage))
+        for path in (path for path in selection.marked if str(path) not in rejected):
+            again = integrity.repair_command(path)
+            text = f"{path} is marked as damaged, and an older one is taken; read it again: {again}"
+            self._events.log("passed_over", step_of(path), text)
         for path in discovery.uncommitted(self._folder):
             text = f"{path} has no {integrity.MARKER}: its save was not completed; deleted"
             self._events.log("leftover", step_of(path), text)
             integrity.delete_checkpoint(path)
         for path in committed(self._folder):
-            with contextlib.suppress(DamagedCheckpoint):
+            with contextlib.suppress(ValueError, UnreadableFile):  # it stays
                 val_loss = read_state(path)["val_loss"]
                 self._writer.saved[step_of(path)] = Saved(step_of(path), val_loss)
         return selection.path
 
     def _find_damage(self, path: Storage) -> str | None:
-        """What is wrong with a checkpoint's files. Each rank reads some of them."""
-        if not path.exists(integrity.MARKER):
-            raise ValueError(
-                f"rank {self._rank} does not see {path}, from which rank 0 resumes; "
-                "write a run_dir on a file system that all machines share"
-            )
-        found, own = [""] * self._world_size, ""
+        """What is wrong with a checkpoint's files. Each rank reads some of them.
+
+        Raises UnreadableFile on all ranks where one cannot read its part.
+        """
+        damage, unread = "", ""
         try:
+            if self._rank > 0 and not path.exists(integrity.MARKER):
+                raise ValueError(
+                    f"rank {self._rank} does not see {path}, from which rank 0 resumes; "
+                    "write a run_dir on a file system that all machines share"
+                )
             files = integrity.read_manifest(path)
             integrity.check_sums(path, files, sorted(files)[self._rank :: self._world_size])
-        except DamagedCheckpoint as damage:
-            own = str(damage)
-        dist.all_gather_object(found, own, group=self._group)
-        return next(filter(None, found), None)
+            if self._rank == 0:
+                integrity.read_state(path)
+                read_metadata(path)
+        except DamagedCheckpoint as error:
+            damage = str(error)
+        except integrity.UnsafeCheckpoint:
+            pass  # refused by every rank when it is loaded
+        except UnreadableFile as error:
+            unread = str(error)
+        found = [(damage, unread)] * self._world_size
+        dist.all_gather_object(found, (damage, unread), group=self._group)
+        if reason := next((reason for _, reason in found if reason), ""):
+            raise discovery.unreadable(path, reason)
+        return next((text for text, _ in found if text), None)
 
     def _mark_damaged(self, path: Storage, damage: str) -> None:
         self._events.log("damaged", step_of(path), f"{damage}; trying an older one")

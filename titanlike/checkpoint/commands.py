@@ -56,7 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     one = add("show", "what a checkpoint contains", "CHECKPOINT")
     one.add_argument("--tensors", action="store_true", help="name every tensor and every file")
     text = "check every file against its checksum; of a run, all checkpoints"
-    add("verify", text, "CHECKPOINT")
+    one = add("verify", text, "CHECKPOINT")
+    text = "also lift the mark DAMAGED where all bytes are right"
+    one.add_argument("--repair", action="store_true", help=text)
     one = add("compare", "whether two checkpoints have the same tensors", "A", "B")
     text = "absolute difference that counts as none"
     one.add_argument("--tolerance", type=float, default=0.0, help=text)
@@ -78,7 +80,7 @@ def _run(console: Console, args: argparse.Namespace) -> bool:
     if args.command == "show":
         return show(console, args.checkpoint, all_names=args.tensors)
     if args.command == "verify":
-        return verify(console, args.checkpoint)
+        return verify(console, args.checkpoint, repair=args.repair)
     if args.command == "compare":
         from titanlike.checkpoint.compare import compare
 

@@ -3,6 +3,7 @@ Only verify imports torch."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from datetime import datetime
@@ -11,11 +12,13 @@ from typing import Any
 from titanlike.checkpoint import integrity, tensor_index
 from titanlike.checkpoint.discovery import all_checkpoints
 from titanlike.checkpoint.integrity import DAMAGED_MARKER, MARKER, DamagedCheckpoint
-from titanlike.checkpoint.storage import Storage
+from titanlike.checkpoint.storage import Storage, UnreadableFile
+from titanlike.config.files import NotRegularFile
 from titanlike.metrics import units
 from titanlike.metrics.console import Console
 
 COMPLETE, DAMAGED, REJECTED, INCOMPLETE = "complete", "damaged", "rejected", "incomplete"
+UNREADABLE = "unreadable"  # now: that is no verdict
 _MAX_FILES = 8  # that `show` lists without --tensors
 
 
@@ -25,10 +28,10 @@ def list_checkpoints(console: Console, location: str) -> None:
     for path in all_checkpoints(location):
         word, reason = condition(path)
         state = _state(path)
-        names = path.names()
-        when = path.modified(MARKER if MARKER in names else next(iter(names), MARKER))
+        sizes = _sizes(path)
+        when = path.modified(MARKER if MARKER in sizes else next(iter(sizes), MARKER))
         loss = state.get("val_loss")
-        size = units.size(sum(map(path.size, names)))
+        size = units.size(sum(sizes.values()))
         shown = None if loss is None else units.decimal(loss)
         rows.append([path.name, word, shown, _layout(state), size, when and _date(when)])
         if reason:
@@ -40,17 +43,22 @@ def list_checkpoints(console: Console, location: str) -> None:
 
 
 def condition(path: Storage) -> tuple[str, str]:
-    """Complete, damaged, rejected or incomplete, by the sizes of the files; and why."""
-    if not path.exists(MARKER):
+    """Complete, damaged, rejected, incomplete or unreadable, by the sizes of its files; and why."""
+    try:
+        if path.exists(MARKER):
+            integrity.check_quick(path)
+            return COMPLETE, ""
         if path.exists(DAMAGED_MARKER):
             reason = path.read(DAMAGED_MARKER).decode(errors="replace").partition("\n")[0]
-            return REJECTED, f"a start found it damaged: {reason}"
-        return INCOMPLETE, f"no {MARKER}: its save was killed, or is in progress"
-    try:
-        integrity.check_quick(path)
+            again = integrity.repair_command(path)
+            return REJECTED, f"a start found it damaged: {reason}; read it again: {again}"
     except DamagedCheckpoint as damage:
         return DAMAGED, f"{damage.file} {damage.reason}"
-    return COMPLETE, ""
+    except NotRegularFile:
+        return REJECTED, f"{DAMAGED_MARKER} is not a regular file"
+    except (UnreadableFile, ValueError) as error:  # ValueError: a later format
+        return UNREADABLE, str(error)
+    return INCOMPLETE, f"no {MARKER}: its save was killed, or is in progress"
 
 
 def show(console: Console, location: str, *, all_names: bool) -> bool:
@@ -63,7 +71,7 @@ def show(console: Console, location: str, *, all_names: bool) -> bool:
     path = (steps or found)[-1]
     word, reason = condition(path)
     state = _state(path)
-    when = path.modified(MARKER) if path.exists(MARKER) else None
+    when = path.modified(MARKER)
     loss = state.get("val_loss")
     text = f"{word}, by the sizes of its files (verify reads them)" if word == COMPLETE else word
     fields = [
@@ -85,7 +93,7 @@ def show(console: Console, location: str, *, all_names: bool) -> bool:
 
 
 def _show_files(console: Console, path: Storage, all_names: bool) -> None:
-    sizes = [(name, path.size(name)) for name in path.names()]
+    sizes = list(_sizes(path).items())
     if len(sizes) > _MAX_FILES and not all_names:
         listed, rest = sizes[: _MAX_FILES - 1], sizes[_MAX_FILES - 1 :]
         sizes = [*listed, (f"and {len(rest):,} more", sum(size for _, size in rest))]
@@ -117,47 +125,71 @@ def _show_tensors(
         console.table("", ["tensor", "shape", "dtype", "size"], rows)
 
 
-def verify(console: Console, location: str) -> bool:
+def verify(console: Console, location: str, *, repair: bool = False) -> bool:
     """Read all files and print a line for each problem; whether the checkpoints are intact.
 
-    Raises ValueError where there is no checkpoint.
+    repair: lift the marks of those that are. Raises ValueError where there is no checkpoint, and
+    UnreadableFile where one cannot be read and none is damaged.
     """
     from titanlike.checkpoint.dcp_metadata import read_metadata  # imports torch
 
     paths = all_checkpoints(location)
     alone = [str(path) for path in paths] == [str(Storage(location))]
     intact = damaged = 0
+    unread: UnreadableFile | None = None  # the first
     for path in paths:
         begin = time.perf_counter()
         word, reason = condition(path)
         if word == INCOMPLETE and not alone:
             console.line(f"{path.name}: {reason}")  # harms no run
             continue
-        problems = [reason] if word in (INCOMPLETE, REJECTED) else _problems(path, read_metadata)
+        marked, problems = word == REJECTED, [reason]
+        try:
+            if word == UNREADABLE:
+                raise UnreadableFile(reason)
+            if word in (COMPLETE, DAMAGED) or (marked and repair):
+                problems = _problems(path, read_metadata, marked)
+            if marked and not problems:
+                integrity.lift_mark(path, integrity.marked_checksum(path))
+        except UnreadableFile as error:
+            word, problems = UNREADABLE, [str(error)]
+            unread = unread or error
         if problems:
-            damaged += 1
-            console.line(f"{path.name}: {word if word == INCOMPLETE else 'damaged'}")
+            damaged += word != UNREADABLE
+            console.line(f"{path.name}: {DAMAGED if word == REJECTED else word}")
             for problem in dict.fromkeys(problems):
                 console.line(f"  {problem}")
             continue
         files = integrity.read_manifest(path)
         size = units.size(sum(size for size, _ in files.values()))
-        seconds = units.duration(time.perf_counter() - begin)
-        console.line(f"{path.name}: complete ({len(files)} files, {size}, read in {seconds})")
+        read = (
+            f"({len(files)} files, {size}, read in {units.duration(time.perf_counter() - begin)})"
+        )
+        lifted = (
+            f"; it was marked as damaged: the file {DAMAGED_MARKER} is removed" if marked else ""
+        )
+        console.line(f"{path.name}: complete {read}{lifted}")
         intact += 1
+    if unread is not None and not damaged:
+        raise unread
     return intact > 0 and not damaged
 
 
-def _problems(path: Storage, read_metadata: Callable[[Storage], object]) -> list[str]:
+def _problems(
+    path: Storage, read_metadata: Callable[[Storage], object], marked: bool = False
+) -> list[str]:
+    """What is wrong with the bytes of a checkpoint, committed or marked as damaged."""
     found = []
     try:
-        files = integrity.read_manifest(path)
+        files = integrity.read_manifest(path, integrity.marked_checksum(path) if marked else None)
         for name in files:
             try:
                 integrity.check_sizes(path, {name: files[name]})
                 integrity.check_sums(path, files, [name])
             except DamagedCheckpoint as damage:
                 found.append(f"{damage.file} {damage.reason}")
+        if not any(problem.startswith(integrity.STATE) for problem in found):
+            integrity.read_state(path)
         if not any(problem.startswith(integrity.METADATA) for problem in found):
             read_metadata(path)  # as training reads it
             found += tensor_index.missing_data(tensor_index.read_entries(path), files)
@@ -166,6 +198,16 @@ def _problems(path: Storage, read_metadata: Callable[[Storage], object]) -> list
     except integrity.UnsafeCheckpoint as error:
         found.append(str(error))
     return found
+
+
+def _sizes(path: Storage) -> dict[str, int]:
+    """The sizes of a folder's files, of what can be read."""
+    sizes = {}
+    with contextlib.suppress(OSError):
+        for name in path.names():
+            with contextlib.suppress(OSError):
+                sizes[name] = path.size(name)
+    return sizes
 
 
 def _date(when: datetime) -> str:
@@ -178,7 +220,7 @@ def _state(path: Storage) -> dict[str, Any]:
     """state.json, {} where it cannot be read."""
     try:
         return integrity.read_state(path)
-    except (ValueError, KeyError):
+    except (ValueError, OSError):
         return {}
 
 

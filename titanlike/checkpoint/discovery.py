@@ -12,7 +12,7 @@ import yaml
 
 from titanlike.checkpoint import integrity
 from titanlike.checkpoint.integrity import DAMAGED_MARKER, MARKER, METADATA
-from titanlike.checkpoint.storage import Storage
+from titanlike.checkpoint.storage import Storage, UnreadableFile
 from titanlike.config.schema import Config
 
 STEP_NAME = re.compile(r"step-(\d{8,})")
@@ -21,10 +21,11 @@ _ANY_NAME = re.compile(r"(step|model)-(\d{8,})")
 
 @dataclass
 class Selection:
-    """The selected checkpoint, None where there is none, and the damaged newer ones."""
+    """The selected checkpoint, None where there is none, and the newer ones that it is not."""
 
     path: Storage | None
     damaged: list[integrity.DamagedCheckpoint] = field(default_factory=list)
+    marked: list[Storage] = field(default_factory=list)  # as damaged, by an earlier start
 
 
 def checkpoint_folder(config: Config) -> Storage:
@@ -52,28 +53,50 @@ def committed(folder: Storage) -> list[Storage]:
 
 
 def uncommitted(folder: Storage) -> list[Storage]:
-    """What killed saves and deletions have left in a folder."""
-    markers = (MARKER, DAMAGED_MARKER)
-    return [path for path in all_steps(folder) if not any(map(path.exists, markers))]
+    """What killed saves and deletions have left in a folder; none that cannot be read now."""
+    found = []
+    for path in all_steps(folder):
+        with contextlib.suppress(UnreadableFile):
+            if not any(map(path.exists, (MARKER, DAMAGED_MARKER))):
+                found.append(path)
+    return found
 
 
 def newest_complete(folder: Storage, rejected: Collection[str] = ()) -> Selection:
     """The newest checkpoint whose files exist with their sizes, and the damaged newer ones.
 
-    rejected: locations to pass over.
+    rejected: locations to pass over. Raises UnreadableFile where one cannot be read now, in place
+    of an older one.
     """
     selection = Selection(None)
-    for path in committed(folder):
+    for path in all_steps(folder):
         if str(path) in rejected:
+            selection.marked.append(path)
             continue
         try:
-            integrity.check_quick(path)
+            if path.exists(MARKER):
+                integrity.check_quick(path)
+                selection.path = path
+                break
+            if path.exists(DAMAGED_MARKER):
+                selection.marked.append(path)
         except integrity.DamagedCheckpoint as damage:
             selection.damaged.append(damage)
-        else:
-            selection.path = path
-            break
+        except UnreadableFile as error:
+            raise unreadable(path, str(error)) from None
     return selection
+
+
+def unreadable(path: Storage, reason: str) -> UnreadableFile:
+    """The error for a checkpoint that cannot be read now, with what to do."""
+    older = [other for other in all_steps(path.parent) if step_of(other) < step_of(path)]
+    text = f"{reason}; {path} is left as it is: its bytes may be right. Start again when it can be read"
+    for other in older:
+        with contextlib.suppress(UnreadableFile):
+            if other.exists(MARKER):
+                text += f", or continue from an older one: checkpoint.resume={other} run_dir=NEW"
+                break
+    return UnreadableFile(text)
 
 
 def resolve(key: str, location: str) -> Storage:
@@ -89,7 +112,8 @@ def resolve(key: str, location: str) -> Storage:
             return inside[0]
     reason = "no complete checkpoint there"
     if path.exists(DAMAGED_MARKER):
-        reason = f"is damaged (see {path}/{DAMAGED_MARKER})"
+        command = integrity.repair_command(path)
+        reason = f"is marked as damaged (see {path}/{DAMAGED_MARKER}); read it again: {command}"
     elif path.exists(integrity.STATE) or path.exists(METADATA):
         reason = f"incomplete: it has no file {MARKER}, so its save was not completed"
     fix = "write the path of a step-XXXXXXXX folder or of a run directory"

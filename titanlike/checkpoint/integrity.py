@@ -15,12 +15,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import shlex
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import IO, Any
 
 import xxhash
 
 from titanlike.checkpoint.storage import Storage
+from titanlike.config.files import NotRegularFile, parse_object
+from titanlike.config.program import checkpoint_program
 
 MARKER = "COMMITTED"  # without this file a checkpoint is incomplete
 DAMAGED_MARKER = "DAMAGED"
@@ -28,7 +32,23 @@ MANIFEST = "files.json"
 STATE = "state.json"
 METADATA = ".metadata"
 FORMAT = 1  # version of these files
-_REQUIRED = ("step", "progress", "val_loss", "same", "sequences")  # in state.json
+_NUMBER = (float, int, type(None))
+_REQUIRED: dict[str, tuple[type, ...]] = {  # in state.json
+    "step": (int,),
+    "progress": (dict,),
+    "val_loss": _NUMBER,
+    "same": (dict,),
+    "sequences": (int, type(None)),  # None in a restored checkpoint of another program
+}
+_OPTIONAL: dict[str, tuple[type, ...]] = {
+    **{"layout": (dict,), "world_size": (int,), "run_dir": (str,), "torch": (str,)},
+    **{f"layout.{key}": (int,) for key in ("pp", "dp", "replicate")},
+    **{f"layout.{key}": (str,) for key in ("schedule", "split")},
+    **{"progress.step": (int,), "progress.value": _NUMBER},
+    **{"progress.left_out": (int,), "progress.guard": (dict,)},
+    **{"data": (dict,), "config": (dict,)},
+}
+_STEP_IN_NAME = re.compile(r"(?:step|model)-(\d{8,})")
 _CHUNK = 2**22  # bytes read at a time
 
 Manifest = dict[str, tuple[int, str]]  # file -> bytes, checksum
@@ -71,39 +91,76 @@ def delete_checkpoint(folder: Storage) -> None:
 
 def mark_damaged(folder: Storage, reason: str) -> None:
     """Replace a checkpoint's marker by DAMAGED; its files are kept for inspection."""
-    text = f"{reason}\nTo use it again, rename this file to {MARKER}:\n"
-    marker = folder.read(MARKER) if folder.exists(MARKER) else b""
+    text = f"{reason}\nIf its bytes are right, {repair_command(folder)} lifts this mark.\n"
+    try:
+        marker = folder.read(MARKER)
+    except (FileNotFoundError, NotRegularFile):
+        marker = b""
     folder.write(DAMAGED_MARKER, text.encode() + marker)
     folder.remove(MARKER)
 
 
-def read_manifest(folder: Storage) -> Manifest:
-    """Sizes and checksums of a committed checkpoint's files. Raises DamagedCheckpoint."""
+def marked_checksum(folder: Storage) -> str:
+    """What the marker of a checkpoint that was marked as damaged must hold. Raises DamagedCheckpoint."""
+    with _reading(folder, DAMAGED_MARKER):
+        marked = folder.read(DAMAGED_MARKER).decode(errors="replace")
+    with _reading(folder, MANIFEST):
+        expected = checksum(folder.read(MANIFEST))
+    recorded = marked.strip().rpartition("\n")[2]
+    if re.fullmatch(r"[0-9a-f]{32}", recorded) and recorded != expected:
+        raise DamagedCheckpoint(folder, MANIFEST, "does not match the checksum in its mark")
+    return expected
+
+
+def lift_mark(folder: Storage, expected: str) -> None:
+    """Commit a marked checkpoint again, after all of its bytes have been found right."""
+    folder.write(MARKER, expected.encode() + b"\n")
+    folder.remove(DAMAGED_MARKER)
+
+
+def repair_command(folder: Storage) -> str:
+    """The shell line that reads a marked checkpoint again."""
+    return shlex.join([*checkpoint_program(), "verify", str(folder), "--repair"])
+
+
+def read_manifest(folder: Storage, expected: str | None = None) -> Manifest:
+    """Sizes and checksums of a committed checkpoint's files. Raises DamagedCheckpoint.
+
+    expected: the checksum of the manifest itself; None = as the marker says.
+    """
     with _reading(folder, MANIFEST):
         text = folder.read(MANIFEST)
-    with _reading(folder, MARKER):
-        marker = folder.read(MARKER).decode(errors="replace")
-    # a marker restored by renaming DAMAGED has the reason above the checksum
-    expected = marker.strip().rpartition("\n")[2]
+    if expected is None:
+        with _reading(folder, MARKER):
+            marker = folder.read(MARKER).decode(errors="replace")
+        # a marker restored by renaming DAMAGED has the reason above the checksum
+        expected = marker.strip().rpartition("\n")[2]
     if checksum(text) != expected:
         raise DamagedCheckpoint(folder, MANIFEST, f"does not match the checksum in {MARKER}")
     try:
-        files = {name: (int(size), str(sums)) for name, (size, sums) in json.loads(text).items()}
-    except (AttributeError, TypeError, ValueError):
-        raise DamagedCheckpoint(folder, MANIFEST, "is not a list of files") from None
+        files = {name: _manifest_entry(entry) for name, entry in parse_object(text).items()}
+    except ValueError as error:
+        raise DamagedCheckpoint(folder, MANIFEST, str(error)) from None
     for name in files:
         if os.path.basename(name) != name or name in (".", ".."):
             raise DamagedCheckpoint(folder, MANIFEST, f"names a file outside the folder, {name!r}")
+    if missing := [name for name in (STATE, METADATA) if name not in files]:
+        raise DamagedCheckpoint(folder, MANIFEST, f"does not list {' and '.join(missing)}")
     return files
+
+
+def _manifest_entry(entry: Any) -> tuple[int, str]:
+    match entry:
+        case [int(size), str(sums)]:
+            return size, sums
+    raise ValueError("is not a list of files")
 
 
 def check_sizes(folder: Storage, files: Manifest) -> None:
     """Check that each file exists with its size; reads none. Raises DamagedCheckpoint."""
     for name, (size, _) in files.items():
-        try:
+        with _reading(folder, name):
             found = folder.size(name)
-        except FileNotFoundError:
-            raise DamagedCheckpoint(folder, name, "is missing") from None
         if found != size:
             raise DamagedCheckpoint(folder, name, f"has {found:,} bytes, and {size:,} were written")
 
@@ -111,12 +168,17 @@ def check_sizes(folder: Storage, files: Manifest) -> None:
 def check_sums(folder: Storage, files: Manifest, names: Iterable[str]) -> None:
     """Read these files and check their checksums. Raises DamagedCheckpoint."""
     for name in names:
-        hasher = xxhash.xxh3_128()
-        with _reading(folder, name), folder.open(name, "rb") as file:
-            while chunk := file.read(_CHUNK):
-                hasher.update(chunk)
-        if hasher.hexdigest() != files[name][1]:
+        with _reading(folder, name):
+            found = folder.read_by(name, _file_checksum)
+        if found != files[name][1]:
             raise DamagedCheckpoint(folder, name, "does not match the checksum that was written")
+
+
+def _file_checksum(file: IO[bytes]) -> str:
+    hasher = xxhash.xxh3_128()
+    while chunk := file.read(_CHUNK):
+        hasher.update(chunk)
+    return hasher.hexdigest()
 
 
 def check_quick(folder: Storage) -> None:
@@ -124,6 +186,7 @@ def check_quick(folder: Storage) -> None:
     files = read_manifest(folder)
     check_sizes(folder, files)
     check_sums(folder, files, [STATE])
+    read_state(folder)
 
 
 def check_all(folder: Storage) -> None:
@@ -131,6 +194,7 @@ def check_all(folder: Storage) -> None:
     files = read_manifest(folder)
     check_sizes(folder, files)
     check_sums(folder, files, files)
+    read_state(folder)
 
 
 def read_state(folder: Storage) -> dict[str, Any]:
@@ -138,26 +202,40 @@ def read_state(folder: Storage) -> dict[str, Any]:
     with _reading(folder, STATE):
         text = folder.read(STATE)
     try:
-        state = json.loads(text)
+        state = parse_object(text)
     except ValueError as error:
-        raise DamagedCheckpoint(folder, STATE, f"is not JSON: {error}") from None
-    if not isinstance(state, dict):
-        raise DamagedCheckpoint(folder, STATE, "is not a JSON object")
-    if state.get("format", FORMAT) > FORMAT:
+        raise DamagedCheckpoint(folder, STATE, str(error)) from None
+    version = state.get("format", FORMAT)
+    if type(version) is int and version > FORMAT:
         raise ValueError(
-            f"checkpoint {folder} has format {state['format']}, and this version of titanlike reads "
+            f"checkpoint {folder} has format {version}, and this version of titanlike reads "
             f"{FORMAT}: it was written by a later one"
         )
     if missing := [key for key in _REQUIRED if key not in state]:
         raise DamagedCheckpoint(folder, STATE, f"lacks {', '.join(missing)}")
+    for key, types in (_REQUIRED | _OPTIONAL | {"format": (int,)}).items():
+        group, _, name = key.rpartition(".")
+        owner = state.get(group, {}) if group else state
+        if name in owner and type(owner[name]) not in types:
+            raise DamagedCheckpoint(folder, STATE, f"has {repr(owner[name])[:40]} as {key}")
+    step, progress = state["step"], state["progress"]
+    named = _STEP_IN_NAME.fullmatch(folder.name)
+    if step < 0 or (named and int(named[1]) != step) or progress.get("step", step) != step:
+        raise DamagedCheckpoint(folder, STATE, f"is of another step, {str(step)[:40]}")
+    for name, kept in progress.get("guard", {}).items():
+        if type(kept) is not (int if name == "nonfinite" else list):
+            raise DamagedCheckpoint(
+                folder, STATE, f"has {repr(kept)[:40]} as progress.guard.{name}"
+            )
     return state
 
 
 @contextlib.contextmanager
 def _reading(folder: Storage, name: str) -> Iterator[None]:
+    """A verdict on a file that is not there; an error of reading it is none."""
     try:
         yield
     except FileNotFoundError:
         raise DamagedCheckpoint(folder, name, "is missing") from None
-    except OSError as error:
-        raise DamagedCheckpoint(folder, name, f"cannot be read: {error}") from None
+    except NotRegularFile:
+        raise DamagedCheckpoint(folder, name, "is not a regular file") from None

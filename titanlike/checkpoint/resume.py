@@ -10,7 +10,7 @@ from typing import Any
 
 from titanlike.checkpoint import discovery
 from titanlike.checkpoint.discovery import Selection, checkpoint_folder, step_of
-from titanlike.checkpoint.integrity import DAMAGED_MARKER, read_state
+from titanlike.checkpoint.integrity import read_state, repair_command
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config
@@ -28,13 +28,13 @@ def select_resume(config: Config, rejected: Collection[str] = ()) -> Selection:
         selection = discovery.newest_complete(folder, rejected)
         if selection.path is not None and config.checkpoint.folder is not None:
             _check_owner(selection.path, config)
-        marked = [path for path in discovery.all_steps(folder) if path.exists(DAMAGED_MARKER)]
-        if selection.path is None and (selection.damaged or marked or rejected):
-            reasons = [*map(str, selection.damaged), *(f"{path} is damaged" for path in marked)]
+        if selection.path is None and (selection.damaged or selection.marked):
+            reasons = [*map(str, selection.damaged)]
+            reasons += [f"{path} is marked as damaged" for path in selection.marked]
             raise ValueError(
                 f"checkpoint.resume=auto: no complete checkpoint is left in {folder}: "
-                f"{'; '.join(reasons)}; write another run_dir to train from step 0, or the path of "
-                "another run's checkpoint"
+                f"{'; '.join(reasons)}; {repair_command(folder)} reads all bytes again and "
+                "lifts marks that are wrong; write checkpoint.resume=/path/of/another/checkpoint"
             )
         return selection
     chosen = None if resume == "never" else discovery.resolve("checkpoint.resume", resume)

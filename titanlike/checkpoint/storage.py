@@ -6,16 +6,30 @@ No torch, so that a config can be checked with it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import time
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from titanlike.config.files import atomic_write_bytes
+from titanlike.config.files import NotRegularFile, atomic_write_bytes, open_regular
+
+_PAUSES = (0.1, 0.4, 1.5)  # seconds before another attempt to read
+_Result = TypeVar("_Result")
+
+
+class UnreadableFile(OSError):
+    """A file or folder could not be read, several times: says nothing of its bytes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.errno = errno.EIO  # a restart may succeed
 
 
 class Storage:
@@ -23,6 +37,9 @@ class Storage:
 
     Written data is durable when a method returns: on a local file system through fsync of the
     file and of its folder, elsewhere through closing the object.
+
+    What reads raises FileNotFoundError and NotRegularFile at once; after any other error it tries
+    again, and raises UnreadableFile in the end.
     """
 
     def __init__(self, location: str | Path) -> None:
@@ -52,34 +69,57 @@ class Storage:
 
     def names(self) -> list[str]:
         """Names of the files and folders in it, sorted; [] where it does not exist."""
-        self._fs.invalidate_cache()  # other processes write here
         try:
-            found = self._fs.ls(self._root, detail=False)
-        except (FileNotFoundError, NotADirectoryError):
+            found = self._retry("", lambda: self._fs.ls(self._root, detail=False))
+        except FileNotFoundError:
             return []
         names = {path.rstrip("/").rpartition("/")[2] for path in found}
         return sorted(names - {"", self.name})
 
     def exists(self, name: str) -> bool:
-        self._fs.invalidate_cache()
-        return self._fs.exists(self._path(name))
+        """Whether there is anything of that name."""
+        try:
+            self.size(name)
+        except NotRegularFile:
+            return True
+        except FileNotFoundError:
+            return False
+        return True
 
     def size(self, name: str) -> int:
-        """In bytes. Raises FileNotFoundError."""
-        return self._fs.size(self._path(name))
+        """In bytes."""
+
+        def size() -> int:
+            info = self._fs.info(self._path(name))
+            if info["type"] != "file":
+                raise NotRegularFile(errno.EINVAL, "is not a regular file", self._path(name))
+            return info["size"]
+
+        return self._retry(name, size)
 
     def modified(self, name: str) -> datetime | None:
         """Time of the last write, in UTC; None where the file system has none."""
         try:
             return self._fs.modified(self._path(name))
-        except (NotImplementedError, FileNotFoundError):
+        except (NotImplementedError, OSError):
             return None
 
     def open(self, name: str, mode: str) -> IO[bytes]:
-        return self._fs.open(self._path(name), mode)
+        return (
+            self._open(name, mode) if mode != "rb" else self._retry(name, lambda: self._open(name))
+        )
 
     def read(self, name: str) -> bytes:
-        return self._fs.cat_file(self._path(name))
+        return self.read_by(name, lambda file: file.read())
+
+    def read_by(self, name: str, read: Callable[[IO[bytes]], _Result]) -> _Result:
+        """What `read` returns for the opened file; it is called again after an error of a read."""
+
+        def attempt() -> _Result:
+            with self._open(name) as file:
+                return read(file)
+
+        return self._retry(name, attempt)
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file atomically."""
@@ -105,10 +145,16 @@ class Storage:
                 os.close(handle)
 
     def remove(self, name: str) -> None:
-        """Remove a file, if it exists."""
-        if self.exists(name):
+        """Remove a file, or what stands in its place, if it exists."""
+        try:
+            self.size(name)
+        except FileNotFoundError:
+            return
+        except NotRegularFile:
+            self._fs.rm(self._path(name), recursive=True)
+        else:
             self._fs.rm_file(self._path(name))
-            self.sync()
+        self.sync()
 
     def remove_all(self) -> None:
         """Remove the folder and everything in it."""
@@ -132,3 +178,29 @@ class Storage:
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
+
+    def _open(self, name: str, mode: str = "rb") -> IO[bytes]:
+        if self.local and mode == "rb":
+            return open_regular(self._path(name))
+        return self._fs.open(self._path(name), mode)
+
+    def _retry(self, name: str, read: Callable[[], _Result]) -> _Result:
+        """What `read` returns; `name` is what it reads, for the error."""
+        errors: type[Exception] = OSError if self.local else Exception
+        for pause in (*_PAUSES, None):
+            self._fs.invalidate_cache()  # other processes write here
+            try:
+                return read()
+            except (FileNotFoundError, NotRegularFile):
+                raise
+            except NotADirectoryError as error:
+                raise FileNotFoundError(*error.args) from None
+            except errors as error:
+                if getattr(error, "errno", None) == errno.ELOOP:
+                    raise NotRegularFile(errno.ELOOP, "is not a regular file", name) from None
+                if pause is None:
+                    reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+                    text = f"{self}/{name}".rstrip("/")
+                    raise UnreadableFile(f"{text} cannot be read now: {reason}") from error
+            time.sleep(pause)
+        raise AssertionError("the last attempt returns or raises")

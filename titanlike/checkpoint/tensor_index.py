@@ -17,7 +17,7 @@ from math import prod
 from typing import Any
 
 from titanlike.checkpoint.integrity import METADATA, DamagedCheckpoint, Manifest, UnsafeCheckpoint
-from titanlike.checkpoint.storage import Storage
+from titanlike.checkpoint.storage import Storage, UnreadableFile
 
 MODEL, OPTIMIZER, RNG = "model.", "optimizer.state.", "rng."  # prefixes of names
 _TORCH = re.compile(r"torch(\.serialization|\.distributed\.checkpoint\.(metadata|filesystem))?")
@@ -69,6 +69,8 @@ def unpickling(folder: Storage) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise DamagedCheckpoint(folder, METADATA, "is missing") from None
+    except UnreadableFile:
+        raise
     except UnsafeCheckpoint as error:
         raise UnsafeCheckpoint(
             f"checkpoint {folder} is refused: {METADATA} {error}; it may execute code on your "

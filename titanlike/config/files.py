@@ -1,13 +1,15 @@
-"""Strict JSON (NaN and infinities as strings) and atomic writes."""
+"""The program's own files: strict JSON (NaN and infinities as strings), regular files, atomic writes."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import stat
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -21,15 +23,70 @@ def dumps(record: dict[str, Any]) -> str:
     return json.dumps(plain, allow_nan=False)
 
 
-def loads(text: str) -> dict[str, Any]:
-    """The inverse. Raises ValueError for anything but a JSON object."""
-    record = json.loads(text)
-    if not isinstance(record, dict):
-        raise ValueError(f"a JSON object was expected, not {text!r}")
+def loads(data: str | bytes) -> dict[str, Any]:
+    """The inverse, of UTF-8. Raises ValueError as `parse_object`."""
     return {
         key: NON_FINITE.get(value, value) if isinstance(value, str) else value
-        for key, value in record.items()
+        for key, value in parse_object(data).items()
     }
+
+
+def parse_object(data: str | bytes) -> dict[str, Any]:
+    """A JSON object, whatever else the text may be.
+
+    Raises ValueError with a reason that can follow the name of a file: "is not a JSON object".
+    """
+    try:
+        text = data.decode() if isinstance(data, bytes) else data
+        record = json.loads(text, object_pairs_hook=_without_duplicates)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 text (byte {error.start})") from None
+    except RecursionError:
+        raise ValueError("is not JSON that this program writes: nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"is not JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise ValueError("is not a JSON object")
+    return record
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        raise ValueError("a key is there twice")
+    return record
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """`loads` of a file. Raises OSError, and ValueError naming the file."""
+    with open_regular(path) as file:
+        data = file.read()
+    try:
+        return loads(data)
+    except ValueError as error:
+        raise ValueError(f"{path} {error}") from None
+
+
+class NotRegularFile(OSError):
+    """A FIFO, socket, device or folder in the place of a file, or a loop of links."""
+
+
+def open_regular(path: str | Path, mode: str = "rb", **options: Any) -> IO[Any]:
+    """`open`, which would wait for the other end of a FIFO. Raises NotRegularFile."""
+
+    def opener(name: str, flags: int) -> int:
+        try:
+            handle = os.open(name, flags | os.O_NONBLOCK, 0o666)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+                raise NotRegularFile(error.errno, "is not a regular file", name) from None
+            raise
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            os.close(handle)
+            raise NotRegularFile(errno.EINVAL, "is not a regular file", name)
+        return handle
+
+    return open(path, mode, opener=opener, **options)
 
 
 def atomic_write_text(path: Path, text: str) -> None:

@@ -55,6 +55,17 @@ def train_program() -> list[str]:
     return [*words[:-1], "train"] if has_command else words
 
 
+def checkpoint_program() -> list[str]:
+    """The same for the checkpoints: `titanlike checkpoint`, `python tools/checkpoint.py`."""
+    words = train_program()
+    last = Path(words[-1])
+    if last.name == "train.py":
+        return [*words[:-1], str(last.parent / "tools" / "checkpoint.py")]
+    if last.suffix == ".py":  # a program of the user's own
+        return ["titanlike", "checkpoint"]
+    return [*(words[:-1] if words[-1] == "train" else words), "checkpoint"]
+
+
 def program_length(words: Sequence[str]) -> int:
     """How many words of a shell line name the program and its subcommand; 0 if it is none of ours."""
     for i, word in enumerate(words):

@@ -11,7 +11,7 @@ from typing import Any
 from titanlike.checkpoint.discovery import checkpoint_folder, resolve
 from titanlike.checkpoint.integrity import DamagedCheckpoint, check_quick
 from titanlike.checkpoint.resume import incompatibility, select_resume
-from titanlike.checkpoint.storage import Storage
+from titanlike.checkpoint.storage import Storage, UnreadableFile
 from titanlike.config import credentials, validate
 from titanlike.config.errors import Problem
 from titanlike.config.parse import to_plain
@@ -99,6 +99,8 @@ def _checkpoint_problems(config: Config) -> Iterator[Problem]:
         )
     except ValueError as error:
         yield Problem.parse("checkpoint.resume", str(error))
+    except UnreadableFile as error:
+        yield Problem("checkpoint", "", str(error))
     except Exception as error:  # file systems raise errors of their own: permissions, network
         reason = f"cannot be read: {type(error).__name__}: {error}"
         fix = "checkpoint.folder=/another/path"
