@@ -39,6 +39,7 @@ from titanlike.command import override_errors
 from titanlike.command.override_errors import one_line
 from titanlike.command.sweep_settings import SweepSettings
 from titanlike.config.errors import Problem, quoted
+from titanlike.config.imports import outside
 from titanlike.config.overrides import from_hydra, to_hydra
 from titanlike.config.parse import parse
 from titanlike.config.program import conf_dir
@@ -88,6 +89,7 @@ class CheckedOverrides:
     sweep: SweepSettings | None = None  # if multirun
     # values of the environment variables that it names -> their names, ${oc.env:NAME}
     environment: dict[str, str] = field(default_factory=dict)
+    imports: list[str] = field(default_factory=list)  # from outside, a line each
 
     def add(self, problem: Problem) -> None:
         if problem not in self.problems:
@@ -283,6 +285,10 @@ class _OverrideChecker:
             self.checked.add(Problem(str(error.full_key), "", one_line(error)))
             return
         assert isinstance(plain, dict)
+        hydra = OmegaConf.to_container(composed.hydra, resolve=False)
+        assert isinstance(hydra, dict)
+        lines = [*outside(plain, hydra)]
+        self.checked.imports += [line for line in lines if line not in self.checked.imports]
         self.checked.config, problems = parse(plain)
         for problem in problems:
             if problem.key not in swept:

@@ -133,6 +133,8 @@ def _prepare(args: argparse.Namespace, task: Task, result_dir: str | None) -> Ex
     runner = task.runner = replace(task.runner, restart=task.runner.restart or bool(first_folder))
     checked = check_overrides(args)
     runner = task.runner = replace(runner, environment=checked.environment)
+    for line in checked.imports:  # before they are imported, which executes them
+        print(redact(line), flush=True)
     try:
         problems = _problems(args, checked, runner)
         if checked.multirun and not problems:

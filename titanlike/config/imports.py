@@ -1,10 +1,24 @@
-"""Import paths, `package.module.attribute`: how a config names the user's code."""
+"""Import paths, `package.module.attribute`: how a config names the user's code.
+
+Code that a config names is executed. So that of a config from somebody else can be known before:
+`outside` finds where it would be imported from, without importing. The standard library is refused:
+it has no model, but functions such as os.system.
+"""
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.machinery
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
+
+# of Hydra's section: keys that name code, and packages whose code configures Hydra
+_HYDRA_KEYS = ("_target_", "class", "()")
+_HYDRA_CODE = ("hydra.", "hydra_plugins.", "logging.", "colorlog.")
 
 
 def import_object(path: str) -> Any:
@@ -12,6 +26,7 @@ def import_object(path: str) -> Any:
     module_name, _, attribute = path.rpartition(".")
     if not module_name:
         raise ValueError(f"{path!r} is neither a built-in name nor package.module.attribute")
+    _check_library(path, module_name)
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # whatever the module raises during its import
@@ -23,4 +38,73 @@ def import_object(path: str) -> Any:
         near = difflib.get_close_matches(attribute, vars(module), n=1)
         hint = f"; did you mean {module_name}.{near[0]}?" if near else ""
         raise ValueError(f"module {module_name} has no {attribute}{hint}")
-    return getattr(module, attribute)
+    found = getattr(module, attribute)
+    if inspect.isroutine(found) or inspect.isclass(found):  # perhaps imported there
+        _check_library(path, str(found.__module__))
+    return found
+
+
+def _check_library(path: str, module_name: str) -> None:
+    """Raises ValueError for code of the standard library."""
+    if module_name.partition(".")[0] in sys.stdlib_module_names:
+        raise ValueError(
+            f"{path} is a part of Python's standard library ({module_name}), none of which can be "
+            "used here; name code of your own, or of a package"
+        )
+
+
+def outside(plain: Mapping[str, Any], hydra: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each import from outside titanlike and the working directory. Imports nothing.
+
+    plain: a config as plain dicts. hydra: its section for Hydra.
+    """
+    named = {
+        f"{group}.name": settings["name"]
+        for group, settings in plain.items()
+        if isinstance(settings, Mapping) and "." in str(settings.get("name", ""))
+    }
+    for key, path in (named | dict(_hydra_imports(hydra, "hydra"))).items():
+        if (place := _place(path.rpartition(".")[0])) is not None:
+            yield f"imports {path} ({key}), from {place}"
+
+
+def _hydra_imports(section: Any, key: str) -> Iterator[tuple[str, str]]:
+    """(key, import path) of what Hydra's section names, without Hydra's own parts."""
+    if isinstance(section, (list, tuple)):
+        section = {str(index): item for index, item in enumerate(section)}
+    if not isinstance(section, Mapping):
+        return
+    for name, value in section.items():
+        if name in _HYDRA_KEYS and isinstance(value, str) and not value.startswith(_HYDRA_CODE):
+            yield f"{key}.{name}", value
+        yield from _hydra_imports(value, f"{key}.{name}")
+
+
+def _place(module_name: str) -> str | None:
+    """The file of a module; None if it is titanlike's, in the working directory, or not found."""
+    if module_name.partition(".")[0] in sys.stdlib_module_names:
+        return "Python's standard library"
+    file, folders, parts = None, None, module_name.split(".")
+    for count in range(1, len(parts) + 1):
+        found = _find(".".join(parts[:count]), folders)
+        if found is None:  # a parent's code may provide it
+            break
+        file = found.origin or file
+        folders = found.submodule_search_locations
+        if folders is None:
+            break
+    if file is None:
+        return None
+    path = Path(file).resolve()
+    inside = Path(__file__).parents[1], Path.cwd()
+    is_inside = any(path.is_relative_to(folder.resolve()) for folder in inside)
+    return None if is_inside and "site-packages" not in path.parts else str(path)
+
+
+def _find(name: str, folders: Any) -> importlib.machinery.ModuleSpec | None:
+    """A module's spec, without importing its parents, as importlib.util.find_spec does."""
+    try:
+        finders = (finder.find_spec(name, folders) for finder in sys.meta_path)
+        return next((spec for spec in finders if spec is not None), None)
+    except (KeyError, ImportError, AttributeError):  # in a package without __init__.py
+        return None

@@ -71,11 +71,21 @@ def _import_family(name: str) -> Callable[..., Any]:
         fix = "model=own model.name=package.module.Class"
         raise ConfigError([Problem("model.name", "???", "your own model needs a name", fix)])
     try:
-        return import_object(MODELS.get(name, name))
+        family = import_object(MODELS.get(name, name))
     except ValueError as error:
         near = nearest(name, MODELS)
         fix = f"model.name={near}" if near else f"model.name={' or '.join(MODELS)}"
         raise ConfigError([Problem("model.name", name, str(error), fix)]) from None
+    if inspect.isclass(family):
+        wrong = "" if issubclass(family, nn.Module) else "is a class, but not of torch.nn.Module"
+    elif inspect.isbuiltin(family) or not callable(family):
+        wrong = f"is a {type(family).__name__}"
+    else:
+        wrong = ""
+    if wrong:
+        fix = "a module class, or a function that returns a module"
+        raise ConfigError([Problem("model.name", name, wrong, fix)])
+    return family
 
 
 def _unknown_keys(model: Custom, parameters: Mapping[str, inspect.Parameter]) -> list[Problem]:

@@ -1,0 +1,115 @@
+"""Code that a config names is executed; what is imported from elsewhere is shown before it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.commands import TINY, command
+
+MODEL = """
+import sys
+print("EXECUTED", __name__, flush=True)
+from torch import nn
+from os import system
+from subprocess import call
+
+class Model(nn.Module):
+    def __init__(self, vocab_size: int = 256, command: str = ""):
+        super().__init__()
+        self.layer = nn.Embedding(vocab_size, vocab_size)
+
+    def forward(self, tokens):
+        return self.layer(tokens)
+
+class Thing:
+    def __init__(self, **words):
+        print("EXECUTED Thing", flush=True)
+
+def loss(output, targets):
+    return nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum")
+"""
+RUN = """
+defaults:
+  - _self_
+  - override hydra/job_logging: none
+  - override hydra/hydra_logging: none
+  - override hydra/sweeper: grid
+  - override hydra/launcher: jobs
+hydra:
+  run: {dir: '${run_dir}'}
+  sweep: {dir: '${run_dir}', subdir: '${hydra.job.num}'}
+  output_subdir: null
+  callbacks: {mine: {_target_: elsewhere.callbacks.Mine}}
+data: {name: synthetic}
+logger: {name: none}
+steps: 1
+run_dir: out
+"""
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package on PYTHONPATH, one in the working directory, and somebody's run folder."""
+    elsewhere, here = tmp_path / "site" / "elsewhere", tmp_path / "work" / "local"
+    for folder in (elsewhere / "deep", here, tmp_path / "site" / "spread" / "inner"):
+        folder.mkdir(parents=True)
+    for path in (elsewhere, elsewhere / "deep", here):
+        (path / "__init__.py").write_text("print('EXECUTED', __name__, flush=True)\n")
+    for path in (elsewhere / "deep", here, tmp_path / "site" / "spread" / "inner"):
+        (path / "models.py").write_text(MODEL)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    return tmp_path / "work"
+
+
+def run_folder(work: Path, name: str, more: str = "") -> list[str]:
+    folder = work / "received"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(f"{RUN}model: {{name: {name}{more}}}\n")
+    return ["--config-path", "received"]
+
+
+@pytest.mark.parametrize(
+    "name", ["os.system", "subprocess.run", "builtins.exec", "elsewhere.deep.models.system"]
+)
+def test_a_received_config_cannot_call_the_standard_library(name: str, packages: Path) -> None:
+    words = run_folder(packages, name, ", command: touch called, args: touch called")
+    for check in (["--check"], []):
+        done = command(*words, *check, cwd=packages)
+        assert done.returncode == 2, done.stderr
+        assert f"imports {name} (model.name), from " in done.stdout
+        assert "a part of Python's standard library" in done.stderr
+        assert not (packages / "called").exists() and not (packages / "out").exists()
+
+
+@pytest.mark.parametrize("module", ["elsewhere.deep.models", "spread.inner.models"])
+def test_what_a_config_imports_from_elsewhere_is_shown_before_it_is_executed(
+    module: str, packages: Path
+) -> None:
+    """With the file, also in a package without __init__.py; and what Hydra's section names."""
+    words = run_folder(packages, f"{module}.Model}}\nloss: {{name: {module}.loss")
+    file = packages.parent / "site" / (module.replace(".", "/") + ".py")
+    done = command(*words, "--check", cwd=packages)
+    assert done.returncode == 0, done.stderr
+    before, _, after = done.stdout.partition("EXECUTED")
+    for key in ("model.name", "loss.name"):
+        path = f"{module}.{'Model' if key == 'model.name' else 'loss'}"
+        assert f"imports {path} ({key}), from {file}\n" in before
+    assert "imports elsewhere.callbacks.Mine (hydra.callbacks.mine._target_), from " in before
+    assert "imports" not in after
+
+
+def test_a_class_that_is_no_module_is_refused_before_it_is_called(packages: Path) -> None:
+    for name in ("elsewhere.deep.models.Thing", "torch.rand"):
+        done = command("data=synthetic", "model=own", f"model.name={name}", "--check", cwd=packages)
+        assert done.returncode == 2 and "EXECUTED Thing" not in done.stdout
+        assert f"model.name={name}: is a " in done.stderr
+
+
+def test_titanlikes_own_parts_and_the_working_directory_are_not_mentioned(packages: Path) -> None:
+    assert command(*TINY, "--check", cwd=packages).stdout == (
+        "config OK; nothing was started (--check)\n"
+    )
+    own = ["data=synthetic", "model=own", "model.name=local.models.Model"]
+    assert "imports" not in command(*own, "--check", cwd=packages).stdout
