@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.overrides import TorchFunctionMode
@@ -25,6 +27,7 @@ from titanlike.config.schema import Config, Fsdp
 from titanlike.launch.worker import Worker
 from titanlike.proof.verification import verify
 from titanlike.torch_private import distributed_checkpoint, pipeline_stage
+from titanlike.torch_private.fsdp import reduce_missing_gradients
 from titanlike.torch_private.pipeline_runtime import FIELD
 from titanlike.training import checks
 
@@ -218,6 +221,35 @@ def gradient_syncs(config: Config, worker: Worker) -> set[bool]:
         stage.set_requires_gradient_sync = lambda on, recurse=True: seen.add(on)
     run.pipeline.train(to_device(batch, mesh, config))
     return seen
+
+
+class OneForEachRank(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.choices = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.choices[dist.get_rank()](x)
+
+
+def gradient_of_rank_0(_: Config, worker: Worker, fenced: bool) -> float:
+    group = {"rank": worker.rank, "world_size": 2, "store": worker.store}
+    dist.init_process_group("gloo", **group)
+    model = fully_shard(OneForEachRank(), mesh=init_device_mesh("cpu", (2,)))
+    if fenced:
+        reduce_missing_gradients(model, set(), zero=3)
+    model.set_is_last_backward(not fenced)  # as during a step of `_ShardingStage`
+    model(torch.full((1, 2), worker.rank + 1.0)).sum().backward()
+    model.set_is_last_backward(True)
+    gradient = model.choices[0].weight.grad
+    return math.nan if gradient is None else gradient.to_local()[0, 0].item()
+
+
+def test_fsdp_mixes_up_gradients_that_one_rank_alone_has(tmp_path: Path) -> None:
+    config = tiny(dp=2)
+    # the mean of 1 on rank 0 and 0 on rank 1; the gradient of the other parameter there is 2
+    assert run_world(gradient_of_rank_0, config, tmp_path / "torch", False)[0] == 1.5
+    assert run_world(gradient_of_rank_0, config, tmp_path / "fenced", True) == [0.5, 0.5]
 
 
 def test_torchs_stage_accumulates_unsharded_gradients(tmp_path: Path) -> None:

@@ -63,6 +63,13 @@ class Validation:
 
 
 @dataclass
+class Verify:
+    """What `titanlike verify` compares."""
+
+    steps: int = key(3, "training steps, each on a batch of its own")
+
+
+@dataclass
 class Checkpoint:
     """Distributed checkpoints."""
 
@@ -162,6 +169,7 @@ class Config:
     precision: Precision = key(Precision, "compute precision")
     fsdp: Fsdp = key(Fsdp, "sharding inside a stage")
     validation: Validation = key(Validation, "loss on the validation data")
+    verify: Verify = key(Verify, "the comparison with one process")
     checkpoint: Checkpoint = key(Checkpoint, "saving and resuming")
     logger: Wandb | TensorBoard | NoLogger = key(Wandb, "metrics sink besides metrics.jsonl")
     launch: Launch = key(Launch, "starting and monitoring the workers")

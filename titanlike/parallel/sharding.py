@@ -11,53 +11,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from titanlike.config.schema import Config
 from titanlike.parallel.mesh import Mesh
-from titanlike.torch_private import pytree
 
 
 def compute_dtype(config: Config) -> torch.dtype:
     """The dtype of activations."""
     return torch.bfloat16 if config.precision.name == "bf16" else torch.float32
-
-
-def fill_missing_gradients(modules: Iterable[nn.Module]) -> None:
-    """Let every backward give all parameters of these modules a gradient, zero where it has none.
-
-    For experts and layers that a forward may skip: FSDP reduces a module's gradients in one message,
-    and ranks whose messages differ in length hang or mix up gradients.
-    To be called before the modules are sharded: hooks run in the order of registration.
-    """
-    for module in modules:
-        module.register_forward_hook(_touch_parameters)
-
-
-def _touch_parameters(module: nn.Module, _: Any, output: Any) -> Any:
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    leaves, spec = pytree.tree_flatten(output)
-    for at, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-            leaves[at] = _TouchParameters.apply(leaf, *parameters)
-            return pytree.tree_unflatten(leaves, spec)
-    return output
-
-
-class _TouchParameters(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-        ctx.parameters = [(p.shape, p.dtype, p.device) for p in parameters]
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return gradient, *(torch.zeros(s, dtype=d, device=v) for s, d, v in ctx.parameters)
 
 
 def shard_stage(

@@ -33,7 +33,7 @@ class Tied:
             if not parameters[0].requires_grad:
                 continue
             mine = [_local(p.grad) for p in parameters if p.grad is not None]
-            if group is None and len(mine) < 2:
+            if group is None and (not mine or len(parameters) < 2):
                 continue
             total = torch.stack(mine).sum(0) if mine else torch.zeros_like(_local(parameters[0]))
             if group is not None:

@@ -20,6 +20,7 @@ from titanlike.optim.chunked_loss import loss_of_output
 from titanlike.optim.loss import Loss
 from titanlike.parallel.batchnorm import BatchNorms
 from titanlike.parallel.mesh import Mesh
+from titanlike.parallel.reached import Reached
 from titanlike.parallel.tied import Tied
 from titanlike.pipeline.order import Order
 from titanlike.torch_private.pipeline_runtime import OrderRuntime
@@ -45,11 +46,13 @@ class Pipeline:
         zero: int,
         tied: Tied,
         norms: BatchNorms,
+        reached: Reached,
     ) -> None:
         """stages: of this rank, by index; zero: see `parallel/sharding.py`."""
         self._order, self._model_graph, self._stages = order, model_graph, stages
         self._loss, self._mesh, self._zero = loss, mesh, zero
-        self._tied, self._norms = tied, norms
+        self._tied, self._norms, self._reached = tied, norms, reached
+        self._missing = torch.zeros(())  # gradients of the last step, over all ranks
         self._runtimes: OrderedDict[Any, OrderRuntime] = OrderedDict()
         self._on_action: Callable[[Any], None] | None = None
 
@@ -68,15 +71,29 @@ class Pipeline:
         reduced over dp and over the copies of tied weights.
         """
         with self._norms.collecting():
-            result = self._step(self._runtime(batch).train, batch)
+            loss, count, self._missing = self._step(
+                self._runtime(batch).train, batch, self._reached.count_missing
+            )
         self._tied.add_gradients()
-        return result
+        return loss, count
+
+    def drop_unreached(self) -> None:
+        """Drop the gradients of parameters that the last `train` reached on no rank, so that an
+        optimizer leaves them alone. Waits for a GPU, so after other numbers of the step are read."""
+        self._reached.drop_unreached(self._missing)
 
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """As `train`, forward alone; gradients are left as they are."""
-        return self._step(self._runtime(batch).evaluate, batch)
+        loss, count, _ = self._step(self._runtime(batch).evaluate, batch, None)
+        return loss, count
 
-    def _step(self, run: Callable[[Batch], list[Tensor]], batch: Batch) -> tuple[Tensor, Tensor]:
+    def _step(
+        self,
+        run: Callable[[Batch], list[Tensor]],
+        batch: Batch,
+        count_missing: Callable[[], Tensor] | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(loss, its count, missing gradients) over all ranks."""
         mesh = self._mesh
         count = self._terms(batch).float()
         if mesh.world_size > 1:
@@ -85,8 +102,11 @@ class Pipeline:
         self._loss.scale = mesh.dp / count
         losses = run(batch)
         mine = torch.stack(losses).sum().detach() if losses else torch.zeros_like(count)
-        loss = mesh.sum(mine) if mesh.world_size > 1 else mine
-        return loss / mesh.dp, count
+        missing = torch.zeros_like(mine) if count_missing is None else count_missing()
+        sums = torch.stack([mine, missing])
+        if mesh.world_size > 1:
+            mesh.sum(sums)
+        return sums[0] / mesh.dp, count, sums[1]
 
     def _terms(self, batch: Batch) -> Tensor:
         """How many terms the loss of this rank's batch has."""

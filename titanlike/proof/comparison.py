@@ -16,6 +16,7 @@ GRADIENT_TOLERANCE = 1e-6  # absolute at gradients of order one, fp32
 RELATIVE_TOLERANCE = 1e-4  # norm against norm, so that small gradients are compared, too
 ROUNDING = 3.0  # bf16: times the error that one process makes in bf16
 BF16_FLOOR = 2.0**-8  # bf16: half of its last digit, relative
+SIZE_TOLERANCE = 1e-2  # bf16: of a gradient's part along the right one
 # Updates: norm of the difference against norm of the update, over the elements whose gradient is
 # larger than its rounding or exactly zero. Adam divides a gradient by its own size: where it is
 # almost zero, its last bit decides the sign of the update.
@@ -34,7 +35,9 @@ class Comparison:
     difference: float  # largest absolute difference; infinite where something is missing
     squared: float  # sum of squared differences
     scale: float  # sum of squares of what the difference is relative to
-    rounding: float | None  # sum of squared differences of one process in bf16
+    along: float  # sum of the differences times what they are relative to
+    rounding: float | None  # as `squared`, of one process in bf16
+    rounding_along: float  # as `along`
 
     def __add__(self, other: Comparison) -> Comparison:
         return Comparison(
@@ -45,7 +48,9 @@ class Comparison:
             max(self.difference, other.difference),
             self.squared + other.squared,
             self.scale + other.scale,
+            self.along + other.along,
             None if self.rounding is None else self.rounding + other.rounding,
+            self.rounding_along + other.rounding_along,
         )
 
     @property
@@ -59,16 +64,25 @@ class Comparison:
     def agrees(self) -> bool:
         if self.kind == "initial":
             return self.difference == 0
-        if self.kind == "update":
-            limit = UPDATE_TOLERANCE["fp32" if self.rounding is None else "bf16"]
-            return self.relative <= limit or self.difference <= 1e-9
         if self.rounding is not None:
-            allowed = max(ROUNDING * math.sqrt(self.rounding), BF16_FLOOR * math.sqrt(self.scale))
-            return math.sqrt(self.squared) <= allowed
+            least = UPDATE_TOLERANCE["bf16"] if self.kind == "update" else BF16_FLOOR
+            allowed = max(ROUNDING * math.sqrt(self.rounding), least * math.sqrt(self.scale))
+            return math.sqrt(self.squared) <= allowed and self._has_the_right_size(self.rounding)
+        if self.kind == "update":
+            return self.relative <= UPDATE_TOLERANCE["fp32"] or self.difference <= 1e-9
         if self.kind == "loss":
             return self.difference <= LOSS_TOLERANCE * max(1.0, self.largest)
         close = self.difference <= GRADIENT_TOLERANCE * max(1.0, self.largest)
         return close and (self.relative <= RELATIVE_TOLERANCE or self.difference <= 1e-9)
+
+    def _has_the_right_size(self, rounding: float) -> bool:
+        """Whether a gradient in bf16 is as large as it should be: its rounding errors point in all
+        directions, so that of their norm little is left along the gradient itself."""
+        if self.kind not in ("gradient", "state"):
+            return True
+        random = math.sqrt(rounding * self.scale / self.elements)
+        measured = ROUNDING * max(random, abs(self.rounding_along))
+        return abs(self.along) <= max(measured, SIZE_TOLERANCE * self.scale)
 
 
 def compare(
@@ -88,15 +102,17 @@ def compare(
     """
     if mine is None:
         rounding = None if in_bf16 is None else 0.0
-        lost = (math.nan, math.inf, math.inf, 1.0)
-        return Comparison(kind, name, reference.numel(), *lost, rounding)
+        lost = (math.nan, math.inf, math.inf, 1.0, math.inf)
+        return Comparison(kind, name, reference.numel(), *lost, rounding, 0.0)
     part = local_slices(mine)
     local = (mine.to_local() if isinstance(mine, DTensor) else mine).detach().cpu().double()
     right = reference[part].double()
     scale = right - base[part].double() if base is not None else right
     difference = local - right
+    rounding = None if in_bf16 is None else in_bf16[part].double() - right
     if mask is not None:
         difference = difference * mask[part]
+        rounding = None if rounding is None else rounding * mask[part]
     return Comparison(
         kind,
         name,
@@ -105,7 +121,9 @@ def compare(
         _largest(difference),
         difference.square().sum().nan_to_num(math.inf).item(),
         scale.square().sum().item(),
-        None if in_bf16 is None else (in_bf16[part].double() - right).square().sum().item(),
+        (difference * scale).sum().nan_to_num(math.inf).item(),
+        None if rounding is None else rounding.square().sum().item(),
+        0.0 if rounding is None else (rounding * scale).sum().item(),
     )
 
 

@@ -1,4 +1,4 @@
-"""The reference: one training step of the whole model in one process, in plain torch.
+"""The reference: a few training steps of the whole model in one process, in plain torch.
 
 `model(x)`, loss, backward, optimizer; no pipeline and no sharding.
 """
@@ -22,6 +22,7 @@ from titanlike.optim.learning_rate import set_lr
 from titanlike.optim.loss import build_loss
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallel.initialize import initialize
+from titanlike.proof.comparison import reliable
 from titanlike.torch_private.base_classes import BatchNorm
 from titanlike.training.draft import draft
 
@@ -33,10 +34,12 @@ class Reference:
     """What one process finds. Tensors are fp32 on the CPU, by parameter name."""
 
     initial: dict[str, Tensor]
-    gradients: dict[str, Tensor]  # before clipping
-    updated: dict[str, Tensor]
-    losses: dict[str, float]  # "loss", "validation loss", "loss after the update"
-    buffers: dict[str, Tensor]  # of batch norms, after the update
+    gradients: dict[str, Tensor]  # of the first step, before clipping
+    reliable: dict[str, Tensor]  # elements whose gradients are no rounding in any step
+    updated: dict[str, Tensor]  # after the last step
+    state: dict[str, Tensor]  # of the optimizer after the last step, by "PARAMETER KEY"
+    losses: dict[str, float]  # "loss", "loss of step 2", ..., "validation loss", "loss after ..."
+    buffers: dict[str, Tensor]  # of batch norms, after the first step
     groups: int  # equal parts of the batch that were computed one after the other
 
 
@@ -56,7 +59,7 @@ def reference_steps(
 def single_process(
     config: Config, data: Data, device: torch.device, dtype: torch.dtype, groups: int = 1
 ) -> Reference:
-    """One training step of the whole model on the whole batch, computing in `dtype`.
+    """Training steps of the whole model on whole batches, computing in `dtype`.
 
     groups: equal parts of the batch that go through the model one after the other.
     """
@@ -95,23 +98,51 @@ def single_process(
     model.eval()
     validation = mean_over(validation_batches(data.validation, config, dp_rank=0))
     stream = batches(data.train, config, dp_rank=0)
-    batch, following = next(stream), next(stream)
-
     model.train()
     norms = _WholeBatchStatistics(model)
-    total, count = loss_of(batch)
-    buffers = norms.buffers()
-    (total / count).backward()
-    gradients = copy_of((name, gradient_of(p)) for name, p in model.named_parameters())
     optimizer = build_optimizer(model, config.optimizer)
-    if config.optimizer.clip is not None:
-        nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)
-    set_lr(optimizer, config, 1)
-    optimizer.step()
-    losses = {"loss": total.item() / count, "validation loss": validation}
-    losses["loss after the update"] = mean_over(iter([following]))
+    losses = {"validation loss": validation}
+    first: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
+    masks: dict[str, Tensor] = {}
+    for step in range(1, config.verify.steps + 1):
+        total, count = loss_of(next(stream))
+        losses[loss_name(step)] = total.item() / count
+        (total / count).backward()
+        gradients = copy_of((name, gradient_of(p)) for name, p in model.named_parameters())
+        if step == 1:
+            first, buffers = gradients, norms.buffers()
+        for name, gradient in gradients.items():
+            masks[name] = masks.get(name, True) & reliable(gradient, config.precision.name)
+        if config.optimizer.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)
+        set_lr(optimizer, config, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    losses["loss after the last step"] = mean_over(iter([next(stream)]))
     updated = copy_of(model.named_parameters())
-    return Reference(initial, gradients, updated, losses, buffers, groups)
+    state = copy_of(
+        (f"{name} {key}", value)
+        for name, p in model.named_parameters()
+        for key, value in state_of(optimizer, p).items()
+    )
+    return Reference(initial, first, masks, updated, state, losses, buffers, groups)
+
+
+def loss_name(step: int) -> str:
+    return f"loss of step {step}"
+
+
+def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """What the optimizer remembers of a parameter: {} where it was never updated. Adam's mean of
+    squares as its root, which is of the size of a gradient."""
+    state = {}
+    for key, value in optimizer.state.get(parameter, {}).items():
+        if key == "exp_avg_sq":
+            state["sqrt(exp_avg_sq)"] = value.sqrt()
+        elif isinstance(value, Tensor | int | float):
+            state[key] = torch.as_tensor(value)
+    return state
 
 
 def gradient_of(parameter: Tensor) -> Tensor:

@@ -2,9 +2,10 @@
 
 1. Rank 0 computes the reference (`reference`): in bf16 twice, in fp32 as the reference and in bf16
    for the size of the rounding.
-2. All ranks do the same step in their layout, with the code that training uses.
+2. All ranks do the same `verify.steps` steps in their layout, with the code that training uses.
 3. Each rank compares its part of each tensor with the reference (`comparison`): initial weights (to
-   the last bit), loss, validation loss, gradients, updated parameters, the loss after the update.
+   the last bit), losses, the first step's gradients, parameters and optimizer state after the last
+   step, the loss after it.
 
 A model with batch norm depends on what is normalized together: the reference then runs the same
 microbatches one after the other; its running statistics are those of the whole batch, and are
@@ -32,13 +33,27 @@ from titanlike.metrics.console import Console
 from titanlike.optim.optimizer import gradient_norm
 from titanlike.parallel.device import choose_device
 from titanlike.parallel.mesh import close_mesh, open_mesh
-from titanlike.proof.comparison import Comparison, compare, merge, reliable
-from titanlike.proof.reference import REFERENCE_TIMEOUT, Reference, gradient_of, reference_steps
+from titanlike.proof.comparison import Comparison, compare, merge
+from titanlike.proof.reference import (
+    REFERENCE_TIMEOUT,
+    Reference,
+    gradient_of,
+    loss_name,
+    reference_steps,
+    state_of,
+)
 from titanlike.training.build import Run, build
 from titanlike.training.session import open_data_on_every_rank
 from titanlike.training.step import optimizer_step, to_device, validate
 
-KINDS = ("loss", "initial", "gradient", "update", "buffer")  # of comparisons, causes before effects
+KINDS = (
+    "loss",
+    "initial",
+    "gradient",
+    "buffer",
+    "update",
+    "state",
+)  # of comparisons, causes before effects
 
 
 def verify(config: Config, worker: Worker) -> dict[str, Any]:
@@ -88,37 +103,60 @@ def _compare_layout(
 
     for name, parameter in parameters():
         yield compare("initial", name, parameter, exact.initial[name])
-    validation = validate(run, config, data)
+    losses = {"validation loss": validate(run, config, data)}
 
     stream = batches(data.train, config, dp_rank=run.mesh.dp_rank)
-    loss, _ = run.pipeline.train(to_device(next(stream), run.mesh, config))
+    for step in range(1, config.verify.steps + 1):
+        loss, _ = run.pipeline.train(to_device(next(stream), run.mesh, config))
+        losses[loss_name(step)] = loss.item()
+        if step == 1:
+            for name, parameter in parameters():
+                in_bf16 = rounded and rounded.gradients[name]
+                reference = exact.gradients[name]
+                mine = parameter.grad if reference.any() else gradient_of(parameter)
+                yield compare("gradient", name, mine, reference, in_bf16)
+        optimizer_step(run, config, step, gradient_norm(run.owned, run.mesh))
+        for state in run.stage_states:
+            state.optimizer.zero_grad()
+        if step == 1:
+            yield from _compare_buffers(run, exact, rounded)
     for name, parameter in parameters():
-        in_bf16 = rounded and rounded.gradients[name]
-        reference = exact.gradients[name]
-        mine = parameter.grad if reference.any() else gradient_of(parameter)
-        yield compare("gradient", name, mine, reference, in_bf16)
+        in_bf16 = rounded and rounded.updated[name]
+        options = {"base": exact.initial[name], "mask": exact.reliable[name]}
+        yield compare("update", name, parameter, exact.updated[name], in_bf16, **options)
+    yield from _compare_states(run, exact, rounded)
 
-    optimizer_step(run, config, 1, gradient_norm(run.owned, run.mesh))
-    for name, parameter in parameters():
-        reference, base = exact.updated[name], exact.initial[name]
-        mask = reliable(exact.gradients[name], config.precision.name)
-        # an update's rounding is not measured (0): given or not, it selects the tolerance
-        in_bf16 = rounded and reference
-        yield compare("update", name, parameter, reference, in_bf16, base=base, mask=mask)
+    after, _ = run.pipeline.evaluate(to_device(next(stream), run.mesh, config))
+    losses["loss after the last step"] = after.item()
+    for name, value in losses.items():
+        reference = torch.tensor([exact.losses[name]], dtype=torch.float64)
+        in_bf16 = rounded and torch.tensor([rounded.losses[name]], dtype=torch.float64)
+        yield compare("loss", name, torch.tensor([value], dtype=torch.float64), reference, in_bf16)
 
+
+def _compare_buffers(run: Run, exact: Reference, rounded: Reference | None) -> Iterator[Comparison]:
     for stage in run.stages:
         for name, buffer in stage.named_buffers():
             if name in exact.buffers:
                 in_bf16 = rounded and rounded.buffers[name]
                 yield compare("buffer", name, buffer, exact.buffers[name], in_bf16)
 
-    after, _ = run.pipeline.evaluate(to_device(next(stream), run.mesh, config))
-    losses = {"loss": loss.item(), "validation loss": validation}
-    losses["loss after the update"] = after.item()
-    for name, value in losses.items():
-        reference = torch.tensor([exact.losses[name]], dtype=torch.float64)
-        in_bf16 = rounded and torch.tensor([rounded.losses[name]], dtype=torch.float64)
-        yield compare("loss", name, torch.tensor([value], dtype=torch.float64), reference, in_bf16)
+
+def _compare_states(run: Run, exact: Reference, rounded: Reference | None) -> Iterator[Comparison]:
+    """The optimizer's state of each parameter; where there is none, of a parameter that was never
+    updated, zeros are compared: a step that is counted too often is found."""
+    for stage in run.stage_states:
+        for parameter_name, parameter in stage.parameters():
+            mine = state_of(stage.optimizer, parameter)
+            of_parameter = f"{parameter_name} "
+            expected = {name for name in exact.state if name.startswith(of_parameter)}
+            for name in sorted(expected | {of_parameter + key for key in mine}):
+                value = mine.get(name.removeprefix(of_parameter))
+                reference = exact.state.get(name)
+                if reference is None:
+                    reference = torch.zeros(value.shape)
+                in_bf16 = rounded and rounded.state.get(name, torch.zeros(reference.shape))
+                yield compare("state", name, value, reference, in_bf16)
 
 
 def _print(

@@ -17,7 +17,6 @@ from torch import nn
 
 from titanlike.config.schema import Config
 from titanlike.data.sources import Data
-from titanlike.graph.cut import StageGraph
 from titanlike.graph.stage import Stage, fsdp_groups
 from titanlike.models.registry import build_model, initial_weights_of
 from titanlike.optim.loss import build_loss
@@ -25,7 +24,8 @@ from titanlike.optim.optimizer import StageState, build_optimizer
 from titanlike.parallel.batchnorm import BatchNorms
 from titanlike.parallel.initialize import initialize, piece_seed
 from titanlike.parallel.mesh import Mesh
-from titanlike.parallel.sharding import fill_missing_gradients, shard_stage
+from titanlike.parallel.reached import Reached
+from titanlike.parallel.sharding import shard_stage
 from titanlike.parallel.tied import tie
 from titanlike.pipeline.pipeline import Pipeline
 from titanlike.split.auto_split import measured_times
@@ -76,10 +76,9 @@ def build(config: Config, mesh: Mesh, data: Data | None = None) -> Run:
     local = plan.order.local(mesh.pp_rank)
     weights = initial_weights_of(plan.model, config.seed)
     canonical, modules = plan.model_graph.canonical_names(), plan.model_graph.stage_modules()
-    graphs = plan.model_graph.graphs(plan.fields, True)
     stages: dict[int, Stage] = {}
     for index in local:
-        stage = stages[index] = _build_stage(config, plan, *modules[index], graphs[index], mesh)
+        stage = stages[index] = _build_stage(config, plan, *modules[index], mesh)
         device = torch.device("cpu") if config.fsdp.cpu_offload else mesh.device
         initialize(stage, weights, device, canonical)
     origin = weights.origin
@@ -105,27 +104,19 @@ def build(config: Config, mesh: Mesh, data: Data | None = None) -> Run:
     torch.manual_seed(piece_seed(config.seed, "rank", dist.get_rank()))
     loss = build_loss(config.loss, mesh.device)
     norms = BatchNorms(stages.values(), mesh)
-    pipeline = Pipeline(
-        plan.order, plan.model_graph, stages, loss, mesh, plan.zero, tied=tied, norms=norms
-    )
+    reached = Reached(stages.values(), canonical, mesh, plan.zero)
+    parts = {"tied": tied, "norms": norms, "reached": reached}
+    pipeline = Pipeline(plan.order, plan.model_graph, stages, loss, mesh, plan.zero, **parts)
     run = Run(mesh, plan, [*stages.values()], [*states.values()], pipeline, norms, origin)
     run.train_mode(True)
     return run
 
 
 def _build_stage(
-    config: Config,
-    plan: Draft,
-    modules: list[str],
-    parameters: list[str],
-    graph: StageGraph,
-    mesh: Mesh,
+    config: Config, plan: Draft, modules: list[str], parameters: list[str], mesh: Mesh
 ) -> Stage:
     """A stage with its modules of the model and the parameters that it uses itself, sharded."""
     stage = Stage(build_model(plan.model), modules, parameters)
-    if config.dp > 1:
-        dependent = [node.target for node in graph.nodes if node.data_dependent]
-        fill_missing_gradients(map(stage.get_submodule, dependent))
     units = [unit for unit in plan.model_graph.units if unit.name in modules]
     shard_stage(stage, fsdp_groups(stage, units, parameters), config, mesh, plan.zero)
     return stage

@@ -41,7 +41,8 @@ def train_step(
 
 def optimizer_step(run: Run, config: Config, step: int, norm: Tensor) -> float:
     """Clip by the global norm, update the parameters and the running statistics of batch norms;
-    returns the learning rate."""
+    returns the learning rate. A parameter that no rank's backward reached is left alone."""
+    run.pipeline.drop_unreached()
     if config.optimizer.clip is not None:
         clip_gradients(run.parameters, norm, config.optimizer.clip)
     for state in run.stage_states:

@@ -1,0 +1,112 @@
+"""A parameter that no rank reaches in a step is left alone, as torch's optimizers do in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.models import tiny
+from support.proven import assert_proven
+from support.records import numbers
+from support.world import run_world
+from titanlike.config.schema import (
+    AdamW,
+    Checkpoint,
+    Config,
+    ConstantLr,
+    Custom,
+    Fsdp,
+    Precision,
+    Schedule,
+    Sgd,
+)
+from titanlike.launch.worker import Worker
+from titanlike.parallel.reached import Reached
+from titanlike.proof.verification import verify
+from titanlike.training.train import train
+
+DECAYING = {"optimizer": AdamW(lr=1e-2, weight_decay=1.0), "lr": ConstantLr(warmup=0)}
+ONE = Schedule("gpipe", 1)  # one microbatch: blocks that count their calls count steps
+
+
+def sparse(
+    pp: int = 1, dp: int = 1, schedule: Any = "1f1b", model: dict | None = None, **more: Any
+) -> Config:
+    model = Custom("support.unreached.Net", model or {})
+    return tiny(pp, dp, schedule, model=model, **({"batch_size": 8} | DECAYING | more))
+
+
+ALTERNATING = {"block": "Alternating"}
+LAYOUTS = {
+    "one process, gradient accumulation": sparse(schedule=Schedule("1f1b", 4)),
+    "ZeRO 3": sparse(dp=2),
+    "ZeRO 2": sparse(dp=2, fsdp=Fsdp(2), schedule=Schedule("1f1b", 2)),
+    "HSDP, ZeRO 3, several microbatches": sparse(
+        dp=4, replicate=2, fsdp=Fsdp(3), schedule=Schedule("1f1b", 2)
+    ),
+    "zero bubble": sparse(2, 2, "zbvzerobubble"),
+    "tied weights in a V": sparse(2, 2, "zbvzerobubble", {"shared": True}),
+    "tied weights without data parallelism": sparse(2, 1, model={"shared": True}),
+    "bf16": sparse(2, 2, precision=Precision("bf16")),
+    "a branch in every other step": sparse(1, 2, ONE, ALTERNATING),
+    "a branch in every other step of a pipeline": sparse(2, 2, ONE, ALTERNATING, fsdp=Fsdp(1)),
+}
+MORE_LAYOUTS = {
+    "replication": sparse(dp=2, replicate=2),
+    "momentum": sparse(2, 2, optimizer=Sgd(lr=0.1, momentum=0.9, weight_decay=0.1)),
+    "a pipeline": sparse(2, 2),
+    "ZeRO 1": sparse(dp=2, fsdp=Fsdp(1)),
+    "CPU offload": sparse(2, 2, fsdp=Fsdp(cpu_offload=True)),
+    "tied weights, replicated": sparse(2, 2, model={"shared": True}, replicate=2),
+    "tied weights in one process": sparse(1, 1, "interleaved1f1b", {"shared": True}),
+    "stages in turns": sparse(2, 2, "interleaved1f1b", fsdp=Fsdp(3)),
+    "a branch in every other step, replicated": sparse(1, 2, ONE, ALTERNATING, replicate=2),
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(pytest.param(config, id=name) for name, config in LAYOUTS.items()),
+        *(
+            pytest.param(config, id=name, marks=pytest.mark.slow)
+            for name, config in MORE_LAYOUTS.items()
+        ),
+    ],
+)
+def test_parameters_that_no_rank_reaches_are_left_alone(config: Config, tmp_path: Path) -> None:
+    assert_proven(config, tmp_path)
+
+
+def verify_with_zeros(config: Config, worker: Worker) -> dict:
+    """`verify` where a gradient that no rank has counts as zero."""
+    Reached.drop_unreached = lambda self, missing: None
+    return verify(config, worker)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        sparse(dp=2),
+        sparse(dp=2, replicate=2, fsdp=Fsdp(1)),
+        pytest.param(sparse(2, 2, "zbvzerobubble"), marks=pytest.mark.slow),
+        pytest.param(sparse(2, 2, fsdp=Fsdp(2)), marks=pytest.mark.slow),
+    ],
+)
+def test_verify_finds_that_zeros_are_no_missing_gradients(config: Config, tmp_path: Path) -> None:
+    results = run_world(verify_with_zeros, config, tmp_path)
+    assert {result["exit_code"] for result in results} == {1}
+    shown = (tmp_path / "rank0.out").read_text()
+    assert "update of blocks.0.experts" in shown.splitlines()[-1]  # decayed
+    assert " step " in shown and "DIFFERS" in shown  # and a step counted
+
+
+def test_a_run_resumes_with_parameters_that_were_never_updated(tmp_path: Path) -> None:
+    saving = {"checkpoint": Checkpoint(every=0, last=True)}
+    run_world(train, sparse(2, 2, steps=4), tmp_path / "whole")
+    run_world(train, sparse(1, 2, steps=2, **saving), tmp_path / "part")
+    run_world(train, sparse(2, 2, steps=4, **saving), tmp_path / "part")
+    for whole, part in zip(numbers(tmp_path / "whole"), numbers(tmp_path / "part"), strict=True):
+        assert part == pytest.approx(whole, abs=1e-5)

@@ -1,0 +1,61 @@
+"""FSDP2: gradients of parameters that a backward did not reach."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+
+def reduce_missing_gradients(module: nn.Module, reached: set[nn.Parameter], zero: int) -> None:
+    """Let FSDP reduce zeros for the parameters of a module that have no gradient; those that have
+    one are added to `reached`.
+
+    zero: 1 = gradients are reduced once a step, 2 and 3 = in each backward.
+    Symptom without it: FSDP leaves a parameter without gradient out of its message, and ranks whose
+    messages differ mix up gradients, or hang.
+    Test: `test_fences.py::test_fsdp_mixes_up_gradients_that_one_rank_alone_has`.
+    """
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            state = part._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)  # 2.13
+            if groups is None:
+                groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+            for group in groups:
+                _fill_before_reduction(group, state, reached, zero)
+
+
+def _fill_before_reduction(group: Any, state: Any, reached: set[nn.Parameter], zero: int) -> None:
+    post_backward = group.post_backward
+
+    def with_every_gradient(*unused: Any) -> None:
+        # after the last backward torch calls it once more for all groups: to reduce them, or, if
+        # they are reduced already, for nothing
+        if group.reduce_grads and (zero == 1 or not state._state_ctx.is_last_backward):
+            _fill(group.fsdp_params, reached)
+        post_backward(*unused)
+
+    group.post_backward = with_every_gradient
+
+
+def _fill(parameters: list[Any], reached: set[nn.Parameter]) -> None:
+    """parameters: FSDPParams of a group; all of its gradients must have one dtype."""
+    missing, accumulated = [], None
+    for parameter in parameters:
+        if not parameter.sharded_param.requires_grad or not hasattr(parameter, "_unsharded_param"):
+            continue
+        if parameter.unsharded_accumulated_grad is not None:
+            accumulated = parameter.unsharded_accumulated_grad.dtype
+        elif parameter._unsharded_param.grad is None:
+            missing.append(parameter)
+            continue
+        reached.add(parameter.sharded_param)
+    for parameter in missing:
+        if accumulated is None:
+            parameter._unsharded_param.grad = torch.zeros_like(parameter._unsharded_param)
+        else:
+            zeros = torch.zeros_like(parameter._unsharded_param, dtype=accumulated)
+            parameter.unsharded_accumulated_grad = zeros
