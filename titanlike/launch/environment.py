@@ -42,6 +42,12 @@ def without_rank_variables(env: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in env.items() if k not in _NAMES and not k.startswith(_PREFIXES)}
 
 
+def use_loopback() -> None:
+    """Let gloo and NCCL listen on the loopback interface alone: all ranks are on this machine."""
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    os.environ.update(GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=f"={loopback}")
+
+
 def is_restart() -> bool:
     """Whether torchrun or SLURM reports that it started this command before.
 

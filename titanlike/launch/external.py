@@ -168,6 +168,7 @@ class ExternalRanks:
             world_size=self.world_size,
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)),
+            one_machine=os.environ.get("LOCAL_WORLD_SIZE") == str(self.world_size),
             run_dir=job.run_dir,
             store=dist.PrefixStore(f"job{self._jobs}", self._store),
             overrides=job.overrides,

@@ -65,7 +65,18 @@ def run_local(
 
 
 def _run_here(job: Job, stop: StopRequest, report_failure: ReportFailure) -> dict[str, Any]:
-    worker = Worker(0, 1, 0, 1, job.run_dir, None, job.overrides, stop, report_failure)
+    worker = Worker(
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        local_world_size=1,
+        one_machine=True,
+        run_dir=job.run_dir,
+        store=None,
+        overrides=job.overrides,
+        stop_request=stop,
+        report_failure=report_failure,
+    )
     try:
         return run_job(job, worker)
     except KeyboardInterrupt:
@@ -86,6 +97,8 @@ def _run_workers(job: Job, stop: StopRequest, folder: Path) -> dict[str, Any]:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from titanlike.launch import local_rendezvous
+
     count = job.config.world_size
     folder.mkdir()
     (folder / "job.json").write_text(job.to_json(), encoding="utf-8")
@@ -97,9 +110,7 @@ def _run_workers(job: Job, stop: StopRequest, folder: Path) -> dict[str, Any]:
         max_nodes=1,
         nproc_per_node=count,
         run_id=f"{folder.parent.name}-{folder.name}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
+        rdzv_backend=local_rendezvous.register(),
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
         signals_to_handle="",  # none: keep our handlers

@@ -38,7 +38,7 @@ class RestartState:
         folder = Path(tempfile.gettempdir()) / f"titanlike-agents-{os.getuid()}"
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
-            if folder.stat().st_uid != os.getuid():  # another user's: it would choose our run_dir
+            if folder.lstat().st_uid != os.getuid():  # another user's: it would choose our run_dir
                 return cls()
         except OSError:
             return cls()

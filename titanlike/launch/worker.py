@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlike.config.credentials import redact
+from titanlike.launch.environment import use_loopback
 from titanlike.launch.failures import Failure, describe, peer_failed, write_failure
 from titanlike.launch.job import Job
 from titanlike.launch.rank_log import logged
@@ -45,6 +46,7 @@ class Worker:
     store: Store | None  # for this job alone; None for a job of one process
     overrides: list[str]
     stop_request: StopRequest = field(default_factory=StopRequest)
+    one_machine: bool = False  # whether all ranks are known to be on this one
     # in the process that reports the job: reports a hang, which no exception can end
     report_failure: Callable[[Failure], None] | None = None
 
@@ -56,6 +58,8 @@ class BarrierTimeout(RuntimeError):
 def run_job(job: Job, worker: Worker) -> dict[str, Any]:
     """Call the job's function on this rank. Writes its error to the rank's log and error file."""
     environment = dict(os.environ)
+    if worker.one_machine:
+        use_loopback()
     with logged(job.run_dir, worker.rank, console=worker.rank == 0) as log:
         try:
             processes = barrier(worker, "start", job.config.launch.timeout, _process())
@@ -142,16 +146,17 @@ def main(scratch: str, driver: int) -> None:
     with interruptible(stop=stop, grace=0):
         job = Job.from_json((folder / "job.json").read_text(encoding="utf-8"))
         try:
-            import torch.distributed as dist
+            from titanlike.launch.local_rendezvous import workers_store
 
-            store, rank, world_size = next(dist.rendezvous("env://"))
+            rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             worker = Worker(
                 rank=rank,
                 world_size=world_size,
-                local_rank=int(os.environ["LOCAL_RANK"]),
-                local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
+                local_rank=rank,
+                local_world_size=world_size,
+                one_machine=True,
                 run_dir=job.run_dir,
-                store=dist.PrefixStore("job", store),
+                store=workers_store(folder, world_size),
                 overrides=job.overrides,
                 stop_request=stop,
             )
