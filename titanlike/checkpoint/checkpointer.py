@@ -129,9 +129,12 @@ class Checkpointer:
             text = f"{path} is marked as damaged, and an older one is taken; read it again: {again}"
             self._events.log("passed_over", step_of(path), text)
         for path in discovery.uncommitted(self._folder):
-            text = f"{path} has no {integrity.MARKER}: its save was not completed; deleted"
-            self._events.log("leftover", step_of(path), text)
-            integrity.delete_checkpoint(path)
+            text, end = f"{path} has no {integrity.MARKER}: its save was not completed", "deleted"
+            try:
+                integrity.delete_checkpoint(path)
+            except OSError as error:  # the save of that step will try again
+                end = f"it could not be deleted: {error}"
+            self._events.log("leftover", step_of(path), f"{text}; {end}")
         for path in committed(self._folder):
             with contextlib.suppress(ValueError, UnreadableFile):  # it stays
                 val_loss = read_state(path)["val_loss"]

@@ -81,6 +81,8 @@ def newest_complete(folder: Storage, rejected: Collection[str] = ()) -> Selectio
             if path.exists(DAMAGED_MARKER):
                 selection.marked.append(path)
         except integrity.DamagedCheckpoint as damage:
+            if not path.exists(MARKER):  # its run has just deleted it, and has a newer one
+                return newest_complete(folder, rejected)
             selection.damaged.append(damage)
         except UnreadableFile as error:
             raise unreadable(path, str(error)) from None

@@ -21,6 +21,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from titanlike.config.files import NotRegularFile, atomic_write_bytes, open_regular
 
 _PAUSES = (0.1, 0.4, 1.5)  # seconds before another attempt to read
+# of a removal: files have been added, or are still open on a network file system
+_CHANGED = (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY)
 _Result = TypeVar("_Result")
 
 
@@ -146,21 +148,28 @@ class Storage:
 
     def remove(self, name: str) -> None:
         """Remove a file, or what stands in its place, if it exists."""
-        try:
-            self.size(name)
-        except FileNotFoundError:
-            return
-        except NotRegularFile:
-            self._fs.rm(self._path(name), recursive=True)
-        else:
-            self._fs.rm_file(self._path(name))
-        self.sync()
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                self.size(name)
+            except NotRegularFile:
+                self._fs.rm(self._path(name), recursive=True)
+            else:
+                self._fs.rm_file(self._path(name))
+            self.sync()
 
     def remove_all(self) -> None:
-        """Remove the folder and everything in it."""
-        self._fs.invalidate_cache()
-        if self._fs.exists(self._root):
-            self._fs.rm(self._root, recursive=True)
+        """Remove the folder and everything in it, though another process may write there."""
+        for pause in (*_PAUSES, None):
+            self._fs.invalidate_cache()
+            try:
+                if self._fs.exists(self._root):
+                    self._fs.rm(self._root, recursive=True)
+                return
+            except OSError as error:
+                changed = isinstance(error, FileNotFoundError) or error.errno in _CHANGED
+                if pause is None or not changed:
+                    raise
+            time.sleep(pause)
 
     def free(self) -> int | None:
         """Free bytes; None where unknown."""

@@ -81,7 +81,8 @@ class JobRunner:
                 reporter.write("invalid", error=str(error))
                 return JobEnd(print_problems(error.problems), str(error))
             except JobFailed as failed:
-                reporter.write("failed", error=failed.error)
+                if not failed.taken_over:
+                    reporter.write("failed", error=failed.error)
                 print(f"\n{failed}", file=sys.stderr)
                 record_for_torchrun(failed)
                 return JobEnd(1, failed.error, ends_sweep=failed.ends_sweep)

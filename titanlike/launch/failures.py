@@ -38,6 +38,10 @@ _TRANSPORT = (
 )
 
 
+class TakenOver(ValueError):
+    """A later start of the run has taken its directory over: it is no longer this start's."""
+
+
 class JobFailed(Exception):
     """A job failed; `text` is the whole message for the user. A sweep runs its next job."""
 
@@ -45,6 +49,7 @@ class JobFailed(Exception):
         self.error = error  # one line, for result.json
         self.permanent = permanent  # whether a restart would fail with the same error
         self.ends_sweep = False  # whether the processes cannot run further jobs
+        self.taken_over = False  # whether run_dir is another start's now, result.json too
         super().__init__(text, error)
 
     def __str__(self) -> str:
@@ -61,6 +66,7 @@ class Failure:
     transport: bool  # probably caused by a peer that failed
     time: float  # seconds since the epoch
     users: bool = False  # permanent: a user error or bad numbers, which a restart would repeat
+    taken_over: bool = False  # see TakenOver
 
     def to_job_failed(self, run_dir: Path, world_size: int) -> JobFailed:
         who = f"rank {self.rank} failed: " if world_size > 1 else ""
@@ -68,7 +74,9 @@ class Failure:
         if self.frames:
             lines.append(self.frames.rstrip())
         lines.append(f"log: {log_path(run_dir, self.rank)}")
-        return JobFailed("\n".join(lines), who + self.error, self.users)
+        failed = JobFailed("\n".join(lines), who + self.error, self.users)
+        failed.taken_over = self.taken_over
+        return failed
 
 
 def describe(rank: int, error: BaseException) -> Failure:
@@ -91,6 +99,7 @@ def describe(rank: int, error: BaseException) -> Failure:
         time=time.time(),
         # an error of a disk or a network may not repeat
         users=explains_itself and getattr(cause, "errno", None) is None,
+        taken_over=isinstance(cause, TakenOver),
     )
 
 

@@ -24,7 +24,13 @@ from typing import TYPE_CHECKING, Any
 
 from titanlike.config.credentials import redact
 from titanlike.launch.environment import use_loopback
-from titanlike.launch.failures import Failure, describe, peer_failed, write_failure
+from titanlike.launch.failures import (
+    Failure,
+    TakenOver,
+    describe,
+    peer_failed,
+    write_failure,
+)
 from titanlike.launch.job import Job
 from titanlike.launch.rank_log import logged
 from titanlike.launch.signals import Interrupted, die_with_parent, exit_now, interruptible
@@ -46,6 +52,7 @@ class Worker:
     store: Store | None  # for this job alone; None for a job of one process
     overrides: list[str]
     stop_request: StopRequest = field(default_factory=StopRequest)
+    resources: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # until its end
     one_machine: bool = False  # whether all ranks are known to be on this one
     # in the process that reports the job: reports a hang, which no exception can end
     report_failure: Callable[[Failure], None] | None = None
@@ -76,6 +83,7 @@ def run_job(job: Job, worker: Worker) -> dict[str, Any]:
                 log.write(redact(traceback.format_exc()))
             raise
         finally:
+            worker.resources.close()
             os.environ.clear()
             os.environ.update(environment)
 
@@ -165,7 +173,9 @@ def main(scratch: str, driver: int) -> None:
                 (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
         except Interrupted as interrupted:
             exit_now(interrupted.exit_code)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, TakenOver):  # the later start clears the errors in run_dir
+                write_failure(folder, describe(worker.rank, error))
             exit_now(1)  # destroying the process groups would look like the root cause to peers
         # none exits before all have finished: see `_peer_ended`
         with contextlib.suppress(RuntimeError):  # the driver finds the rank that failed

@@ -64,7 +64,9 @@ class JsonlSink:
 
     def _open_after(self, step: int) -> None:
         for unfinished in self._path.parent.glob(f".{self._path.name}.*"):
-            unfinished.unlink()  # of a process that was killed while rewriting the file
+            unfinished.unlink(
+                missing_ok=True
+            )  # of a process that was killed while rewriting the file
         if self._path.exists():
             lines = [files.dumps(r) + "\n" for r in read_jsonl(self._path) if r["step"] <= step]
             files.atomic_write_text(self._path, "".join(lines))

@@ -8,14 +8,19 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import IO
 
 from titanlike.config.credentials import redact_override
 from titanlike.config.errors import Problem
 from titanlike.config.overrides import from_hydra, key_of
 from titanlike.config.schema import Sweep
 from titanlike.config.validate import parse_share
+from titanlike.launch.run_dir_owner import claim
 from titanlike.sweeps.job_status import SUBMITTED, read_job_rows
+from titanlike.sweeps.plan import FILE as PLAN_FILE
 from titanlike.sweeps.plan import Job, Plan, add_jobs, read_plan, write_plan
+
+_RESTART_PATIENCE = 60.0  # seconds for the start before this one to end
 
 
 @dataclass
@@ -38,6 +43,10 @@ class SweepRun:
     wrong: int = 0  # jobs in which --check has found errors
     ran: set[int] = field(default_factory=set)  # numbers of jobs that this command has run
     planned: dict[str, Job] = field(default_factory=dict)  # jobs by their folders
+    lock: IO[str] | None = None  # open for as long as this process runs the sweep
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "lock": None}
 
     @property
     def group(self) -> str:
@@ -59,6 +68,13 @@ class SweepRun:
             return [Problem("run_dir", str(self.folder), reason, fix)]
 
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            share = (self.settings.share or "").replace("/", "-of-")  # a task of a job array
+            patience = _RESTART_PATIENCE if self.restart else 0.0
+            name = f".{PLAN_FILE}.{share or 'all'}.lock"
+            self.lock, who = claim(self.folder / name, patience)
+            if self.lock is None:
+                return problem(f"this sweep is run by another start ({who})")
             plan = read_plan(self.folder)
             if plan is None and (self.folder / "config.yaml").exists():
                 return problem("has a run, not a sweep")

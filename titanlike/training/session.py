@@ -12,7 +12,8 @@ from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config
 from titanlike.data.loader import open_data
 from titanlike.data.sources import Data
-from titanlike.launch.run_dir_owner import Owner
+from titanlike.launch.failures import clear_failures
+from titanlike.launch.run_dir_owner import Owner, held
 from titanlike.launch.signals import Interrupted
 from titanlike.launch.stop_request import stop_reason
 from titanlike.launch.watchdog import Watchdog
@@ -94,8 +95,10 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
         run.pipeline.on_action(watchdog.start_action)
         try:
             watchdog.enter_phase(0, "load", config.checkpoint.timeout)
-            owner = Owner(worker.run_dir) if worker.rank == 0 else None
+            owner = _take_over(config, worker, events) if worker.rank == 0 else None
             progress = checkpointer.resume()
+            if worker.rank > 0:
+                worker.resources.enter_context(held(worker.run_dir))
             if worker.rank == 0:
                 plain = to_plain(config)
                 sinks += open_sinks(config, plain, worker.run_dir, progress.step, console.line)
@@ -122,6 +125,16 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
             console.close()
             for sink in sinks:
                 sink.close(status)
+
+
+def _take_over(config: Config, worker: Worker, events: Events) -> Owner:
+    """Own the run's directory, once an earlier start on this machine has ended. On rank 0."""
+    owner = Owner(worker.run_dir)
+    patience = min(config.launch.timeout, config.checkpoint.timeout / 2)
+    lock = owner.wait(patience, lambda text: events.log("takeover", 0, text))
+    worker.resources.enter_context(lock)
+    clear_failures(worker.run_dir)  # of that start, which are none of this one's ranks
+    return owner
 
 
 def last_step(config: Config) -> int:
