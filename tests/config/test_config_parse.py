@@ -34,7 +34,7 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
     if annotation is float:
         return st.floats(allow_nan=False)
     if annotation is str:
-        return st.text().filter(lambda text: text != "???")
+        return st.text(min_size=1).filter(lambda text: text != "???")
     return st.from_type(annotation)
 
 
@@ -70,14 +70,14 @@ def test_every_wrong_value_is_reported_at_once_with_one_that_works() -> None:
     assert fixes == {
         "pp": "pp=1",
         "dp": "dp=2",
-        "steps": "steps=1",
+        "steps": "steps=300",
         "devise": "device=cpu",
         "device": "device=cuda",
         "schedule.name": "schedule=1f1b",
-        "data.path": "data.path=...",
-        "data.vocab_size": "data.vocab_size=...",
+        "data.path": "data.path=PATH",
+        "data.vocab_size": "data.vocab_size=256",
         "optimizer.betas": "optimizer.betas=[0.9]",
-        "optimizer.lr": "optimizer.lr=0.1",
+        "optimizer.lr": "optimizer.lr=0.003",
         "checkpoint.evry": "checkpoint.every=5",
     }
 

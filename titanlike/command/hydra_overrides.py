@@ -15,9 +15,6 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
-import os
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -27,23 +24,29 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.utils import setup_globals
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from titanlike.command import override_errors
-from titanlike.command.override_errors import one_line
+from titanlike.command.override_errors import Advice, one_line
+from titanlike.command.parsed_override import (
+    environment,
+    may_set,
+    parse_override,
+    plain_config,
+    single_overrides,
+    values_of,
+)
 from titanlike.command.sweep_settings import SweepSettings
+from titanlike.command.words import NoOverride
 from titanlike.config.errors import Problem, quoted
 from titanlike.config.imports import outside
-from titanlike.config.overrides import from_hydra, to_hydra
+from titanlike.config.overrides import from_hydra, key_of, to_hydra
 from titanlike.config.parse import parse
 from titanlike.config.program import conf_dir
-from titanlike.config.schema import Config
+from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config
 
 
 def complete_args(args: argparse.Namespace) -> None:
@@ -71,14 +74,6 @@ def complete_args(args: argparse.Namespace) -> None:
     args.overrides = overrides
 
 
-def parse_override(text: str, loader: ConfigLoaderImpl | None = None) -> Override | None:
-    """The override, or None for a syntax error."""
-    try:  # parse_override() does not pass the loader on, which glob() needs
-        return OverridesParser.create(config_loader=loader).parse_overrides([text])[0]
-    except HydraException:
-        return None
-
-
 @dataclass
 class CheckedOverrides:
     """What a command line gives, and what is wrong with it."""
@@ -100,6 +95,9 @@ def check_overrides(args: argparse.Namespace) -> CheckedOverrides:
     """Check arguments after `complete_args`."""
     setup_globals()
     checked = CheckedOverrides(multirun=args.multirun)
+    if not Path(args.config_path).is_dir():
+        checked.add(Problem(f"--config-path {args.config_path}", "", "no such folder"))
+        return checked
     search_path = create_config_search_path(args.config_path)
     if args.config_dir is not None:
         folder = Path(args.config_dir).absolute()
@@ -108,15 +106,9 @@ def check_overrides(args: argparse.Namespace) -> CheckedOverrides:
         anchor = SearchPathQuery(provider="schema")
         search_path.prepend(provider="command-line", path=f"file://{folder}", anchor=anchor)
     loader = ConfigLoaderImpl(search_path)
-    overrides = []
     for text in args.overrides:
-        checked.environment |= _environment(text)
-        override = parse_override(text, loader)
-        if override is None:
-            checked.add(override_errors.syntax_error(text))
-        else:
-            overrides.append(override)
-    _OverrideChecker(args.config_name, loader, checked).run(overrides)
+        checked.environment |= environment(text)
+    _OverrideChecker(args.config_name, loader, checked).run(args.overrides, args.no_overrides)
     return checked
 
 
@@ -128,28 +120,37 @@ class _OverrideChecker:
     ) -> None:
         self.config_name, self.loader, self.checked = config_name, loader, checked
         self.fixed: set[str] = set()  # keys of hydra.sweeper.params that have a single value
+        self.compositions: dict[tuple[str, ...], DictConfig] = {}  # of choices
 
-    def run(self, overrides: list[Override]) -> None:
-        """Add what is wrong, and the config, to `checked`."""
+    def run(self, texts: list[str], no_overrides: list[NoOverride]) -> None:
+        """Add what is wrong, and the config, to `checked`.
+
+        Hydra raises exceptions of any class for what a user writes: all of them are his errors.
+        """
+        parsed = {text: parse_override(text, self.loader) for text in texts}
+        overrides = [override for override in parsed.values() if override is not None]
         self.overrides = [o for o in overrides if o.key_or_group != "hydra.searchpath"]
         lines = [o.input_line for o in overrides if o.key_or_group == "hydra.searchpath"]
         try:
             _, self.repository = self.loader._parse_overrides_and_create_caching_repo(
                 self.config_name, lines
             )
-            self.default_choices = self._compose(lines).hydra.runtime.choices
-        except (HydraException, OmegaConfBaseException) as error:
+            self.lines, self.choices, self.composed = lines, (), self._compose(lines)
+            self.default_choices = self.composed.hydra.runtime.choices
+        except Exception as error:
             self.checked.add(Problem(f"--config-name {self.config_name}", "", one_line(error)))
             return
         self.checked.multirun |= self._is_multirun_by_config(lines)
         groups, values = self._split_by_kind()
+        wrong = [text for text, override in parsed.items() if override is None]
         swept = {o.key_or_group for o in (*groups, *values) if o.is_sweep_override()}
-        for choices in itertools.product(*map(_single_overrides, groups)):
+        for choices in itertools.product(*map(single_overrides, groups)):
             try:
                 composed = self._compose([*lines, *choices])
-            except (HydraException, OmegaConfBaseException) as error:
+            except Exception as error:
                 self.checked.add(Problem(" ".join(choices) or "config", "", one_line(error)))
                 continue
+            self.choices, self.composed = choices, composed
             if self.checked.multirun:
                 swept |= self._check_sweeper_params(composed)
             self._apply(composed, values)
@@ -160,6 +161,10 @@ class _OverrideChecker:
                 self._parse(composed, swept)
             finally:
                 HydraConfig.instance().cfg = None
+        for text in wrong:
+            self.checked.add(override_errors.syntax_error(text, self._applied))
+        for words in no_overrides:
+            self.checked.add(override_errors.no_override(words, self._advice()))
 
     def _is_multirun_by_config(self, lines: list[str]) -> bool:
         """Whether hydra.mode makes this a sweep, without -m."""
@@ -173,7 +178,7 @@ class _OverrideChecker:
         ]
         try:
             return self._compose([*lines, *choices]).hydra.mode == RunMode.MULTIRUN
-        except (HydraException, OmegaConfBaseException, ValueError):
+        except Exception:
             return False  # reported when the choices are checked
 
     def _split_by_kind(self) -> tuple[list[Override], list[Override]]:
@@ -181,12 +186,12 @@ class _OverrideChecker:
         groups, values = [], []
         for override in self.overrides:
             if override.is_sweep_override() and not self.checked.multirun:
-                self.checked.add(override_errors.values_without_m(override))
+                self.checked.add(override_errors.values_without_m(override, self._applied))
             elif problem := self._sweep_problem(override):
                 self.checked.add(problem)
             elif override.is_delete():
                 key = override.key_or_group
-                self.checked.add(Problem(f"~{key}", "", "nothing can be removed", f"{key}=..."))
+                self.checked.add(override_errors.removed(key, self._advice()))
             elif not self.repository.group_exists(override.key_or_group):
                 values.append(override)
             elif self._choice_exists(override):
@@ -201,7 +206,7 @@ class _OverrideChecker:
         elif not swept:
             return None
         elif key in ("run_dir", "value") or key.startswith(("sweep.", "hydra.", "hydra/")):
-            reason, fix = "is common to all jobs of a sweep", next(_single_overrides(override))
+            reason, fix = "is common to all jobs of a sweep", next(single_overrides(override))
         elif sum(o.key_or_group == key and o.is_sweep_override() for o in self.overrides) > 1:
             reason, fix = "the key is given twice", f"{from_hydra(override.input_line)} alone"
         else:
@@ -218,15 +223,53 @@ class _OverrideChecker:
             return False
         if override.is_sweep_override() and not override.is_discrete_sweep():
             return False  # an interval: the sweeper checks it
-        unknown = [
-            choice
-            for choice in _values(override)
-            if choice is not None and not self.repository.config_exists(f"{group}/{choice}")
-        ]
+        several = not override.is_sweep_override() and isinstance(override.value(), list)
+        if several and group in (*VARIANTS, *OPEN_GROUPS):
+            self.checked.add(override_errors.one_choice(group, override.value()))
+            return False
+        unknown = [choice for choice in values_of(override) if not self._exists(group, choice)]
         options = self.repository.get_group_options(group)
         for choice in unknown:
-            self.checked.add(override_errors.unknown_choice(group, choice, options))
+            problem = override_errors.wrong_choice(group, choice, options, self._advice())
+            self.checked.add(problem)
         return not unknown
+
+    def _exists(self, group: str, choice: Any) -> bool:
+        known = isinstance(choice, (str, int, float)) and str(choice).strip()
+        return bool(known) and self.repository.config_exists(f"{group}/{choice}")
+
+    def _advice(self) -> Advice:
+        groups = (*VARIANTS, *OPEN_GROUPS, "experiment")
+        choices = {group: self.repository.get_group_options(group) for group in groups}
+        return Advice(self.composed, choices, self._applied)
+
+    def _applied(self, words: list[str]) -> list[str]:
+        """These overrides, added to those that are valid, with values of the right type; [] if
+        that cannot be."""
+        overrides = [parse_override(to_hydra(word), self.loader) for word in words]
+        if not all(o and (self.checked.multirun or not o.is_sweep_override()) for o in overrides):
+            return []
+        singles = [parse_override(next(single_overrides(o))) for o in overrides if o]
+        new = {o.key_or_group: o for o in singles if self.repository.group_exists(o.key_or_group)}
+        values = [o for o in singles if o.key_or_group not in new]
+        if not all(self._exists(group, o.value()) for group, o in new.items()):
+            return []
+        try:
+            composed = copy.deepcopy(self.composed)
+            if new:
+                others = [text for text in self.choices if key_of(text) not in new]
+                chosen = [str(o.input_line) for o in new.values()]
+                composed = self._compose([*self.lines, *others, *chosen])
+            ConfigLoaderImpl._apply_overrides_to_config(values, composed)
+            _, problems = parse(plain_config(composed))
+        except Exception:  # of Hydra, of OmegaConf's resolvers
+            return []
+        for problem in problems:
+            keys = [o.key_or_group for o in values]
+            if any(problem.key.startswith(k) or k.startswith(f"{problem.key}.") for k in keys):
+                right = [word for word in words if key_of(word) != problem.key]
+                return [*right, problem.fix] if problem.fix.startswith(f"{problem.key}=") else []
+        return words
 
     def _check_sweeper_params(self, composed: DictConfig) -> set[str]:
         """Check hydra.sweeper.params, a sweep that is written in a file; the keys that it varies."""
@@ -246,18 +289,28 @@ class _OverrideChecker:
         return swept
 
     def _compose(self, lines: list[str]) -> DictConfig:
-        return self.loader.load_configuration(self.config_name, lines, RunMode.RUN)
+        known = self.compositions.get(key := tuple(lines))
+        if known is None:
+            known = self.loader.load_configuration(self.config_name, lines, RunMode.RUN)
+            self.compositions[key] = known
+        return copy.deepcopy(known)
 
     def _apply(self, composed: DictConfig, values: list[Override]) -> None:
         """Apply each override by itself, with the first value of a sweep."""
-        known = list(override_errors.flat_keys(composed))
+        rejected: list[tuple[Override, Exception | None]] = []
         for override in values:
-            single = parse_override(next(_single_overrides(override)))
+            single = parse_override(next(single_overrides(override)))
             assert single is not None, "the parser accepts what it printed"
+            if not may_set(single, composed):
+                rejected.append((override, None))
+                continue
             try:
                 ConfigLoaderImpl._apply_overrides_to_config([single], composed)
-            except (HydraException, OmegaConfBaseException) as error:
-                self.checked.add(override_errors.rejected_key(override, composed, known, error))
+            except Exception as error:
+                rejected.append((override, error))
+        self.composed = composed
+        for override, error in rejected:
+            self.checked.add(override_errors.rejected_key(override, self._advice(), error))
 
     def _read_sweep(self, composed: DictConfig, swept: set[str]) -> None:
         given = [override.key_or_group for override in self.overrides]
@@ -275,16 +328,13 @@ class _OverrideChecker:
                     self.checked.add(Problem(key, value, reason, "hydra/sweeper=optuna"))
 
     def _parse(self, composed: DictConfig, swept: set[str]) -> None:
-        task = copy.copy(composed)
-        OmegaConf.set_struct(task, False)
-        task.pop("hydra")
-        self.checked.environment |= _environment(OmegaConf.to_yaml(composed))
+        self.checked.environment |= environment(OmegaConf.to_yaml(composed))
         try:
-            plain = OmegaConf.to_container(task, resolve=True)
-        except OmegaConfBaseException as error:
-            self.checked.add(Problem(str(error.full_key), "", one_line(error)))
+            plain = plain_config(composed)
+        except Exception as error:
+            key = getattr(error, "full_key", None)
+            self.checked.add(Problem(str(key or "config"), "", one_line(error)))
             return
-        assert isinstance(plain, dict)
         hydra = OmegaConf.to_container(composed.hydra, resolve=False)
         assert isinstance(hydra, dict)
         lines = [*outside(plain, hydra)]
@@ -293,27 +343,3 @@ class _OverrideChecker:
         for problem in problems:
             if problem.key not in swept:
                 self.checked.add(problem)
-
-
-def _environment(text: str) -> dict[str, str]:
-    """The values of the environment variables that a text interpolates -> their names."""
-    names = re.findall(r"oc\.env:\s*['\"]?(\w+)", text)
-    return {os.environ[name]: f"${{oc.env:{name}}}" for name in names if os.environ.get(name)}
-
-
-def _values(override: Override) -> list[Any]:
-    value = list(override.sweep_iterator()) if override.is_sweep_override() else override.value()
-    if not isinstance(value, list):
-        return [value]
-    return [part for item in value for part in (item if isinstance(item, list) else [item])]
-
-
-def _single_overrides(override: Override) -> Iterator[str]:
-    """The override once for each value of its sweep."""
-    if not override.is_sweep_override():
-        yield str(override.input_line)
-    elif override.is_interval_sweep():
-        yield f"{override.get_key_element()}={override.value().start}"
-    else:
-        for value in override.sweep_string_iterator():
-            yield f"{override.get_key_element()}={value}"

@@ -22,13 +22,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.utils import _run_hydra, get_args_parser
+from hydra._internal.utils import _run_hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from titanlike.command.hydra_overrides import CheckedOverrides, check_overrides, complete_args
 from titanlike.command.override_errors import one_line
 from titanlike.command.sweep_settings import open_sweep
+from titanlike.command.words import parse_words, parser
 from titanlike.config.credentials import redact
 from titanlike.config.errors import ConfigError, Problem, quoted
 from titanlike.config.overrides import from_hydra
@@ -50,9 +51,7 @@ def drive(runner: JobRunner, result_dir: str | None) -> ExitCode:
 
     result_dir: where a sweep's job leaves result.json if it is refused before it has a run_dir.
     """
-    parser = get_args_parser()
-    parser.add_argument("--check", action="store_true", help="find errors, start nothing")
-    args = parser.parse_intermixed_args()
+    args = parse_words(sys.argv[1:])
     modes = [flag for flag in ("run", "multirun", "cfg", "info") if getattr(args, flag)]
     if len(modes) > 1:
         print(f"only one of --{', --'.join(modes)} can be given", file=sys.stderr)
@@ -63,11 +62,14 @@ def drive(runner: JobRunner, result_dir: str | None) -> ExitCode:
         line = re.sub(r"^(\s*\S*titanlike\s+)[a-z][a-z-]*\s+", r"\1", line)
         os.environ["COMP_LINE"] = line
     task = Task(runner)
-    if not (args.cfg or args.info or args.hydra_help or args.shell_completion):
+    if args.cfg or args.info:
+        if problems := check_overrides(args).problems:
+            return print_problems(problems)
+    elif not (args.hydra_help or args.shell_completion):
         code = _prepare(args, task, result_dir)
         if code is not None:
             return code
-    return _run(args, parser, task)
+    return _run(args, task)
 
 
 class Task:
@@ -167,7 +169,8 @@ def _problems(
     from titanlike.job import elastic
     from titanlike.job.check import removing_new_folders, secrets_in_command
 
-    if secrets := secrets_in_command(args.overrides, checked.config):
+    typed = [*args.overrides, *(f"{words.key}={words.value}" for words in args.no_overrides)]
+    if secrets := secrets_in_command(typed, checked.config):
         return secrets
     config, known = checked.config, checked.problems
     if config is None:
@@ -198,7 +201,7 @@ def _write_result(
         ResultReporter(Path(result_dir), args.overrides, 1).write(status, error=error)
 
 
-def _run(args: argparse.Namespace, parser: argparse.ArgumentParser, task: Task) -> ExitCode:
+def _run(args: argparse.Namespace, task: Task) -> ExitCode:
     """Let Hydra compose and call `task`; the exit code."""
     sweep_run = task.sweep_run
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors; they are shown here
@@ -206,7 +209,7 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser, task: Task) 
     try:
         shown = io.StringIO()  # a config that may hold secrets
         with contextlib.redirect_stdout(shown) if args.cfg else contextlib.nullcontext():
-            _run_hydra(args, parser, task, args.config_path, args.config_name)
+            _run_hydra(args, parser(), task, args.config_path, args.config_name)
         print(redact(shown.getvalue()), end="")
         code = task.end.code if task.end is not None else 0
     except SystemExit as end:
@@ -236,4 +239,4 @@ def _is_user_error(error: Exception) -> bool:
     frames = list(traceback.walk_tb(error.__traceback__))
     raised_in = str(frames[-1][0].f_globals.get("__name__")) if frames else ""
     by_hydra = type(error).__module__.startswith(("hydra", "omegaconf"))
-    return by_hydra or raised_in.startswith("optuna")
+    return by_hydra or raised_in.startswith(("hydra.", "omegaconf.", "optuna"))

@@ -1,54 +1,116 @@
-"""Why an override is refused, with the nearest one that works."""
+"""Why an override is refused, with the nearest one that works.
+
+Every override that is proposed has been applied first (`Applied`): a proposal is never a mistake.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from titanlike.config.errors import Problem, nearest
-from titanlike.config.schema import OPEN_GROUPS, VARIANTS
+from titanlike.command.words import NoOverride
+from titanlike.config.errors import Problem, nearest, override_text, quoted
+from titanlike.config.other_frameworks import Context, translate
+from titanlike.config.overrides import from_hydra
+from titanlike.config.schema import VARIANTS
+
+# overrides -> what works of them: the same, or with values of the right type; [] = nothing
+Applied = Callable[[list[str]], list[str]]
+
+_HELP = "--help lists all keys"
 
 
-def syntax_error(text: str) -> Problem:
+def syntax_error(text: str, applied: Applied) -> Problem:
     """An override that Hydra's parser does not accept."""
-    key, _, value = text.partition("=")
+    key, _, value = from_hydra(text).partition("=")
     reason = "not of the form key=value; a value with spaces or , : { } needs quotes"
-    return Problem(key, value, reason, f"\"{key}='{value}'\"")
+    several, one = text.split(), [f"{key}={quoted(value)}"]
+    fix = next((words for words in (several, one) if applied(words)), [])
+    return Problem(key, value, reason, _shell(fix) or _HELP)
 
 
-def values_without_m(override: Override) -> Problem:
+def values_without_m(override: Override, applied: Applied) -> Problem:
     """Several values without -m."""
     key, value = override.key_or_group, override.get_value_string()
-    fix = f"-m {key}={value} (or {key}=[{value}])"
+    fix = "-m " + _shell([f"{key}={value}"])
+    for one in (f"{key}=[{value}]", f"{key}={quoted(value)}"):
+        if applied([one]) == [one]:
+            fix += f" (or {_shell([one])})"
+            break
     return Problem(key, value, "several values are a sweep, which needs -m", fix)
 
 
-def unknown_choice(group: str, choice: Any, options: list[str]) -> Problem:
+def wrong_choice(group: str, choice: Any, options: list[str], advice: Advice) -> Problem:
     """A choice that the group does not have."""
-    near = nearest(str(choice), options)
-    fix = f"{group}={near}" if near else ""
-    for parent, variants in VARIANTS.items() if not isinstance(choice, str) else ():
-        if any(group in variant.__dataclass_fields__ for variant in variants.values()):
-            fix = f"{parent}.{group}={choice}"  # for lr=3e-4
     reason = f"no such choice; choices: {', '.join(sorted(options))}"
-    return Problem(group, choice, reason, fix)
+    if choice is None:
+        fix = f"{group}=none" if "none" in options else advice.default(group)
+        return Problem(group, None, "a choice must be given", fix or "leave it out")
+    if isinstance(choice, dict):
+        words = [f"{group}.{key}={override_text(value)}" for key, value in choice.items()]
+        fix = _shell(advice.applied(words)) or advice.default(group)
+        return Problem(group, choice, "a choice must be given, and its keys by themselves", fix)
+    parents = [
+        parent
+        for parent, variants in VARIANTS.items()
+        if any(group in variant.__dataclass_fields__ for variant in variants.values())
+    ]
+    for parent in parents if not isinstance(choice, str) else ():  # for lr=3e-4
+        if words := advice.applied([f"{parent}.{group}={choice}"]):
+            return Problem(group, choice, reason, _shell(words))
+    if near := nearest(str(choice), options):
+        return Problem(group, choice, reason, f"{group}={near}")
+    fix, note = advice.translated(group, override_text(choice))
+    if not fix.startswith(group):
+        fix, note = advice.default(group), ""
+    return Problem(group, choice, f"{reason} ({note})" if note else reason, fix)
 
 
-def rejected_key(
-    override: Override, composed: DictConfig, known: list[str], error: Exception
-) -> Problem:
-    """Why Hydra does not apply an override to `composed`, a config with the keys `known`."""
+def one_choice(group: str, choices: list[Any]) -> Problem:
+    """Several choices of a group that takes one."""
+    words = ",".join(map(override_text, choices))
+    fix = f"-m {group}={words}" if len(choices) > 1 else f"{group}={words}"
+    return Problem(group, choices, "one choice must be given", fix)
+
+
+def no_override(words: NoOverride, advice: Advice) -> Problem:
+    """Words that are not of the form key=value."""
+    reason, key, value = "a setting is written key=value", words.key, words.value
+    for group, choices in advice.choices.items():
+        if key in choices and value == "true":
+            return Problem(words.typed, "", reason, f"{group}={key}")
+    if own := advice.applied([f"{key}={value}"]):
+        return Problem(words.typed, "", reason, _shell(own))
+    fix, note = advice.for_unknown(key, value)
+    if note or not fix:
+        reason = "no such key" if not note or not fix else note
+        fix = fix or note or _HELP
+    return Problem(words.typed, "", reason, fix)
+
+
+def removed(key: str, advice: Advice) -> Problem:
+    """`~key`."""
+    fix = f"{key}=none" if "none" in advice.choices.get(key, ()) else advice.default(key)
+    return Problem(f"~{key}", "", "nothing can be removed", fix or "leave it out")
+
+
+def rejected_key(override: Override, advice: Advice, error: Exception | None) -> Problem:
+    """Why an override cannot be applied: `error` of Hydra, or None for a key that is not in the schema."""
     key = override.key_or_group
     value = "" if override.is_delete() else override.get_value_string()
-    if key in known:
+    if key in advice.known:
         if override.is_add():
             return Problem(f"+{key}", value, "the key exists already", f"{key}={value}")
-        return Problem(key, value, one_line(error))
+        return Problem(
+            key, value, one_line(error) if error else "cannot be set", advice.default(key)
+        )
     group, _, rest = key.partition(".")
-    chosen = OmegaConf.select(composed, f"{group}.name")
+    chosen = OmegaConf.select(advice.composed, f"{group}.name")
     others = [
         name
         for name, variant in VARIANTS.get(group, {}).items()
@@ -56,35 +118,85 @@ def rejected_key(
     ]
     if others:
         reason = f"{group}={chosen} has no such key; {group}={', '.join(others)} has"
-        return Problem(key, value, reason, f"{group}={others[0]} {key}={value}")
-    # any key may be an argument of the user's own function or class
-    custom = group in OPEN_GROUPS and bool(rest) and "." in str(chosen)
-    near = _nearest_argument(group, rest, known) if custom else _nearest_key(key, known)
-    reason = "unknown key"
-    if near is None and (custom or group == "model"):
-        reason, near = f"not among the keys of this {group}'s file", f"+{key}"
-    return Problem(key, value, reason, f"{near}={value}" if near else "")
+        words = [f"{group}={others[0]}", f"{key}={value}"]
+        return Problem(key, value, reason, _shell(advice.applied(words)) or words[0])
+    fix, note = advice.for_unknown(key, value)
+    reason = f"unknown key; {note}" if note and fix else "unknown key"
+    inside = [name for name in advice.known if name.startswith(f"{group}.") and rest]
+    if not fix and not note and inside:
+        reason = f"unknown key; known: {', '.join(inside)}"
+    return Problem(key, value, reason, fix or note or ("" if inside else _HELP))
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What can be written instead of an unknown key."""
+
+    composed: DictConfig  # with all valid overrides
+    choices: dict[str, list[str]]  # of each group
+    applied: Applied
+
+    @property
+    def known(self) -> list[str]:
+        return list(flat_keys(self.composed))
+
+    def default(self, key: str) -> str:
+        """An override that sets the key, or the group, to what it has already; "" if there is none."""
+        chosen = self.composed.hydra.runtime.choices
+        in_file = OmegaConf.select(self.composed, key, throw_on_missing=False)
+        value = chosen.get(key) if key in chosen else in_file
+        if isinstance(value, DictConfig) or (value is None and key in chosen):
+            return ""
+        return _shell(self.applied([f"{key}={override_text(value)}"]))
+
+    def for_unknown(self, key: str, value: str) -> tuple[str, str]:
+        """(override, what differs); "" for what there is nothing to say about."""
+        fix, note = self.translated(key, value)
+        if fix or note:
+            return fix, note
+        last = key.rpartition(".")[2].replace("-", "_")
+        same = [name for name in self.known if name.rpartition(".")[2] == last]
+        group = [name for name in self.known if name.startswith(f"{key.partition('.')[0]}.")]
+        similar = nearest(key, self.known), nearest(key, group)
+        for near in (*same, *(name for name in similar if name)):
+            words = [f"{near}={value}"]
+            if not near.endswith(".name") and self.applied(words) == words:
+                return _shell(words), ""
+        return "", ""
+
+    def translated(self, key: str, value: str) -> tuple[str, str]:
+        """The same, where the key is one of another framework."""
+        config, given = self.composed, (("dp", "dp"), ("steps", "steps"), ("lr", "optimizer.lr"))
+        numbers = {name: OmegaConf.select(config, path) for name, path in given}
+        right = {k: v for k, v in numbers.items() if isinstance(v, (int, float)) and v}
+        found = translate(key, value, Context(**right))
+        if found is None:
+            return "", ""
+        words, note = found
+        if words and not (words := self.applied(words)):
+            words = self.applied([self.default(word.partition("=")[0]) for word in found[0]])
+        return _shell(words), note
+
+
+def _shell(words: list[str]) -> str:
+    """Overrides as they are typed in a shell."""
+
+    def typed(word: str) -> str:
+        try:
+            if shlex.split(word, comments=False) == [word]:
+                return word
+        except ValueError:
+            pass
+        return shlex.quote(word) if any(char in word for char in '"$`\\!') else f'"{word}"'
+
+    return " ".join(map(typed, words))
 
 
 def one_line(error: Exception) -> str:
     """Hydra's message in one line."""
-    cause = error.__cause__ if not str(error).strip() and error.__cause__ else error
-    return " ".join(str(cause).split())
-
-
-def _nearest_key(key: str, known: list[str]) -> str | None:
-    group, _, rest = key.partition(".")
-    leaves = [name for name in known if name.rpartition(".")[2] == key]
-    near = leaves[0] if leaves else nearest(key, known)
-    if near is None and rest:
-        near = nearest(key, [name for name in known if name.startswith(f"{group}.")])
-    return near
-
-
-def _nearest_argument(group: str, rest: str, known: list[str]) -> str | None:
-    inside = [name.partition(".")[2] for name in known if name.startswith(f"{group}.")]
-    near = nearest(rest, [name for name in inside if name != "name"])
-    return f"{group}.{near}" if near else None
+    says_nothing = not str(error).strip() or str(error).startswith("Error merging override")
+    cause = error.__cause__ if says_nothing and error.__cause__ else error
+    return " ".join(str(cause).split()).partition(" full_key: ")[0]
 
 
 def flat_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import types
 import typing
@@ -49,7 +50,9 @@ def _dataclass(cls: type, plain: dict[str, Any], prefix: str, problems: list[Pro
     for key, value in plain.items():
         if key not in fields:
             near = nearest(str(key), fields)
-            fix = f"{prefix}{near}={override_text(value)}" if near else ""
+            wrong: list[Problem] = []
+            convert(hints[near], value, near, wrong) if near else None
+            fix = f"{prefix}{near}={override_text(value)}" if near and not wrong else ""
             reason = "unknown key" if near else f"unknown key; known: {', '.join(fields)}"
             problems.append(Problem(f"{prefix}{key}", value, reason, fix))
     values = {}
@@ -59,13 +62,14 @@ def _dataclass(cls: type, plain: dict[str, Any], prefix: str, problems: list[Pro
             continue
         if plain.get(name, MISSING) == MISSING:
             reason = f"required: {field.metadata['doc']}"
-            problems.append(Problem(key, MISSING, reason, f"{key}=..."))
+            example = {int: "256"}.get(hints[name], name.upper())  # vocab_size; a PATH
+            problems.append(Problem(key, MISSING, reason, f"{key}={example}"))
             continue
         before = len(problems)
         if cls is Config and (name in VARIANTS or name in OPEN_GROUPS):
             value = _group(name, plain[name], problems)
         else:
-            value = convert(hints[name], plain[name], key, problems)
+            value = convert(hints[name], plain[name], key, problems, _default(field))
         if len(problems) == before or dataclasses.is_dataclass(value):
             values[name] = value
     for name, field in fields.items():
@@ -83,75 +87,114 @@ def _group(group: str, plain: Any, problems: list[Problem]) -> Any:
     variants = VARIANTS.get(group, {})
     if not isinstance(plain, dict) or not isinstance(plain.get("name"), str):
         example = next(iter(variants), "llama_tiny")
-        problems.append(Problem(group, plain, "a choice must be given", f"{group}={example}"))
+        key, value = (
+            (f"{group}.name", plain.get("name")) if isinstance(plain, dict) else (group, plain)
+        )
+        problems.append(Problem(key, value, "a choice must be given", f"{group}={example}"))
         return None
     name = plain["name"]
     if group in OPEN_GROUPS and (group not in VARIANTS or "." in name):
         return Custom(name, {key: value for key, value in plain.items() if key != "name"})
     if name not in variants:
-        near = nearest(name, variants)
+        near = nearest(name, variants) or next(iter(variants))
         reason = f"no such choice; choices: {', '.join(variants)}"
         if group in OPEN_GROUPS:
             reason += ", or an import path such as my_package.my_module.attribute"
-        problems.append(Problem(f"{group}.name", name, reason, f"{group}={near}" if near else ""))
+        problems.append(Problem(f"{group}.name", name, reason, f"{group}={near}"))
         return None
     return _dataclass(variants[name], plain, f"{group}.", problems)
 
 
-def convert(annotation: Any, value: Any, key: str, problems: list[Problem]) -> Any:
-    """`value` as the type `annotation`; None, and a problem, if it is not one."""
+def convert(
+    annotation: Any,
+    value: Any,
+    key: str,
+    problems: list[Problem],
+    default: Any = dataclasses.MISSING,
+) -> Any:
+    """`value` as the type `annotation`; None, and a problem, if it is not one.
+
+    The problem proposes the number or text that was meant, else `default`.
+    """
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (Union, types.UnionType):  # only `X | None` reaches this point
         if value is None:
             return None
         (annotation,) = (argument for argument in arguments if argument is not type(None))
-        return convert(annotation, value, key, problems)
+        return convert(annotation, value, key, problems, default)
+    example = ""
     if dataclasses.is_dataclass(annotation):
         if isinstance(value, dict):
             return _dataclass(annotation, value, f"{key}.", problems)
-        expected, example = "has keys below it", ""
-    elif origin is Literal:
+        names = ", ".join(f"{key}.{field.name}" for field in dataclasses.fields(annotation))
+        problems.append(Problem(key, value, f"has keys below it: {names}"))
+        return None
+    if origin is Literal:
         if any(value == choice and type(value) is type(choice) for choice in arguments):
             return value
         expected = "must be one of " + ", ".join(override_text(choice) for choice in arguments)
-        near = nearest(str(value), map(str, arguments))
-        example = near or override_text(arguments[0])
+        example = nearest(str(value), map(str, arguments)) or ""
     elif origin is list:
         if isinstance(value, (list, tuple)):
             items = enumerate(value)
             return [convert(arguments[0], item, f"{key}[{i}]", problems) for i, item in items]
-        expected, example = "must be a list", f"[{override_text(value)}]"
+        expected, wrong = "must be a list", []
+        convert(arguments[0], value, key, wrong)
+        example = "" if wrong else f"[{override_text(value)}]"
     elif annotation is bool:
         if isinstance(value, bool):
             return value
-        expected, example = "must be true or false", "true"
+        expected = "must be true or false"
+        example = {"yes": "true", "on": "true", "1": "true", "no": "false"}.get(str(value), "")
     elif annotation is int:
         if isinstance(value, int) and not isinstance(value, bool):
             return value
-        finite = isinstance(value, float) and abs(value) < 1e15
-        expected, example = "must be an integer", str(round(value)) if finite else "1"
+        expected, number = "must be an integer", _number(value)
+        example = str(round(number)) if number is not None and abs(number) < 1e15 else ""
     elif annotation is Seconds:
         if (seconds := _seconds(value)) is not None:
             return seconds
         expected, example = "must be a time: seconds, 90m, 11h30m or 11:30:00", "90m"
     elif annotation is float:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
-        expected, example = "must be a number", "0.1"
+            return _float(value)
+        expected, number = "must be a number", _number(value)
+        example = override_text(number) if number is not None else ""
     else:
         assert annotation is str, f"schema annotation {annotation} of {key} is not supported"
-        if isinstance(value, str):
+        if isinstance(value, str) and value:
             return value
-        expected = "must be text"
-        example = f"\"'{override_text(value)}'\"" if not isinstance(value, (dict, list)) else ""
+        expected = "is empty" if value == "" else "must be text"
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            example = f"\"'{override_text(value)}'\""
+    if not example and default is not dataclasses.MISSING:
+        example = override_text(default() if callable(default) else default)
     problems.append(Problem(key, value, expected, f"{key}={example}" if example else ""))
     return None
+
+
+def _number(value: Any) -> float | None:
+    """A number, also one that is written 10k, 1.5M or 2B; None for anything else."""
+    text = "" if isinstance(value, bool) else str(value).strip()
+    found = re.fullmatch(r"([-+]?[\d_.]+(?:[eE][-+]?\d+)?)([kKmMbBgG]?)", text)
+    try:
+        scale = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9}[found[2].lower()] if found else 0
+        return float(found[1]) * scale if found else None
+    except (ValueError, OverflowError):
+        return None
+
+
+def _float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an integer of 400 digits
+        return math.copysign(math.inf, value)
 
 
 def _seconds(value: Any) -> float | None:
     """A number, 45s, 90m, 11h30m, 1d or 11:30:00 in seconds; None for anything else."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
+        return _float(value)
     text = str(value).strip().lower()
     if clock := re.fullmatch(r"(\d+):(\d\d)(?::(\d\d))?", text):
         hours, minutes, seconds = (int(part or 0) for part in clock.groups())

@@ -138,7 +138,7 @@ def _ranges(config: Config) -> Iterator[Problem]:
     optimizer, lr = config.optimizer, config.lr
     decay, clip = optimizer.weight_decay, optimizer.clip is None or optimizer.clip > 0
     checks: list[tuple[str, bool, str, Any]] = [
-        ("optimizer.lr", 0 < optimizer.lr < inf, "must be above 0, finite", 3e-4),
+        ("optimizer.lr", 0 <= optimizer.lr < inf, "must be at least 0, finite", 3e-4),
         ("optimizer.weight_decay", 0 <= decay < inf, "must be at least 0, finite", 0.1),
         ("optimizer.clip", clip, "must be above 0, or null for no clipping", "null"),
     ]

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from titanlike.config.errors import ConfigError, Problem, nearest
+from titanlike.config.errors import ConfigError, Problem, nearest, override_text
 from titanlike.config.imports import import_object
+from titanlike.config.other_frameworks import Context, translate
 from titanlike.config.parse import convert
 from titanlike.config.schema import Config, Custom
 from titanlike.data.checks import vocab_size
@@ -93,9 +94,12 @@ def _unknown_keys(model: Custom, parameters: Mapping[str, inspect.Parameter]) ->
         return []
     problems = []
     for key in model.args.keys() - parameters.keys():
-        near = nearest(key, parameters)
+        value = override_text(model.args[key])
+        here, _ = translate(key, value, Context()) or ([], "")
+        usual = "".join(here).partition("=")[0].removeprefix("model.")
+        near = usual if usual in parameters else nearest(key, parameters)
         known = f"a key of {model.name}: {', '.join(parameters)}"
-        fix = f"model.{near}={model.args[key]}" if near else known
+        fix = f"model.{near}={value}" if near else known
         reason = f"{model.name} has no such argument"
         problems.append(Problem(f"model.{key}", model.args[key], reason, fix))
     return problems

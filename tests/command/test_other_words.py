@@ -1,0 +1,179 @@
+"""What is typed first by users who come from elsewhere, and whether what they are told works."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.types import RunMode
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from omegaconf import DictConfig
+
+from support.command_lines import applied, examined, problems_of, proposals, with_fix
+from support.commands import command
+from titanlike.config import other_frameworks
+from titanlike.config.other_frameworks import Context, translate
+from titanlike.config.overrides import key_of
+from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _composed_once() -> Iterator[None]:
+    """Hydra reads the same files for every command line: once is enough here."""
+    compose, known = ConfigLoaderImpl.load_configuration, {}
+
+    def load(self: ConfigLoaderImpl, name: str, lines: list[str], mode: RunMode) -> DictConfig:
+        key = str(self.config_search_path), name, tuple(lines)
+        if key not in known:
+            known[key] = compose(self, name, lines, mode)
+        return copy.deepcopy(known[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ConfigLoaderImpl, "load_configuration", load)
+        yield
+
+
+LINES = [
+    tuple(part.strip() for part in line.split("|"))
+    for line in Path(__file__).with_name("command_lines.txt").read_text().splitlines()
+    if not line.startswith("#")
+]
+TABLE = yaml.safe_load(Path(other_frameworks.__file__).with_suffix(".yaml").read_text())
+
+
+def _some(rows: list[Any]) -> list[Any]:
+    """Every third by default, the others marked slow."""
+    marks = [[pytest.mark.slow] * bool(i % 3) for i in range(len(rows))]
+    rows = [row if isinstance(row, tuple) else (row,) for row in rows]
+    return [
+        pytest.param(*row, id=row[0], marks=mark) for row, mark in zip(rows, marks, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("line, said, fixed", _some(LINES))
+def test_a_mistake_is_explained_and_the_fix_that_is_proposed_is_accepted(
+    line: str, said: str, fixed: str
+) -> None:
+    words = shlex.split(line)
+    assert said in "\n".join(map(str, problems_of(words)))
+    assert applied(words) == (shlex.split(fixed), [])
+
+
+MISTAKES = [
+    "pp=0", "dp=0", "dp=3", "replicate=2", "steps=x", "steps=true", "steps=0", "steps=1e99",
+    "batch_size=7 dp=2", "batch_size=1e9", "seq_len=0", "max_tokens=10B", "max_time=soon",
+    "seed=one", "deterministic=1", "deterministic=yes", "on_spike=halt", "value=accuracy",
+    "log_every=0", "fsdp.zero=4", "fsdp.cpu_offload=on", "validation.every=-1", "checkpoint.keep=x",
+    "checkpoint.mode=pinned", "checkpoint.model_only=float16", "checkpoint.rename=[a]",
+    "checkpoint.rename=a", "launch.timeout=0", "launch.heartbeat=x", "sweep.parallel=-1",
+    "sweep.submit=", "sweep.share=4/4", "sweep.wait=1h", "split=balanced", "split.points=layers.3",
+    "split.embedding_weight=x", "schedule.microbatches=3", "schedule.path=a.csv", "data=synth",
+    "data.dtype=uint16", "data.boundary=3", "data.validation_fraction=1", "data.workers=-1",
+    "optimizer.betas=0.9", "optimizer.betas=[1,2]", "optimizer.momentum=0.9", "optimizer.eps=0",
+    "optimizer.clip=-1", "optimizer=adam", "lr.warmup=-1", "lr.decay=2", "loss.chunk=128",
+    "loss=cross", "precision=half", "logger.project=1", "logger.mode=off", "logger.entity=me",
+    "logger=mlflow", "model=llama", "+pp=2", "++foo=1", "+trainer.max_steps=3", "data=tokens",
+    "pp=two dp=2 steps=x foo=1", "checkpoint.start_from=a checkpoint.resume=b", "trainer=x",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", _some(MISTAKES))
+def test_each_proposed_fix_ends_its_error(line: str) -> None:
+    words = line.split()
+    problems = problems_of(words)
+    assert problems
+    for problem in problems:
+        assert str(problem).endswith(problem.fix)
+        for fix in proposals(problem.fix):
+            left = problems_of(with_fix(words, problem, fix))
+            same = [p for p in left if (p.key, p.reason) == (problem.key, problem.reason)]
+            assert not same, f"{line}: {fix} changes nothing"
+
+
+def test_what_stands_for_the_keys_of_other_frameworks_can_be_written() -> None:
+    """Every entry of the table, with a value that such a key has; many in each command line."""
+    written = {
+        tuple(translate(name, value, Context())[0])
+        for entry in TABLE
+        for name in entry["keys"].split()[:1]
+        for value in _values(entry.get("write", ""))
+    }
+    lines: list[dict[str, str]] = []
+    for words in sorted(written):
+        line = next((line for line in lines if not {*map(key_of, words)} & {*line}), None)
+        if line is None:
+            lines.append(line := {})
+        line.update({key_of(word): word for word in words})
+    assert len(written) > 100
+    for line in lines:
+        found = examined(*line.values()).problems
+        # a choice among these words may lack the keys of another one
+        wrong = [
+            p for p in found if "has no such key" not in p.reason and "required" not in p.reason
+        ]
+        assert wrong == [], line
+
+
+def _values(write: str | dict) -> list[str]:
+    if isinstance(write, dict):
+        return ["true" if key is True else "false" if key is False else str(key) for key in write]
+    texts = ("project", "run_name", "group", "path", "folder", "run_dir", "resume", "start_from")
+    if "betas={value}" in write:
+        return ["[0.9,0.99]"]
+    return ["words" if any(text in write for text in (*texts, "tokenizer", "text_key")) else "2"]
+
+
+def test_no_key_of_this_program_is_in_the_table() -> None:
+    names = [name for entry in TABLE for name in entry["keys"].split()]
+    assert len(names) == len(set(names)) > 500
+    own = {field.name for field in dataclasses.fields(Config)} - {*VARIANTS, *OPEN_GROUPS}
+    assert not own & set(names)
+
+
+WORDS = st.lists(
+    st.one_of(
+        st.sampled_from(["pp=2", "--", "-m", "=", "steps", "3", "[1,", "2]", "logger=null", "~pp"]),
+        st.builds(
+            "{}{}{}".format,
+            st.sampled_from(["", "+", "++", "~", "--", "-", "model.", "hydra.", "lr@"]),
+            st.sampled_from(["pp", "model", "optimizer.lr", "hydra.run.dir", "a.b", "data", "x y", ""]),
+            st.sampled_from(["=", "=null", "=${x}", "=${", "={a:1}", "=[a]", "='", "=1,2", "", " = 3"]),
+        ),
+        st.text("ab=.,:[]{}'\"$~+@/-\\ \n\tä0", max_size=8),
+    ).filter(lambda word: not word.startswith(("-c", "-p", "-h", "-i", "-s", "-r"))),
+    max_size=3,
+)  # fmt: skip
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(WORDS)
+def test_no_words_raise(words: list[str]) -> None:
+    for problem in problems_of(words):
+        assert "Traceback" not in str(problem)
+
+
+@pytest.mark.parametrize(
+    "tool, mode",
+    [
+        ("train.py", []),
+        ("train.py", ["-m", "seed=1,2"]),
+        ("train.py", ["--cfg", "job"]),
+        ("tools/verify.py", ["--check"]),
+    ],
+)
+def test_every_command_says_the_same_and_ends_with_2(
+    tmp_path: Path, tool: str, mode: list[str]
+) -> None:
+    words = ["logger=null", "--max-steps", "3", "trainer.devices=2"]
+    done = command(*words, *mode, cwd=tmp_path, tool=tool)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    for fix in ("write logger=none", "write steps=3", "write dp=2"):
+        assert fix in done.stderr

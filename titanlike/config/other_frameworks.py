@@ -1,0 +1,81 @@
+"""Keys of other frameworks, which are typed first, and what to write here instead.
+
+They are data: `other_frameworks.yaml`. Read when an unknown key is found, not before.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+_ON, _OFF = ("true", "1", "yes", "on"), ("false", "0", "no", "off", "none", "null")
+
+
+@dataclass(frozen=True)
+class Context:
+    """Numbers of the config that a key of another framework can be relative to."""
+
+    dp: int = 1
+    steps: int = 300
+    lr: float = 3e-3
+
+
+def translate(key: str, value: str, context: Context) -> tuple[list[str], str] | None:
+    """(overrides to write here, what differs) for a key of another framework; None if unknown.
+
+    No overrides: nothing here does what the key did. "": there is nothing to explain.
+    """
+    table = _table()
+    names = _normalized(key), _normalized(key.rpartition(".")[2])
+    entry = next((table[name] for name in names if name in table), None)
+    if entry is None:
+        return None
+    write: str | Mapping[str, str] = entry.get("write", "")
+    if not isinstance(write, str):
+        write = write.get(_normalized(value), write.get("*", ""))
+    words = [_fill(word, value, context) for word in write.split()]
+    return words, entry.get("note", "")
+
+
+@functools.cache
+def _table() -> dict[str, dict[str, Any]]:
+    """Each name of another framework -> its entry in the file."""
+    import yaml
+
+    text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+    table: dict[str, dict[str, Any]] = {}
+    for entry in yaml.safe_load(text):
+        if isinstance(write := entry.get("write"), dict):
+            on, off = write.pop(True, ""), write.pop(False, "")
+            switch = dict.fromkeys(_ON, on) if on else {}
+            switch |= dict.fromkeys(_OFF, off) if off else {}
+            entry["write"] = switch | write
+        for name in entry["keys"].split():
+            assert name not in table, f"{name} is in the table twice"
+            table[name] = entry
+    return table
+
+
+def _normalized(text: str) -> str:
+    return re.sub(r"[-\s]+", "_", text.strip("-").lower())
+
+
+def _fill(template: str, value: str, context: Context) -> str:
+    """The template with its values; where it computes with what is no number, with that itself."""
+    numbers = {"60": 60.0} | asdict(context)
+
+    def filled(found: re.Match[str]) -> str:
+        name, operator, number = found.groups()
+        if operator is None:
+            return value if name == "value" else str(numbers[name])
+        try:
+            factor = numbers[number] if operator == "*" else 1 / numbers[number]
+            return f"{float(value) * factor:.6g}"
+        except (ValueError, ZeroDivisionError):
+            return value
+
+    return re.sub(r"\{(\w+)(?:([*/])(\w+))?\}", filled, template)
