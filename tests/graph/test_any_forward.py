@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from support import forwards
+from support import forwards, unused_gradients
 from support.forwards import VOCAB
 from support.models import tiny
 from support.world import run_world
@@ -25,7 +25,7 @@ from titanlike.graph.stage import Stage
 from titanlike.models.registry import build_model, initial_weights_of
 from titanlike.proof.verification import verify
 from titanlike.split.partition import partition
-from titanlike.training.draft import preflight
+from titanlike.training.draft import draft, preflight
 
 MODELS = {
     "torch's encoder": forwards.TorchEncoder,
@@ -44,6 +44,12 @@ MODELS = {
     "gradient of its own": forwards.Reversed,
     "made when needed": forwards.Lazy,
     "ViT": forwards.Vit,
+    "detached": unused_gradients.Detached,
+    "only detached": unused_gradients.OnlyDetached,
+    "compared": unused_gradients.Compared,
+    "without gradients, relayed": unused_gradients.NormOfTheFirst,
+    "by value": unused_gradients.ByValue,
+    "a table of weights": unused_gradients.TableOfWeights,
 }
 
 
@@ -86,13 +92,16 @@ def test_a_cut_model_computes_what_the_whole_one_does(name: str, stages: int) ->
     gradients = list(torch.autograd.grad(sent[0].square().mean(), sent[0]))
     for (_, answer), leaves in zip(reversed(chain), reversed(arrived), strict=True):
         torch.autograd.backward(answer, gradients)
-        gradients = [leaf.grad for leaf in leaves]
+        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
     canonical, found = model_graph.canonical_names(), Counter()
     for stage, _ in chain:
         for key, parameter in stage.named_parameters():
             if parameter.grad is not None:
                 found[canonical[key]] = found[canonical[key]] + parameter.grad
     for key, parameter in truth.named_parameters():
+        if parameter.grad is None:
+            assert key not in found, "it would be decayed"
+            continue
         torch.testing.assert_close(found[key], parameter.grad, rtol=1e-5, atol=1e-7)
 
 
@@ -110,10 +119,19 @@ def test_a_cut_model_computes_what_the_whole_one_does(name: str, stages: int) ->
         ("Frozen", "zbvzerobubble"),
         ("HalfAsleep", "1f1b"),
         ("NormedTwice", "zbvzerobubble"),
+        ("Detached", "zbvzerobubble"),
+        ("OnlyDetached", "1f1b"),
+        ("ExtraOutputs", "interleaved1f1b"),
+        ("ByValue", "gpipe"),
+        ("TableOfWeights", "zbvzerobubble"),
+        pytest.param("Compared", "1f1b", marks=pytest.mark.slow),
+        pytest.param("NormOfTheFirst", "interleavedzerobubble", marks=pytest.mark.slow),
+        pytest.param("OnlyDetached", "dualpipev", marks=pytest.mark.slow),
     ],
 )
 def test_the_same_in_torchs_pipeline(name: str, schedule: str, tmp_path: Path) -> None:
-    config = tiny(2, 2, schedule, model=Custom(f"support.forwards.{name}"))
+    module = "forwards" if hasattr(forwards, name) else "unused_gradients"
+    config = tiny(2, 2, schedule, model=Custom(f"support.{module}.{name}"))
     config.data = SyntheticData(vocab_size=VOCAB)
     results = run_world(verify, config, tmp_path)
     assert {result["exit_code"] for result in results} == {0}, (tmp_path / "rank0.out").read_text()
@@ -287,3 +305,12 @@ def test_a_constructors_random_numbers_and_dtypes_do_not_depend_on_the_process()
     first, again, other = (initial_weights_of(model, seed).buffer("order") for seed in (0, 0, 1))
     assert torch.equal(first, again) and not torch.equal(first, other)
     assert {p.dtype for p in build_model(model).parameters()} == {torch.float32}
+
+
+def test_a_parameter_behind_an_output_that_the_loss_ignores_gets_no_gradient() -> None:
+    plan = draft(tiny(2, 1, model=Custom("support.unused_gradients.ExtraOutputs")))
+    assert plan.model_graph.trained_outputs == [True] + [False] * 5
+    first, last = plan.model_graph.graphs(plan.fields, True)
+    side = next(node for node in first.nodes if node.target == "side")
+    assert side in first.sends and side not in first.differentiated_later
+    assert len(last.differentiated) == 1, "the residual, and no other hidden state"

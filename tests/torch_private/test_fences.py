@@ -188,6 +188,19 @@ def test_torch_sends_first_messages_to_the_rank_itself(tmp_path: Path) -> None:
     assert 0 in run_world(on_one_rank, tiny(), tmp_path, peers_of_first_messages)[0]
 
 
+def gradients_of_two_inputs() -> tuple[torch.Tensor | None, ...]:
+    used, unused = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    kwargs = {"stage_output": (2 * used,), "output_grads": (torch.ones(1),)}
+    kwargs["input_values"] = [used, unused]
+    return torch_stage().backward_maybe_with_nosync("full", kwargs)[0]
+
+
+def test_torchs_stage_expects_a_gradient_of_every_input(tmp_path: Path) -> None:
+    """If it gives zeros itself, `_Stage` need not."""
+    (gradients,) = run_world(on_one_rank, tiny(), tmp_path, gradients_of_two_inputs)
+    assert gradients[0] is not None and gradients[1] is None
+
+
 def timeout_of_mesh(_: Config, worker: Worker) -> timedelta:
     limit = timedelta(seconds=77)
     dist.init_process_group(

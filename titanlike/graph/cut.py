@@ -28,6 +28,9 @@ class StageGraph:
     receives: list[Node]
     sends: list[Node]  # to the next stage; of the last stage: the tensors in `output`
     output: Any  # of the last stage: what the model returns, with nodes in place of tensors
+    differentiated: frozenset[Node]  # of `receives`: those whose gradients are sent back
+    differentiated_later: frozenset[Node]  # of `sends`: those whose gradients come back
+    connected: bool  # whether each gradient that comes back reaches one that is sent back
 
     @property
     def fields(self) -> set[str]:
@@ -45,12 +48,16 @@ class StageGraph:
 
 
 def cut(
-    recording: Recording, stages: Sequence[Sequence[str]], offsets: Sequence[int] | None = None
+    recording: Recording,
+    stages: Sequence[Sequence[str]],
+    offsets: Sequence[int] | None = None,
+    trained: Sequence[bool] | None = None,
 ) -> list[StageGraph]:
     """One graph for each stage.
 
     stages: names of each stage's units, in the recording's order; a stage without units sends what
-    it receives. offsets: see `start_offsets`; None = computed here.
+    it receives. offsets: see `start_offsets`; None = computed here. trained: for each tensor of the
+    output, whether the loss uses it; None = all.
     """
     position = {node: at for at, node in enumerate(recording.nodes)}
     recomputable = _recomputable(recording)
@@ -76,16 +83,24 @@ def cut(
                 received.add(node)
         graphs.append(sorted(nodes, key=position.__getitem__))
         needed.append(received)
+    if trained is None or len(trained) != len(output):
+        trained = [True] * len(output)
+    losses = [leaf.value for leaf, used in zip(output, trained, strict=True) if used]
+    last_uses = recording.gradient_flow.last_uses(losses)
     messages: list[list[Node]] = [[]]  # to each stage
+    gradients = [frozenset[Node]()]  # from each stage
     for stage in range(1, len(stages)):
         later = set().union(*needed[stage:])
         earlier = [node for node in later if position[node] < starts[stage]]
         messages.append(sorted(earlier, key=position.__getitem__))
-    *others, last = graphs
-    return [
-        *(StageGraph(nodes, messages[i], messages[i + 1], None) for i, nodes in enumerate(others)),
-        StageGraph(last, messages[-1], output, recording.output),
-    ]
+        back = (node for node in earlier if last_uses.get(node, -1) >= starts[stage])
+        gradients.append(frozenset(back))
+    messages.append(output)
+    gradients.append(frozenset(output))
+    connected = map(recording.gradient_flow.connected, gradients[1:], gradients, starts)
+    outputs = [None] * (len(stages) - 1) + [recording.output]
+    columns = (graphs, messages, messages[1:], outputs, gradients, gradients[1:], connected)
+    return [StageGraph(*parts) for parts in zip(*columns, strict=False)]
 
 
 def start_offsets(recording: Recording, stages: Sequence[Sequence[str]]) -> list[int]:

@@ -57,6 +57,8 @@ class ModelGraph:
         names = self.recording(fields, True).units
         self.units = [found.get(name, Unit(name, block=False)) for name in names]
         self.stages: list[list[str]] = []  # names of each stage's units
+        # for each tensor of the output, whether the loss uses it; None = all
+        self.trained_outputs: list[bool] | None = None
         # changes the last stage's graph: puts the loss at its end, see optim/chunked_loss.py
         self.last_stage: Callable[[StageGraph], StageGraph] = lambda graph: graph
 
@@ -81,7 +83,8 @@ class ModelGraph:
         """The graph of each of `stages` for such a microbatch."""
         first = self.recording(self.fields, True)
         offsets = start_offsets(first, self.stages)
-        *others, last = cut(self.recording(fields, training), self.stages, offsets)
+        recording = self.recording(fields, training)
+        *others, last = cut(recording, self.stages, offsets, self.trained_outputs)
         return [*others, self.last_stage(last)]
 
     def stage_modules(self) -> list[tuple[list[str], list[str]]]:

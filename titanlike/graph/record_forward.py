@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from titanlike.graph import side_effects
-from titanlike.graph.pytree import tree_map
+from titanlike.graph.pytree import tree_flatten, tree_map
 from titanlike.graph.recording import Node, RecordError, Recording, RecordingBuilder
 from titanlike.torch_private import pytree
 from titanlike.torch_private.autograd import intercept_checkpoints, intercept_custom_functions
@@ -101,7 +101,8 @@ class _Interceptor(TorchFunctionMode):
     def finish(self, output: Any) -> Recording:
         self.builder.mark_mutated()
         self._check_rng()
-        return Recording(self.builder.nodes, self._called, self.builder.with_nodes(output))
+        output = self.builder.with_nodes(output)
+        return Recording(self.builder.nodes, self._called, output, self.builder.gradient_flow)
 
     # --- torch functions between units ---------------------------------------------------------
 
@@ -245,10 +246,14 @@ def _run_on_cpu(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     module raises.
     """
 
+    wanted = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+    wanted = [tensor for tensor in [*wanted, *module.parameters()] if tensor.requires_grad]
+
     def to_meta(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        return torch.empty_like(leaf, device="meta").requires_grad_(leaf.requires_grad)
+        result = torch.empty_like(leaf, device="meta")
+        return _DependsOn.apply(result, *wanted) if leaf.requires_grad else result
 
     real = copy.deepcopy(module).to_empty(device="cpu")
     with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
@@ -257,6 +262,18 @@ def _run_on_cpu(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         real_args, real_kwargs = tree_map((args, kwargs), _to_cpu)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         return tree_map(real(*real_args, **real_kwargs), to_meta)
+
+
+class _DependsOn(torch.autograd.Function):
+    """The same tensor, with a place in the autograd graph behind `others`."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, *others: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        raise AssertionError("a recorded forward has no backward")
 
 
 def _fill(tensor: Tensor) -> None:

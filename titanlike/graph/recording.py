@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from titanlike.graph.gradient_flow import GradientFlow
 from titanlike.graph.pytree import dataclass_fields, is_plain_dataclass, tree_flatten, tree_map
 from titanlike.torch_private import pytree
 
@@ -66,6 +67,7 @@ class Recording:
     nodes: list[Node]  # in execution order
     units: list[str]  # in the order of their first calls
     output: Any  # what the model returns, with nodes in place of tensors
+    gradient_flow: GradientFlow
     # of a traced forward, which has no units: module -> position in `nodes` where it begins
     module_starts: dict[str, int] = field(default_factory=dict)
 
@@ -75,6 +77,7 @@ class RecordingBuilder:
 
     def __init__(self, model: nn.Module) -> None:
         self.nodes: list[Node] = []
+        self.gradient_flow = GradientFlow()
         self._node_of: dict[int, Node] = {}  # by the id of its tensor
         self._versions: list[tuple[Node, int]] = []  # keeps the tensors alive, so ids stay unique
         tensors = [*model.named_buffers(), *model.named_parameters()]
@@ -82,6 +85,7 @@ class RecordingBuilder:
 
     def add(self, node: Node) -> Node:
         self.nodes.append(node)
+        self.gradient_flow.add(node)
         if node.value is not None:
             self._node_of[id(node.value)] = node
             self._versions.append((node, node.value._version))

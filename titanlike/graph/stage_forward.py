@@ -37,13 +37,11 @@ class _Writer:
         self._lines = ["def forward(received, batch):"]
         self._variables: dict[Node, str] = {}
         self._relayed: dict[Node, str] = {}  # received tensors that may be sent on unchanged
-        self._without_gradient: list[str] = []  # received tensors that no gradient reaches
         self._last_use = {use: node for node in graph.nodes for use in node.input_nodes}
         self.names: dict[str, Any] = {  # globals of the generated function
             "torch": torch,
             "receive": _PackGradient.apply,
             "to_send": to_send,
-            "with_zero_gradients": _WithZeroGradients.apply,
         }
 
     def write(self) -> str:
@@ -73,15 +71,14 @@ class _Writer:
     def _receive(self, index: int, node: Node) -> None:
         self._variables[node] = name = f"a{index}"
         received = f"received[{index}]"
-        if node.value.requires_grad:
+        if node in self._graph.differentiated:
             self._assign(node, f"receive({received})")
         else:
-            self._without_gradient.append(received)
             dtype = self._constant("dtype", node.value.dtype)
             self._assign(node, f"{received}.detach().to({dtype})")
         if node.mutated:
             self._assign(node, f"{name}.clone()")
-        elif node.value.requires_grad:
+        else:
             self._relayed[node] = received  # a view, such as receive() returns, would be copied
 
     def _call(self, node: Node) -> None:
@@ -124,13 +121,10 @@ class _Writer:
         sent = []
         for node in graph.sends:
             name = self._relayed.get(node, self._variables[node])
+            if node not in graph.differentiated_later:
+                name = f"{name}.detach()"
             sent.append(f"to_send({name}{', used_here=True' * (node in used)})")
-        self._line(f"sent = [{', '.join(sent)}]")
-        if self._without_gradient and graph.sends:
-            at = next((i for i, node in enumerate(graph.sends) if node.value.requires_grad), 0)
-            others = ", ".join(self._without_gradient)
-            self._line(f"sent[{at}] = with_zero_gradients(sent[{at}], {others})")
-        self._line("return sent[0]" if len(sent) == 1 else "return tuple(sent)")
+        self._line(f"return {sent[0]}" if len(sent) == 1 else f"return ({', '.join(sent)})")
 
     def _constant(self, prefix: str, value: Any) -> str:
         """A global name for an object."""
@@ -201,16 +195,3 @@ class _PackGradient(torch.autograd.Function):
         if _is_packed(gradient):
             return gradient
         return gradient.clone(memory_format=torch.contiguous_format)
-
-
-class _WithZeroGradients(torch.autograd.Function):
-    """The same tensor; `others` get a gradient of zero, as the stages that sent them expect one."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, *others: Tensor) -> Tensor:
-        ctx.shapes = [(other.shape, other.dtype, other.device) for other in others]
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-        return gradient, *(torch.zeros(s, dtype=d, device=v) for s, d, v in ctx.shapes)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from titanlike.graph.gradient_flow import GradientFlow
 from titanlike.graph.recording import DEVICE, Node, RecordError, Recording
 from titanlike.torch_private import pytree
 from titanlike.torch_private.base_classes import OpOverload
@@ -67,6 +68,7 @@ class _Converter:
 
     def __init__(self) -> None:
         self._nodes: list[Node] = []
+        self._gradient_flow = GradientFlow()
         self._values: dict[Node, Any] = {}
         self._versions: dict[Node, int] = {}
         self._module_starts: dict[str, int] = {}
@@ -77,6 +79,7 @@ class _Converter:
         self._values[node] = value
         if isinstance(value, Tensor):
             node.value, self._versions[node] = value, value._version
+        self._gradient_flow.add(node)
         return node
 
     def convert(self, module: fx.GraphModule, inputs: Sequence[Any], *, grad: bool) -> Any:
@@ -128,7 +131,7 @@ class _Converter:
         if changed:
             raise RecordError(f"its forward changes {changed[0]}", _ALTERNATIVE)
         starts = self._module_starts
-        return Recording(self._nodes, list(starts), output, module_starts=starts)
+        return Recording(self._nodes, list(starts), output, self._gradient_flow, starts)
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:

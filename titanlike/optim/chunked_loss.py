@@ -209,7 +209,8 @@ def with_chunked_loss(graph: StageGraph, chunked: ChunkedHead) -> StageGraph:
     args = (chunked.x, targets, *chunked.weights)
     loss = replace(head, args=args, kwargs={}, value=empty, chunked_head=chunked)
     nodes = [node for node in graph.nodes if node not in replaced]
-    return replace(graph, nodes=[*nodes, targets, loss], sends=[loss], output=loss)
+    changes = {"sends": [loss], "output": loss, "differentiated_later": frozenset([loss])}
+    return replace(graph, nodes=[*nodes, targets, loss], **changes)
 
 
 def loss_of_output(loss: Loss, graph: StageGraph, output: Any, targets: Tensor) -> Tensor:

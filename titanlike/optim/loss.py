@@ -25,7 +25,8 @@ from titanlike.config.errors import ConfigError, Problem, nearest
 from titanlike.config.imports import import_object
 from titanlike.config.schema import Custom
 from titanlike.data.sources import IGNORE
-from titanlike.graph.pytree import describe, tree_map
+from titanlike.graph.gradient_flow import used_by
+from titanlike.graph.pytree import describe, tree_flatten, tree_map
 
 Settings = schema.CrossEntropy | schema.ChunkedCrossEntropy | schema.Mse | Custom
 
@@ -192,6 +193,13 @@ def check_loss(config: Settings, output: Any, targets: Tensor, rows: int) -> lis
         reason = f"it returns {one} losses for {rows} sequences and {two} for {2 * rows}"
         return wrong(reason, "return the losses of each sequence by itself, [B, ...]")
     return []
+
+
+def trained_outputs(loss: Loss, output: Any, targets: Tensor) -> list[bool]:
+    """For each tensor of a model's output, whether the loss uses it; both are on meta."""
+    with torch.device("meta"), torch.enable_grad():
+        total = loss.total(output, targets)
+    return used_by(total, [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)])
 
 
 _FIX = "loss.name=package.function, a function of your own that takes them"

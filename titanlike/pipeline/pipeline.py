@@ -183,6 +183,8 @@ class Pipeline:
 
     def _may_split_backward(self, stage: Stage, graph: StageGraph) -> bool:
         """Whether a schedule may compute weight gradients later than input gradients."""
+        if not graph.connected:
+            return False  # torch finds weights on the way to the inputs alone
         for node in graph.nodes:
             if node.chunked_head is not None or node.checkpointed or node.data_dependent:
                 return False  # what both halves need would be computed twice

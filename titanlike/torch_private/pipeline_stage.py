@@ -36,7 +36,7 @@ def make_stage(
     whole backward runs in the first half: torch goes twice through the graph of a weight that is
     used twice, and finds no weights in a stage that has none.
     """
-    kind = PipelineStage if zero == 1 else _ShardingStage
+    kind = _Stage if zero == 1 else _ShardingStage
     stage = kind(
         module,
         index,
@@ -61,7 +61,33 @@ def make_stage(
     return stage
 
 
-class _ShardingStage(PipelineStage):
+class _Stage(PipelineStage):
+    """A stage that sends a gradient of zero for an input that its loss did not reach.
+
+    Symptom: torch raises "expected metadata, got None" (2.13), or the stage before waits for ever.
+    Whether a gradient comes back may depend on values, as in `if x.sum() > 0`.
+    Test: `test_fences.py::test_torchs_stage_expects_a_gradient_of_every_input`.
+    """
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        gradients, groups = self._backward(backward_type, bwd_kwargs, last_backward)
+        if backward_type == "weight":
+            return gradients, groups
+        inputs = bwd_kwargs["input_values"]
+        return tuple(map(_zero_if_missing, gradients, inputs)), groups
+
+    def _backward(self, kind: str, kwargs: dict[str, Any], last: bool) -> Any:
+        return super().backward_maybe_with_nosync(kind, kwargs, last)
+
+
+def _zero_if_missing(gradient: Tensor | None, value: Any) -> Tensor | None:
+    missing = gradient is None and isinstance(value, Tensor) and value.requires_grad
+    return torch.zeros_like(value) if missing else gradient
+
+
+class _ShardingStage(_Stage):
     """A stage whose whole backwards reduce gradients block by block, into sharded gradients.
 
     Symptom: torch's own accumulates unsharded gradients of the whole stage until the last
@@ -71,19 +97,17 @@ class _ShardingStage(PipelineStage):
 
     reshard_after_backward = False
 
-    def backward_maybe_with_nosync(
-        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
-    ) -> Any:
-        assert backward_type == "full", "ZeRO 2 and 3 need whole backwards"
+    def _backward(self, kind: str, kwargs: dict[str, Any], last: bool) -> Any:
+        assert kind == "full", "ZeRO 2 and 3 need whole backwards"
         if not isinstance(self.submod, FSDPModule):
-            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+            return super()._backward(kind, kwargs, last)
         self.submod.set_is_last_backward(False)  # the order's REDUCE_GRAD ends the step
         self.submod.set_reshard_after_backward(self.reshard_after_backward)
         self.submod.set_requires_gradient_sync(True)
         # replicas are reduced once a step: until then each accumulates its own gradients
-        self.submod.set_requires_all_reduce(last_backward)
+        self.submod.set_requires_all_reduce(last)
         names = ("stage_output", "output_grads", "input_values")
-        return stage_backward(*(bwd_kwargs[name] for name in names)), None
+        return stage_backward(*(kwargs[name] for name in names)), None
 
 
 def split_backward_is_exact(stage: nn.Module, model: nn.Module) -> bool:

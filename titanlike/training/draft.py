@@ -23,7 +23,7 @@ from titanlike.graph.recording import RecordError
 from titanlike.models.checks import model_problems
 from titanlike.models.registry import build_model, resolve_model
 from titanlike.optim.chunked_loss import HeadNested, find_head, with_chunked_loss
-from titanlike.optim.loss import Loss, build_loss, check_loss
+from titanlike.optim.loss import Loss, build_loss, check_loss, trained_outputs
 from titanlike.parallel.batchnorm import freeze_statistics
 from titanlike.parallel.device import choose_device
 from titanlike.parallel.sharding import compute_dtype
@@ -184,8 +184,10 @@ def _record_model(
     size = config.batch_size // config.dp // microbatches
     model_graph = _record(config, resolved, model, fields, size)
     targets = batch["targets"].repeat_interleave(size, 0)
-    if problems := check_loss(config.loss, model_graph.meta_output(fields, True), targets, size):
+    output = model_graph.meta_output(fields, True)
+    if problems := check_loss(config.loss, output, targets, size):
         raise ConfigError(problems)
+    model_graph.trained_outputs = trained_outputs(build_loss(config.loss), output, targets)
     return model_graph, targets
 
 
