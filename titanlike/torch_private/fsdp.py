@@ -18,14 +18,14 @@ def reduce_missing_gradients(module: nn.Module, reached: set[nn.Parameter], zero
     messages differ mix up gradients, or hang.
     Test: `test_fences.py::test_fsdp_mixes_up_gradients_that_one_rank_alone_has`.
     """
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            state = part._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)  # 2.13
-            if groups is None:
-                groups = [state._fsdp_param_group] if state._fsdp_param_group else []
-            for group in groups:
-                _fill_before_reduction(group, state, reached, zero)
+    # modules that are gathered together share a state
+    parts = (part for part in module.modules() if isinstance(part, FSDPModule))
+    for state in dict.fromkeys(part._get_fsdp_state() for part in parts):
+        groups = getattr(state, "_fsdp_param_groups", None)  # 2.13
+        if groups is None:
+            groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+        for group in groups:
+            _fill_before_reduction(group, state, reached, zero)
 
 
 def _fill_before_reduction(group: Any, state: Any, reached: set[nn.Parameter], zero: int) -> None:
