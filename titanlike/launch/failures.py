@@ -73,7 +73,8 @@ class Failure:
         lines = [who + self.error]
         if self.frames:
             lines.append(self.frames.rstrip())
-        lines.append(f"log: {log_path(run_dir, self.rank)}")
+        if (log := log_path(run_dir, self.rank)).exists():
+            lines.append(f"log: {log}")
         failed = JobFailed("\n".join(lines), who + self.error, self.users)
         failed.taken_over = self.taken_over
         return failed
@@ -150,17 +151,26 @@ def clear_failures(run_dir: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def has_failed(run_dir: Path, rank: int) -> bool:
+    """Whether a rank has written an error."""
+    return _error_path(run_dir, rank).exists()
+
+
 def peer_failed(run_dir: Path, rank: int) -> bool:
     """Whether a rank other than `rank` has written an error."""
     return any(path != _error_path(run_dir, rank) for path in _error_paths(run_dir))
 
 
-def root_cause(run_dir: Path, deaths: dict[int, int] | None = None) -> Failure | None:
+def root_cause(
+    run_dir: Path, deaths: dict[int, int] | None = None, scratch: Path | None = None
+) -> Failure | None:
     """The failure that caused the others.
 
-    deaths: exit codes of processes that may not have written an error, by rank; negative: a signal.
+    scratch: has errors that could not be left in run_dir. deaths: exit codes of processes that may
+    not have written an error, by rank; negative: a signal.
     """
-    texts = [path.read_text(encoding="utf-8") for path in _error_paths(run_dir)]
+    paths = [path for folder in (run_dir, scratch) if folder for path in _error_paths(folder)]
+    texts = [path.read_text(encoding="utf-8") for path in paths]
     failures = [Failure(**json.loads(text)) for text in texts]
     reported = {failure.rank for failure in failures}
     for rank, code in (deaths or {}).items():

@@ -96,7 +96,7 @@ class Heartbeat:
     def _write(self, beat: Beat) -> None:
         unfinished = self._path.with_suffix(".heartbeat.tmp")
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.parent.mkdir(exist_ok=True)  # not run_dir, which has been deleted
             unfinished.write_text(json.dumps(asdict(beat)) + "\n", encoding="utf-8")
             unfinished.replace(self._path)
         except OSError as error:

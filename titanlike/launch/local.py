@@ -125,7 +125,7 @@ def _run_workers(job: Job, stop: StopRequest, folder: Path) -> dict[str, Any]:
             elastic_launch(launch, sys.executable)("-u", "-c", program)
     except ChildFailedError as error:
         deaths = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        cause = root_cause(folder) or root_cause(job.run_dir, deaths)
+        cause = root_cause(job.run_dir, deaths, scratch=folder)
         assert cause is not None, "the agent reported a failure without a failed rank"
         raise cause.to_job_failed(job.run_dir, count) from None
     return json.loads((folder / "result.json").read_text(encoding="utf-8"))

@@ -26,8 +26,8 @@ from titanlike.config.credentials import redact
 from titanlike.launch.environment import use_loopback
 from titanlike.launch.failures import (
     Failure,
-    TakenOver,
     describe,
+    has_failed,
     peer_failed,
     write_failure,
 )
@@ -153,10 +153,10 @@ def main(scratch: str, driver: int) -> None:
     stop = StopRequest(folder)
     with interruptible(stop=stop, grace=0):
         job = Job.from_json((folder / "job.json").read_text(encoding="utf-8"))
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         try:
             from titanlike.launch.local_rendezvous import workers_store
 
-            rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             worker = Worker(
                 rank=rank,
                 world_size=world_size,
@@ -174,8 +174,10 @@ def main(scratch: str, driver: int) -> None:
         except Interrupted as interrupted:
             exit_now(interrupted.exit_code)
         except BaseException as error:
-            if isinstance(error, TakenOver):  # the later start clears the errors in run_dir
-                write_failure(folder, describe(worker.rank, error))
+            failure = describe(rank, error)
+            # the later start clears the errors in run_dir, and run_dir may be lost
+            if failure.taken_over or not has_failed(job.run_dir, rank):
+                write_failure(folder, failure)
             exit_now(1)  # destroying the process groups would look like the root cause to peers
         # none exits before all have finished: see `_peer_ended`
         with contextlib.suppress(RuntimeError):  # the driver finds the rank that failed

@@ -7,12 +7,12 @@ val_loss. `tokens` counts from the start of the run, batch_size x seq_len a step
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 from titanlike.config import files, schema
+from titanlike.metrics.run_files import AppendedFile
 from titanlike.metrics.summary import parse_records
 from titanlike.metrics.wandb_sink import WandbSink
 
@@ -40,7 +40,7 @@ class JsonlSink:
 
     start_step: the step that the run resumes from. Records of later steps, which will be repeated,
     and a last line truncated by a crash are dropped from an existing file first.
-    Raises OSError where the file cannot be written.
+    Raises OSError, which names the file, where it cannot be written.
     """
 
     def __init__(self, path: Path, start_step: int = 0) -> None:
@@ -50,10 +50,10 @@ class JsonlSink:
         self._open_after(start_step)
 
     def log(self, record: dict[str, Any]) -> None:
-        self._file.write(files.dumps(record) + "\n")
+        self._file.write(files.dumps(record))
 
     def flush(self) -> None:
-        os.fsync(self._file.fileno())
+        self._file.sync()
 
     def rewind(self, step: int) -> None:
         self._file.close()
@@ -70,7 +70,7 @@ class JsonlSink:
         if self._path.exists():
             lines = [files.dumps(r) + "\n" for r in read_jsonl(self._path) if r["step"] <= step]
             files.atomic_write_text(self._path, "".join(lines))
-        self._file = self._path.open("a", buffering=1, encoding="utf-8")
+        self._file = AppendedFile(self._path)
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

@@ -94,6 +94,8 @@ def roll_back(s: Session, verdict: Verdict, rollbacks: list[int]) -> None:
     s.console.start_at(step)
     for sink in s.sinks:
         sink.rewind(step)
+    if s.files is not None:
+        s.files.renew()  # metrics.jsonl was rewritten
     s.value_name = "loss"  # a checkpoint does not say whether its step validated
     s.progress = replace(restored, left_out=s.progress.left_out + left_out)
 
@@ -120,8 +122,7 @@ def _save(s: Session, record: dict[str, Any]) -> float:
     s.watchdog.enter_phase(s.progress.step, "save", s.config.checkpoint.timeout)
     for sink in s.sinks:
         sink.flush()  # a checkpoint must not outlive the records of its steps
-    if s.owner is not None:
-        s.owner.check()
+    s.check_run_dir()
     return s.checkpointer.save(s.progress, record.get("val_loss"))
 
 

@@ -20,6 +20,7 @@ from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker, barrier
 from titanlike.metrics.console import Console
 from titanlike.metrics.events import Events
+from titanlike.metrics.run_files import RunFiles
 from titanlike.metrics.sinks import Sink, open_sinks
 from titanlike.parallel.device import deterministic
 from titanlike.parallel.mesh import open_mesh
@@ -31,7 +32,8 @@ DATA_TIMEOUT = 24 * 3600.0  # seconds for one process to tokenize while the othe
 
 @dataclass
 class Session:
-    """What the loop works with. Console, events and sinks write on rank 0 alone, as does the owner."""
+    """What the loop works with. Console, events and sinks write on rank 0 alone, as do the owner and the
+    check of the run's files."""
 
     config: Config
     worker: Worker
@@ -44,6 +46,7 @@ class Session:
     events: Events
     sinks: list[Sink]
     owner: Owner | None
+    files: RunFiles | None
     progress: Progress  # after the last completed step
     value_name: str = "loss"  # of `progress.value`; "val loss" where the step validated
     stop_code: int = 0  # of the stop request that ends the run, the same on every rank; 0 = none
@@ -54,15 +57,18 @@ class Session:
         return stop_reason(self.stop_code)
 
     def log(self, record: dict[str, Any]) -> None:
-        """Write a step's record to the console and the sinks.
-
-        Raises ValueError where a newer start of this run owns its directory.
-        """
-        if self.owner is not None:
-            self.owner.check()
+        """Write a step's record to the console and the sinks. Raises as `check_run_dir`."""
+        self.check_run_dir()
+        if self.worker.rank == 0:
             self.console.step(record)
             for sink in self.sinks:
                 sink.log(record)
+
+    def check_run_dir(self) -> None:
+        """Raises TakenOver where a newer start owns the run's directory, LostFiles where it is gone."""
+        if self.owner is not None and self.files is not None:
+            self.owner.check()
+            self.files.check()
 
 
 def open_data_on_every_rank(config: Config, worker: Worker) -> Data:
@@ -114,6 +120,7 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
                 events,
                 sinks,
                 owner,
+                RunFiles(worker.run_dir) if worker.rank == 0 else None,
                 progress,
             )
             yield session

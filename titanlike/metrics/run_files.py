@@ -1,0 +1,109 @@
+"""The files that a run writes to until its end: they must stay where they are.
+
+A file that was deleted or replaced takes what is written to it without an error, and nobody can read
+it. A file system that is unavailable for a moment is waited for.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+_PAUSES = (0.1, 0.4, 1.5, 4.0)  # seconds before another attempt
+_Result = TypeVar("_Result")
+
+
+class LostFiles(OSError):
+    """A file or folder of the run was deleted or replaced while the run used it."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        super().__init__(
+            f"{path} was {what} while the run wrote to it; what it writes would be lost, so it ends. "
+            "The same command resumes from the newest checkpoint that is left"
+        )
+
+
+class FailedWrite(OSError):
+    """A file could not be written; the error names it."""
+
+    def __init__(self, path: Path, error: OSError) -> None:
+        super().__init__(f"{path} could not be written: {error.strerror or error}")
+        self.errno = error.errno
+
+
+class AppendedFile:
+    """Lines are appended, each in the file when `write` returns. Raises FailedWrite."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = _retried(
+            path, lambda: os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        )
+
+    def write(self, line: str) -> None:
+        left = f"{line}\n".encode()
+        while left:
+            left = left[_retried(self._path, partial(os.write, self._fd, left)) :]
+
+    def sync(self) -> None:
+        """Make what was written durable."""
+        _retried(self._path, lambda: os.fsync(self._fd))
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class RunFiles:
+    """Finds out whether a run's directory and what is in it are still the same."""
+
+    def __init__(self, run_dir: Path) -> None:
+        names = ("metrics.jsonl", "events.jsonl", "checkpoints", "logs")
+        self._paths = [run_dir, *(run_dir / name for name in names)]
+        self.renew()
+
+    def renew(self) -> None:
+        """Take the files that there are now as the run's; those that come later are added."""
+        self._seen: dict[Path, int] = {}  # inodes
+        self.check()
+
+    def check(self) -> None:
+        """Raises LostFiles; a few microseconds."""
+        for path in self._paths:
+            expected = self._seen.get(path)
+            try:
+                inode = os.stat(path).st_ino
+            except OSError as error:
+                if expected is None:  # not there yet
+                    continue
+                inode = self._patient_stat(path, error)
+            if inode != self._seen.setdefault(path, inode):
+                raise LostFiles(path, "replaced")
+
+    def _patient_stat(self, path: Path, error: OSError) -> int:
+        for pause in _PAUSES:
+            # only a whole directory may be gone for a moment, with its file system
+            if isinstance(error, FileNotFoundError) and path != self._paths[0]:
+                break
+            time.sleep(pause)
+            try:
+                return os.stat(path).st_ino
+            except OSError as again:
+                error = again
+        missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
+        raise LostFiles(path, "deleted or moved" if missing else f"lost ({error.strerror})")
+
+
+def _retried(path: Path, write: Callable[[], _Result]) -> _Result:
+    for pause in _PAUSES:
+        try:
+            return write()
+        except OSError:
+            time.sleep(pause)
+    try:
+        return write()
+    except OSError as error:
+        raise FailedWrite(path, error) from None
