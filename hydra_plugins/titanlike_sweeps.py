@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -157,6 +158,7 @@ class JobLauncher(Launcher):
             if item.config is None:
                 error = ConfigError(item.composed[1])
                 raise JobFailed(str(error), str(error))
+            self.task.runner = replace(self.task.runner, checked=item.checked)
             ended = run_job(
                 hydra_context=self.hydra_context,
                 task_function=self.task,

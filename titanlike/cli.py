@@ -92,12 +92,15 @@ def main(command: str | None = None) -> None:
     start_job(JOBS[command].function, JOBS[command].folder)
 
 
-def start_job(function: str, folder: str = "", result_dir: str | None = None) -> None:
+def start_job(
+    function: str, folder: str = "", result_dir: str | None = None, checked: bool = False
+) -> None:
     """Run a job as the command line says, and exit.
 
     function: import path of `(config, worker) -> dict | None`. Of what rank 0 returns, "value" is
     what a sweep compares, and "exit_code" this process' (0 if missing). folder: as in `Command`.
     result_dir: where a sweep's job leaves result.json if it is refused before it has a run_dir.
+    checked: whether the sweep has checked this job's config.
     """
     from titanlike.launch.signals import Interrupted, exit_now, interruptible
 
@@ -106,14 +109,16 @@ def start_job(function: str, folder: str = "", result_dir: str | None = None) ->
     code: int | str | None = 1
     try:
         with interruptible():
-            code = _drive_or_follow(function, folder, result_dir)
+            code = _drive_or_follow(function, folder, result_dir, checked)
     except Interrupted as interrupted:
         print(f"\n{interrupted}", file=sys.stderr)
         exit_now(interrupted.exit_code)
     sys.exit(code)
 
 
-def _drive_or_follow(function: str, folder: str, result_dir: str | None) -> int | str | None:
+def _drive_or_follow(
+    function: str, folder: str, result_dir: str | None, checked: bool
+) -> int | str | None:
     """This process' part of a job; its exit code."""
     from titanlike.job.run import JobRunner
     from titanlike.launch.environment import is_restart
@@ -136,7 +141,8 @@ def _drive_or_follow(function: str, folder: str, result_dir: str | None) -> int 
     if ranks is None:
         restart_state = RestartState.load()
         restart_state.count_start()
-        return drive(JobRunner(function, folder, None, restart_state, is_restart()), result_dir)
+        runner = JobRunner(function, folder, None, restart_state, is_restart(), checked=checked)
+        return drive(runner, result_dir)
     code: int | str | None = 1
     try:
         runner = JobRunner(function, folder, ranks, ranks.restart_state, is_restart())

@@ -124,14 +124,15 @@ def test_a_command_that_holds_secrets_writes_nothing(mode: list[str], tmp_path: 
 
 def test_a_sweep_keeps_the_secrets_of_a_refused_job_out_of_its_folders(tmp_path: Path) -> None:
     """One is only known when the job is composed, one when the user's function is called."""
-    words = ["run_dir=sweep", "data=synthetic", "data.name=leaky.closed"]
+    words = ["run_dir=sweep", "data=synthetic", "data.name=leaky.closed,leaky.data"]
     words += ["checkpoint.folder=null,'${oc.env:HF_TOKEN}'"]
     done = command("-m", *TINY, *words, cwd=tmp_path)
     assert done.returncode == 1
-    results = [json.loads((tmp_path / "sweep" / job / "result.json").read_text()) for job in "01"]
-    assert [result["status"] for result in results] == ["failed", "invalid"]
+    results = [json.loads((tmp_path / "sweep" / job / "result.json").read_text()) for job in "0123"]
+    assert [result["status"] for result in results] == ["failed", "invalid", "failed", "invalid"]
     assert results[1]["error"].startswith("checkpoint.folder=***: it contains the value of")
     assert results[0]["error"] == "RuntimeError: cannot log in with ***"
+    assert results[2]["error"].endswith("'***' were refused")
     assert leaks(tmp_path / "sweep") == []
     assert not any(secret in done.stdout + done.stderr for secret in PLANTED.values())
 

@@ -92,18 +92,23 @@ def test_of_twelve_jobs_one_fails_one_is_invalid_one_is_killed_and_resume_runs_t
         "11",
     ]
     assert all(float(row["final_loss"]) > 4 for row in rows if row["status"] == "completed")
-    assert "seed 3 is not liked" in err and "seed=five: must be an integer" in err
+    assert "seed 3 is not liked" in err
+    assert "job 5: seed=five is invalid\n  seed=five: must be an integer" in err
+    refused, begun = (tmp_path / path for path in ("5/result.json", "0/first"))
+    assert refused.stat().st_mtime < begun.stat().st_mtime, "it is known before the first begins"
+    assert "(11 of 11)" in out
     assert "killed by SIGKILL" in err
     assert "9 of 12 done; left: 3 (failed), 5 (invalid), 7 (killed)" in out
     assert (tmp_path / "sweep.png").exists() and "| **" in (tmp_path / "sweep.md").read_text()
     assert first.all_exit()
 
+    assert "to run what is left, without seed=five:" in out
     (line,) = (line for line in out.splitlines() if line.endswith("sweep.resume=true"))
     again = shlex.split(line)
     assert again[:3] == ["python", str(JOBS), "-m"]
     code, out, _ = Launched("trains", *again[2:], "sweep.parallel=2", program=JOBS).wait(120)
     begun = [text.split()[1] for text in out.splitlines() if " begins" in text]
-    assert begun == ["3:", "5:", "7:"] and code == 1, "the invalid one is invalid again"
+    assert begun == ["3:", "7:"] and code == 0, "the line leaves out the invalid value"
     expected = ["completed"] * 12
     expected[5] = "invalid"
     assert statuses(tmp_path) == expected
@@ -297,7 +302,7 @@ def test_a_folder_with_a_run_takes_no_sweep_and_one_with_a_sweep_no_run(tmp_path
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "0").touch()
     code, out, err = sweep("seed=1,2", f"run_dir={tmp_path}/s", job="where").wait()
-    assert code == 1 and "job 0: seed=1 failed" in err and "1 of 2 done" in out
+    assert code == 1 and "job 0: seed=1 is invalid" in err and "1 of 2 done" in out
     run = Launched("where", *TINY, f"run_dir={tmp_path}/s", program=JOBS)
     assert run.wait()[0] == 2
     words = ["-m", "seed=1,2", "--config-path", f"{tmp_path}/s/1"]

@@ -42,6 +42,46 @@ def csv_rows(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def two_by_two(folder: Path, invalid: set[int]) -> list[str]:
+    """Jobs of schedule x pp, some invalid, one failed; the table's last lines."""
+    jobs = []
+    for number in range(4):
+        swept = [f"schedule={('gpipe', 'dualpipev')[number // 2]}", f"pp={1 + number % 2}"]
+        jobs.append(Job(number, str(number), swept, swept))
+        (folder / str(number)).mkdir(parents=True)
+        done(folder / str(number), "invalid" if number in invalid else "failed", "it is wrong")
+    done(folder / "0")
+    write_plan(folder, Plan("python train.py -m schedule=gpipe,dualpipev pp=1,2", "loss", "", jobs))
+    return terminal_lines(read_table(folder), 120)[-2:]
+
+
+def test_the_line_that_runs_what_is_left_leaves_out_invalid_values(tmp_path):
+    """Where every job with a value is invalid; else the invalid jobs are named."""
+    assert two_by_two(tmp_path / "value", {2, 3}) == [
+        "to run what is left, without schedule=dualpipev:",
+        "  python train.py -m schedule=gpipe pp=1,2 sweep.resume=true",
+    ]
+    again = "  python train.py -m schedule=gpipe,dualpipev pp=1,2 sweep.resume=true"
+    assert two_by_two(tmp_path / "pair", {3}) == [
+        "to run what is left (jobs 3 are invalid as they are):",
+        again,
+    ]
+    assert two_by_two(tmp_path / "all", {1, 2, 3}) == [
+        "to run what is left, with other values for what is invalid (1-3):",
+        again,
+    ]
+
+
+def test_of_jobs_that_are_equally_good_the_fastest_is_the_best(tmp_path):
+    """Equal up to rounding, as layouts of one model are; then the earlier one."""
+    jobs = [Job(n, str(n), [f"seed={n}"], [f"seed={n}"]) for n in range(4)]
+    write_plan(tmp_path, Plan("python train.py -m seed=0,1,2,3", "loss", "", jobs))
+    for number, (level, speed) in enumerate([(2.0, 1e4), (2 + 1e-8, 3e4), (2.0, 3e4), (2.01, 9e4)]):
+        log(tmp_path / str(number), steps(20, level, speed))
+        done(tmp_path / str(number))
+    assert read_table(tmp_path).best.job.number == 1
+
+
 # --- the tool ----------------------------------------------------------------------------------
 
 

@@ -18,7 +18,12 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from titanlike.config.files import NotRegularFile, atomic_write_bytes, open_regular
+from titanlike.config.files import (
+    NotRegularFile,
+    atomic_write_bytes,
+    check_writable,
+    open_regular,
+)
 
 _PAUSES = (0.1, 0.4, 1.5)  # seconds before another attempt to read
 # of a removal: files have been added, or are still open on a network file system
@@ -179,7 +184,9 @@ class Storage:
         return None
 
     def check_writable(self) -> None:
-        """Create the folder, write a file and remove it. Raises what the file system raises."""
+        """Write a file and remove it; creates no local folder. Raises what the file system raises."""
+        if self.local:
+            return check_writable(Path(self._root))
         self._fs.makedirs(self._root, exist_ok=True)
         probe = f".writable-{os.getpid()}"
         self._fs.pipe_file(self._path(probe), b"titanlike")

@@ -84,6 +84,7 @@ class CheckedOverrides:
     sweep: SweepSettings | None = None  # if multirun
     # values of the environment variables that it names -> their names, ${oc.env:NAME}
     environment: dict[str, str] = field(default_factory=dict)
+    new_folder: bool = False  # whether run_dir has the time in it: no other start is to write there
     imports: list[str] = field(default_factory=list)  # from outside, a line each
 
     def add(self, problem: Problem) -> None:
@@ -337,6 +338,10 @@ class _OverrideChecker:
             return
         hydra = OmegaConf.to_container(composed.hydra, resolve=False)
         assert isinstance(hydra, dict)
+        folder = hydra["sweep" if self.checked.multirun else "run"]["dir"]
+        if folder == "${run_dir}":
+            folder = str(OmegaConf.to_container(task)["run_dir"])
+        self.checked.new_folder = bool(re.search(r"\$\{now:[^}]*%S", folder))
         lines = [*outside(plain, hydra)]
         self.checked.imports += [line for line in lines if line not in self.checked.imports]
         self.checked.config, problems = parse(plain)

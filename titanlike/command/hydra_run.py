@@ -30,6 +30,7 @@ from titanlike.command.hydra_overrides import CheckedOverrides, check_overrides,
 from titanlike.command.override_errors import one_line
 from titanlike.command.sweep_settings import open_sweep
 from titanlike.command.words import parse_words, parser
+from titanlike.config import files
 from titanlike.config.credentials import redact
 from titanlike.config.errors import ConfigError, Problem, quoted
 from titanlike.config.overrides import from_hydra
@@ -135,17 +136,22 @@ def _prepare(args: argparse.Namespace, task: Task, result_dir: str | None) -> Ex
     runner = task.runner = replace(task.runner, restart=task.runner.restart or bool(first_folder))
     checked = check_overrides(args)
     runner = task.runner = replace(runner, environment=checked.environment)
-    for line in checked.imports:  # before they are imported, which executes them
+    for line in checked.imports if not runner.checked else ():  # before these are executed
         print(redact(line), flush=True)
     try:
         problems = _problems(args, checked, runner)
         if checked.multirun and not problems:
             assert checked.config is not None and checked.sweep is not None
+            settings = checked.sweep
+            missing = files.missing_folders(settings.folder)
+            if checked.new_folder and not args.check:
+                settings = replace(settings, folder=files.make_new_folder(settings.folder))
             # before there is a plan, which a restart has to find
-            state.set_default("hydra.sweep.dir", str(checked.sweep.folder))
+            state.set_default("hydra.sweep.dir", str(settings.folder))
             task.sweep_run, problems = open_sweep(
-                args, checked.config, checked.sweep, runner.folder, runner.restart
+                args, checked.config, settings, runner.folder, runner.restart, missing
             )
+            task.sweep_run.imports += checked.imports
     except JobFailed as failed:
         print(failed, file=sys.stderr)
         record_for_torchrun(failed)
@@ -158,6 +164,11 @@ def _prepare(args: argparse.Namespace, task: Task, result_dir: str | None) -> Ex
     if args.check and (task.sweep_run is None or not task.sweep_run.grid):
         print("config OK; nothing was started (--check)")
         return 0
+    if task.sweep_run is None and not first_folder:
+        assert checked.config is not None, "it has no problems"
+        if checked.new_folder:
+            folder = files.make_new_folder(Path(checked.config.run_dir))
+            args.overrides.append(f"hydra.run.dir={quoted(str(folder))}")
     return None
 
 
@@ -167,7 +178,7 @@ def _problems(
     """Every problem of the command; the configs of a sweep's jobs are checked later, each by itself."""
     from titanlike.checkpoint.resume import resumed_config
     from titanlike.job import elastic
-    from titanlike.job.check import removing_new_folders, secrets_in_command
+    from titanlike.job.check import secrets_in_command
 
     typed = [*args.overrides, *(f"{words.key}={words.value}" for words in args.no_overrides)]
     if secrets := secrets_in_command(typed, checked.config):
@@ -179,8 +190,7 @@ def _problems(
         known = known + list(sweep_problems(config))
         # the jobs of a search are not known: the first values stand for all
         if args.check and checked.sweep is not None and not checked.sweep.grid:
-            with removing_new_folders(Path(config.run_dir)):
-                known = known + config_problems(config, None, known)
+            known = known + config_problems(config, None, known)
         return known
     if (Path(config.run_dir) / PLAN_FILE).exists():
         fix = f"run_dir={config.run_dir}/NAME"
@@ -189,9 +199,10 @@ def _problems(
         config, _ = resumed_config(config)
     started = int(os.environ.get("WORLD_SIZE", "1"))  # or to be started, if this is a --check
     ranks = elastic.available_ranks(config, started if started > 1 else None, runner.restart_state)
-    with removing_new_folders(Path(config.run_dir)) if args.check else contextlib.nullcontext():
-        config, unfit = elastic.fit_mesh(config, ranks)
-        return known + (unfit or config_problems(config, ranks, known))
+    config, unfit = elastic.fit_mesh(config, ranks)
+    if runner.checked and not known and not unfit:
+        return []
+    return known + (unfit or config_problems(config, ranks, known))
 
 
 def _write_result(

@@ -71,12 +71,17 @@ class SweepSettings:
 
 
 def open_sweep(
-    args: argparse.Namespace, config: Config, settings: SweepSettings, inner: str, restart: bool
+    args: argparse.Namespace,
+    config: Config,
+    settings: SweepSettings,
+    inner: str,
+    restart: bool,
+    created: list[Path],
 ) -> tuple[SweepRun, list[Problem]]:
     """Start or resume a sweep; appends to args.overrides what its sweeper has to know.
 
     inner: a job's subfolder of its run directory, or "". restart: whether this command was started
-    before.
+    before. created: folders that exist for this sweep, removed again if no job is valid.
     """
     words = sys.argv[1:]
     sweep_run = SweepRun(
@@ -91,6 +96,7 @@ def open_sweep(
         fixed=settings.fixed,
         restart=restart,
         check=args.check,
+        created=created,
     )
     args.overrides.append(f"hydra.sweep.dir={quoted(str(settings.folder))}")
     if args.check:

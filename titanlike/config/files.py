@@ -89,6 +89,36 @@ def open_regular(path: str | Path, mode: str = "rb", **options: Any) -> IO[Any]:
     return open(path, mode, opener=opener, **options)
 
 
+def check_writable(folder: Path) -> None:
+    """Raise OSError if a folder can neither be written nor be created. Creates nothing."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    tempfile.TemporaryFile(dir=existing).close()
+
+
+def missing_folders(folder: Path) -> list[Path]:
+    """A folder and its parents, as far as they do not exist; the innermost first."""
+    return [path for path in (folder, *folder.parents) if not path.exists()]
+
+
+def make_new_folder(folder: Path) -> Path:
+    """Create a folder that nobody else has: FOLDER, or FOLDER-2 ... if it exists already."""
+    number, failures = 1, 0
+    while True:
+        new = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        try:
+            new.parent.mkdir(parents=True, exist_ok=True)
+            new.mkdir()
+            return new
+        except FileExistsError:
+            if not new.is_dir():  # a file in its place, or in a parent's
+                raise
+            number += 1
+        except FileNotFoundError:  # another process has removed an empty parent
+            failures += 1
+            if failures > 10:
+                raise
+
+
 def atomic_write_text(path: Path, text: str) -> None:
     """`atomic_write_bytes` in UTF-8."""
     atomic_write_bytes(path, text.encode())

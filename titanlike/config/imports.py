@@ -90,6 +90,9 @@ def _place(module_name: str) -> str | None:
         if found is None:  # a parent's code may provide it
             break
         file = found.origin or file
+        if found.origin is None and folders is not None:  # without __init__.py: found by its parent
+            folders = [str(Path(folder, parts[count - 1])) for folder in folders]
+            continue
         folders = found.submodule_search_locations
         if folders is None:
             break

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from titanlike.checkpoint.discovery import checkpoint_folder, resolve
 from titanlike.checkpoint.integrity import DamagedCheckpoint, check_quick
 from titanlike.checkpoint.resume import incompatibility, select_resume
 from titanlike.checkpoint.storage import Storage, UnreadableFile
-from titanlike.config import credentials, validate
+from titanlike.config import credentials, files, validate
 from titanlike.config.errors import Problem
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config, TensorBoard
@@ -107,23 +105,10 @@ def _checkpoint_problems(config: Config) -> Iterator[Problem]:
         yield Problem("checkpoint", str(checkpoint_folder(config)), reason, fix)
 
 
-@contextlib.contextmanager
-def removing_new_folders(folder: Path) -> Iterator[None]:
-    """Within it, a check may create `folder` to test that it can; removed again afterwards."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        yield
-    finally:
-        for path in missing:
-            with contextlib.suppress(OSError):  # not created, or in use by now
-                path.rmdir()
-
-
 def _write_problems(config: Config) -> Iterator[Problem]:
-    """Whether run_dir and checkpoint.folder are writable, by writing to them."""
+    """Whether run_dir and checkpoint.folder are writable, by writing there."""
     try:
-        Path(config.run_dir).mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=config.run_dir).close()
+        files.check_writable(Path(config.run_dir))
     except OSError as error:
         reason = f"cannot be written: {error.strerror}"
         yield Problem("run_dir", config.run_dir, reason, "run_dir=outputs/NAME")

@@ -36,6 +36,7 @@ class JobRunner:
     ranks: ExternalRanks | None = None  # started by torchrun or srun; None = started here
     restart_state: RestartState = field(default_factory=RestartState)
     restart: bool = False  # whether this command was started before
+    checked: bool = False  # whether the sweep has checked the job's config
     # of values from the environment, which errors do not show: their names
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -101,7 +102,9 @@ class JobRunner:
         ranks = elastic.available_ranks(config, started, self.restart_state)
         fitted, mesh_problems = elastic.fit_mesh(config, ranks)
         problems += mesh_problems
-        if not single and not mesh_problems:  # a single run has been checked before
+        if (
+            not single and not self.checked and not mesh_problems
+        ):  # a single run has been checked before
             problems += config_problems(fitted, ranks, problems)
         if problems:
             raise ConfigError(problems)

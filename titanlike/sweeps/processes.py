@@ -46,6 +46,7 @@ class Command:
     folder: Path  # where it writes result.json
     ranks: int
     device: str  # auto, cpu or cuda
+    checked: bool = False  # its config is known to have no errors
 
 
 @dataclass(frozen=True)
@@ -249,7 +250,8 @@ def _environment(command: Command, taken: list[str], parallel: int, total: int) 
 
 def _program(command: Command) -> str:
     """The Python code of a job's process: the sweep's own import path and program."""
-    call = f"start_job({command.function!r}, {command.inner!r}, {str(command.folder)!r})"
+    words = command.function, command.inner, str(command.folder), command.checked
+    call = f"start_job{words!r}"
     return (
         f"import sys; sys.path[:] = {import_path()!r}; sys.argv[0] = {sys.argv[0]!r}; "
         "from signal import SIGTERM; from titanlike.launch.signals import die_with_parent; "

@@ -109,9 +109,9 @@ def write_markdown(table: Table, picture: bool) -> Path:
             "",
             f"    {sweep_table.job_command(table.plan, best)}",
         ]
-    if again := sweep_table.resume_command(table.plan, table.left):
-        secrets = sweep_table.with_secrets(again)
-        lines += ["", f"To run what is left{secrets}:", "", f"    {again}"]
+    if again := sweep_table.resume_command(table):
+        purpose, command = again
+        lines += ["", f"{purpose[0].upper()}{purpose[1:]}:", "", f"    {command}"]
     if picture:
         lines += ["", f"![loss curves and throughput]({PICTURE})"]
     files.atomic_write_text(table.folder / MARKDOWN, "\n".join(lines) + "\n")

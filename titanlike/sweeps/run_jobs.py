@@ -14,28 +14,31 @@ from typing import Any
 
 from titanlike.config.credentials import redact, redact_command, redact_output
 from titanlike.config.errors import ConfigError, Problem, quoted
+from titanlike.config.imports import outside
+from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config, Wandb
-from titanlike.job.check import removing_new_folders
 from titanlike.job.report import ResultReporter
 from titanlike.job.run import JobRunner, config_problems, with_run_name
 from titanlike.launch.failures import JobFailed
-from titanlike.metrics.result import ended_by_max_time, read_result
+from titanlike.metrics.result import Status, ended_by_max_time, read_result
 from titanlike.sweeps.job_status import SUBMITTED
 from titanlike.sweeps.plan import Job
 from titanlike.sweeps.processes import Command, EndedJob, Processes
 from titanlike.sweeps.sweep_run import SweepRun
 
+_CHECK_TIME = 60.0  # seconds for checking jobs before the first begins
 _SUBMIT_TIMEOUT = 120.0  # seconds
 _OUTPUT_SHOWN = 200  # characters of a submit command's output
 _POLL = 2.0  # seconds, for the results of submitted jobs
 
 
-@dataclass(frozen=True)
+@dataclass
 class Prepared:
     """A job and its config, which is composed when first read: that takes time."""
 
     job: Job
     compose: Callable[[], tuple[Config | None, list[Problem]]]
+    checked: bool = False  # without an error; else it is checked when it begins
 
     @cached_property
     def composed(self) -> tuple[Config | None, list[Problem]]:
@@ -57,10 +60,28 @@ Here = Callable[[Prepared], float | None]  # runs a job in this process; raises 
 
 
 def run_jobs(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared], here: Here) -> list[End]:
-    """Run jobs to their ends; submitted ones only if sweep.wait is set."""
+    """Run jobs to their ends; submitted ones only if sweep.wait is set.
+
+    All are checked before the first begins, so that what is wrong is known at once.
+    """
+    refused = _check_all(sweep, runner, jobs)
+    valid = [item for item in jobs if item.job.number not in refused]
+    sweep.refused += len(refused)
+    ends: dict[int, End] = {number: end for number, (_, end) in refused.items()}
+    if sweep.check or not (valid or sweep.begun):
+        return [ends.get(item.job.number) for item in jobs]
+    sweep.begun = True
     sweep.ran.update(item.job.number for item in jobs)
-    if sweep.check:
-        return [_check(sweep, runner, item) for item in jobs]
+    for item in jobs:
+        if item.job.number in refused:
+            status, failed = refused[item.job.number]
+            _write_refused(sweep.job_folder(item.job), item, status, failed.error)
+    numbers = [item.job.number for item in valid]
+    ends |= zip(numbers, _run(sweep, runner, valid, here), strict=True)
+    return [ends[item.job.number] for item in jobs]
+
+
+def _run(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared], here: Here) -> list[End]:
     if runner.ranks is not None:
         return [_run_here(sweep, item, here) for item in jobs]
     if sweep.settings.submit is not None:
@@ -68,13 +89,37 @@ def run_jobs(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared], here: Her
     return _as_processes(sweep, runner, jobs)
 
 
-def _check(sweep: SweepRun, runner: JobRunner, item: Prepared) -> End:
-    with removing_new_folders(sweep.folder / item.job.folder):
-        problems = _problems(runner, item)
-    if not problems:
-        return None
-    sweep.wrong += 1
-    return _failed(sweep, item, "", str(ConfigError(problems)))
+def _check_all(
+    sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]
+) -> dict[int, tuple[Status, JobFailed]]:
+    """(status, error) of each job with errors, by number. What takes too long is checked later."""
+    refused, start = {}, time.monotonic()
+    for index, item in enumerate(jobs):
+        if not sweep.check and time.monotonic() - start > _CHECK_TIME:
+            rest = "the others are checked when they begin"
+            sweep.say(f"checked {index} of {len(jobs)} jobs in {_CHECK_TIME:.0f} s; {rest}")
+            break
+        _say_imports(sweep, item)
+        status, error = _error(runner, item)
+        if error:
+            failed = _failed(sweep, item, " is invalid" if status == "invalid" else "", error)
+            refused[item.job.number] = status, failed
+        item.checked = not error
+    return refused
+
+
+def _say_imports(sweep: SweepRun, item: Prepared) -> None:
+    lines = outside(to_plain(item.config), {}) if item.config is not None else ()
+    for line in lines:
+        if line not in sweep.imports:
+            sweep.imports.append(line)
+            sweep.say(redact(line))
+
+
+def _write_refused(folder: Path, item: Prepared, status: Status, error: str) -> None:
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        ResultReporter(folder, item.job.overrides, 1).write(status, error=error)
 
 
 def _failed(sweep: SweepRun, item: Prepared, what: str, error: str) -> JobFailed:
@@ -83,15 +128,16 @@ def _failed(sweep: SweepRun, item: Prepared, what: str, error: str) -> JobFailed
     return JobFailed(error, error)
 
 
-def _problems(runner: JobRunner, item: Prepared) -> list[Problem]:
+def _error(runner: JobRunner, item: Prepared) -> tuple[Status, str]:
+    """What is wrong with a job's config: nothing (""), errors, or the failure of a user's function."""
     config, problems = item.composed
     try:
         started = runner.ranks and runner.ranks.world_size
         if config is not None:
             problems = problems + config_problems(config, started, problems)
-        return [problem.hiding(runner.environment) for problem in problems]
     except JobFailed as failed:
-        return [Problem("config", "", failed.error)]
+        return "failed", failed.error
+    return "invalid", str(ConfigError(item.hiding(runner.environment) for item in problems))
 
 
 def _run_here(sweep: SweepRun, item: Prepared, here: Here) -> End:
@@ -133,6 +179,7 @@ def _as_processes(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> l
             folder=sweep.job_folder(item.job),
             ranks=item.config.world_size if item.config else 1,
             device=item.config.device if item.config else "auto",
+            checked=item.checked,
         )
 
     processes = Processes(sweep.settings.parallel, begun, ended)
@@ -168,9 +215,9 @@ def _submit(sweep: SweepRun, runner: JobRunner, item: Prepared, submit: str) -> 
     except OSError as error:
         return str(error)
     report = ResultReporter(folder, item.job.overrides, 1)  # removes an earlier result
-    if problems := _problems(runner, item):
-        text = str(ConfigError(problems))
-        report.write("invalid", error=text)
+    status, text = ("invalid", "") if item.checked else _error(runner, item)
+    if text:
+        report.write(status, error=text)
         return text
     output, error_text = _run_submit_command(submit, arguments(sweep, item))
     if error_text:

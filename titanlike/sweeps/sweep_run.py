@@ -39,8 +39,11 @@ class SweepRun:
     restart: bool = False  # whether this command was started before
     check: bool = False  # --check
     base: int = 0  # of a resumed search: the first new job's number
+    created: list[Path] = field(default_factory=list)  # folders that exist for it, innermost first
     done: int = 0  # of a resumed search: jobs done before
-    wrong: int = 0  # jobs in which --check has found errors
+    begun: bool = False  # whether its folder has a sweep, of this start or an earlier one
+    refused: int = 0  # jobs whose configs have errors
+    imports: list[str] = field(default_factory=list)  # lines that were printed
     ran: set[int] = field(default_factory=set)  # numbers of jobs that this command has run
     planned: dict[str, Job] = field(default_factory=dict)  # jobs by their folders
     lock: IO[str] | None = None  # open for as long as this process runs the sweep
@@ -81,6 +84,7 @@ class SweepRun:
             if plan is None:
                 begun = write_plan(self.folder, Plan(self._resume_line(), self.value, self.inner))
                 plan = None if begun else read_plan(self.folder)
+            self.begun = plan is not None or not self.grid
         except OSError as error:
             return problem(error.strerror or str(error))
         except ValueError as error:
@@ -203,9 +207,11 @@ class SweepRun:
         from titanlike.sweeps.report import report
 
         if self.check:
-            if not code and not self.wrong:
+            if not code and not self.refused:
                 self.say("config OK; nothing was started (--check)")
-            return 2 if self.wrong else code
+            return 2 if self.refused else code
+        if self.refused and not self.begun:
+            return self._nothing_to_run()
         if code and not ((plan := read_plan(self.folder)) and plan.jobs):
             return code  # no job has been planned
         self.say("")
@@ -220,6 +226,17 @@ class SweepRun:
         if statuses & {"failed", "invalid", "killed"}:
             return 1
         return 75 if statuses & {"stopped", "interrupted"} else 0
+
+    def _nothing_to_run(self) -> int:
+        """All jobs are invalid: remove the plan and folders that this start has created."""
+        print("no job is valid; nothing was started", file=sys.stderr)
+        if self.created and self.settings.share is None:
+            with contextlib.suppress(OSError):
+                for name in (PLAN_FILE, f".{PLAN_FILE}.lock"):
+                    (self.folder / name).unlink(missing_ok=True)
+                for folder in self.created:
+                    folder.rmdir()
+        return 2
 
     def say(self, line: str) -> None:
         with contextlib.suppress(OSError):  # stdout is closed: the jobs continue

@@ -25,6 +25,7 @@ _WIDEST = 160  # columns of a terminal that are used
 _NAMED = 12  # jobs that are left are named, up to so many
 _SETTING = 12  # columns of a setting, where there is little room
 _ERRORS = 20  # different errors below the terminal's table
+_ROUNDING = 1e-5  # objectives that differ less, relatively, are equal: layouts add up differently
 _SEARCH = "throughput"  # conf/experiment/throughput.yaml
 
 
@@ -53,19 +54,24 @@ class Table:
 
     @property
     def best(self) -> JobRow | None:
-        """The done job with the best objective; None where none is comparable.
+        """The done job with the best objective, of several the fastest; None if none is comparable.
 
         None for a tool's sweep: whether its value is to be maximized is unknown.
         """
         if (self.plan is not None and self.plan.inner) or self.value not in OBJECTIVES:
             return None
         sign = -1 if OBJECTIVES[self.value] else 1
-        finite = [
-            (sign * row.value, row.job.number, row)
-            for row in self.rows
-            if row.done and row.value is not None and math.isfinite(row.value)
-        ]
-        return min(finite)[2] if finite else None
+        done = [(sign * row.value, row) for row in self.rows if row.done and _is_finite(row.value)]
+        if not done:
+            return None
+        least = min(value for value, _ in done)
+        ties = [row for value, row in done if value - least <= _ROUNDING * abs(least)]
+
+        def slowness(row: JobRow) -> tuple[float, float, int]:
+            seconds = math.inf if row.seconds is None else row.seconds
+            return -(row.summary.tokens_per_second or 0.0), seconds, row.job.number
+
+        return min(ties, key=slowness)
 
     @property
     def left(self) -> list[JobRow]:
@@ -100,8 +106,8 @@ def terminal_lines(table: Table, width: int) -> list[str]:
     if (best := table.best) is not None:
         lines += ["", best_line(table, best), f"  {job_command(table.plan, best)}"]
     lines += ["", counts(table)]
-    if again := resume_command(table.plan, table.left):
-        lines += [f"to run what is left{with_secrets(again)}:", f"  {again}"]
+    if again := resume_command(table):
+        lines += [f"{again[0]}:", f"  {again[1]}"]
     return lines
 
 
@@ -202,6 +208,10 @@ def first_line(error: str | None) -> str:
     return lines[0] if lines else ""
 
 
+def _is_finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
+
+
 def counts(table: Table) -> str:
     """How many are done, and which are left, by status."""
     skipped = sum(row.status == "skipped" for row in table.rows)
@@ -238,16 +248,50 @@ def _numbers(rows: list[JobRow]) -> str:
     return ", ".join(texts[:8]) + (", ..." if len(texts) > 8 else "")
 
 
-def resume_command(plan: Plan | None, left: list[JobRow]) -> str:
-    """The shell line that runs the jobs left; "" where there are none, or it is unknown."""
+def resume_command(table: Table) -> tuple[str, str] | None:
+    """(what for, shell line) to run the jobs left; None where there are none, or it is unknown.
+
+    Without values with which every job is invalid; others that are invalid are named.
+    """
+    plan, left = table.plan, table.left
     if plan is None or not plan.command or all(row.status == "running" for row in left):
-        return ""
+        return None
+    invalid = [row for row in left if row.status == "invalid"]
     command = plan.command
-    return command if "sweep.resume=true" in command else f"{command} sweep.resume=true"
+    purpose = "to run what is left"
+    if invalid and len(invalid) == len(left):
+        purpose += f", with other values for what is invalid ({_numbers(invalid)})"
+    elif invalid:
+        command, dropped = _without_invalid(command, table.rows)
+        rest = [row for row in invalid if not dropped.intersection(row.job.overrides)]
+        purpose += f" (jobs {_numbers(rest)} are invalid as they are)" if rest else ""
+        purpose += f", without {shlex.join(sorted(dropped))}" if dropped else ""
+    if REDACTED in command:
+        purpose += f", with its secrets in place of {REDACTED}"
+    return purpose, command if "sweep.resume=true" in command else f"{command} sweep.resume=true"
 
 
-def with_secrets(command: str) -> str:
-    return f", with its secrets in place of {REDACTED}" if REDACTED in command else ""
+def _without_invalid(command: str, rows: list[JobRow]) -> tuple[str, set[str]]:
+    """The command without values with which every job is invalid, and these overrides."""
+    dropped: set[str] = set()
+    try:
+        words = shlex.split(command)
+    except ValueError:  # a quote that is not closed
+        return command, dropped
+    for i, word in enumerate(words):
+        key, _, text = word.partition("=")
+        values = text.split(",")
+        if any(character in text for character in "()[]{}'\"\\"):  # not a plain list of values
+            continue
+        statuses = {
+            value: {row.status for row in rows if f"{key}={value.strip()}" in row.job.overrides}
+            for value in values
+        }
+        wrong = [value for value in values if statuses[value] == {"invalid"}]
+        if wrong and len(wrong) < len(values):
+            dropped.update(f"{key}={value.strip()}" for value in wrong)
+            words[i] = f"{key}={','.join(value for value in values if value not in wrong)}"
+    return (shlex.join(words), dropped) if dropped else (command, dropped)
 
 
 def job_command(plan: Plan | None, row: JobRow) -> str:
