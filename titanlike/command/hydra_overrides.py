@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
+import re
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -340,7 +341,7 @@ class _OverrideChecker:
         assert isinstance(hydra, dict)
         folder = hydra["sweep" if self.checked.multirun else "run"]["dir"]
         if folder == "${run_dir}":
-            folder = str(OmegaConf.to_container(task)["run_dir"])
+            folder = str(OmegaConf.to_container(composed)["run_dir"])
         self.checked.new_folder = bool(re.search(r"\$\{now:[^}]*%S", folder))
         lines = [*outside(plain, hydra)]
         self.checked.imports += [line for line in lines if line not in self.checked.imports]

@@ -87,14 +87,12 @@ def _place(module_name: str) -> str | None:
     file, folders, parts = None, None, module_name.split(".")
     for count in range(1, len(parts) + 1):
         found = _find(".".join(parts[:count]), folders)
-        if found is None:  # a parent's code may provide it
-            break
-        file = found.origin or file
-        if found.origin is None and folders is not None:  # without __init__.py: found by its parent
-            folders = [str(Path(folder, parts[count - 1])) for folder in folders]
-            continue
-        folders = found.submodule_search_locations
-        if folders is None:
+        if found is None:  # perhaps a package without __init__.py in another
+            inner = [Path(folder, parts[count - 1]) for folder in folders or ()]
+            folders = [str(path) for path in inner if path.is_dir()]
+        else:
+            file, folders = found.origin or file, found.submodule_search_locations
+        if not folders:  # or a parent's code provides it
             break
     if file is None:
         return None

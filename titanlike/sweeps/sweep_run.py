@@ -232,8 +232,8 @@ class SweepRun:
         print("no job is valid; nothing was started", file=sys.stderr)
         if self.created and self.settings.share is None:
             with contextlib.suppress(OSError):
-                for name in (PLAN_FILE, f".{PLAN_FILE}.lock"):
-                    (self.folder / name).unlink(missing_ok=True)
+                for path in (self.folder / PLAN_FILE, *self.folder.glob(f".{PLAN_FILE}.*lock")):
+                    path.unlink(missing_ok=True)
                 for folder in self.created:
                     folder.rmdir()
         return 2
