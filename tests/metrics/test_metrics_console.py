@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import titanlike
-from titanlike.metrics.console import shorten, step_line, table_lines
+from titanlike.metrics.console import Console, shorten, step_line, table_lines
 
 ROOT = Path(titanlike.__file__).parents[1]
 RUN = """
@@ -156,3 +156,26 @@ def test_a_narrow_terminal_keeps_what_matters_most():
     record |= dict(tokens_per_second=9e3, memory_bytes=2**30)
     assert step_line(record, 300, "1:02", 45) == "step   20/300  loss 3.2000  val 3.3000"
     assert shorten("/home/me/a/b/c/run-7", 11) == "/home…run-7"
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_a_command_to_be_copied_is_one_line_on_any_terminal(width: int) -> None:
+    """The terminal wraps it, and knows that it is one; texts beside a label are wrapped at words."""
+    command = f"W&B offline: wandb sync /home/{'somebody/' * 20}run /home/somebody/run"
+    main, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
+    with os.fdopen(terminal, "w") as stream:
+        Console(stream, steps=1).fields(
+            [("output", "/home/a"), ("data", "word " * 50), ("", command)]
+        )
+        lines = os.read(main, 1 << 16).decode().splitlines()
+    os.close(main)
+    assert lines[-1].strip() == command
+    assert len(lines) > 3 and max(map(len, lines[:-1])) <= width
+
+
+def test_a_step_that_validates_shows_the_learning_rate_on_80_columns() -> None:
+    record = dict(step=300, loss=3.2, val_loss=3.3, grad_norm=1.0, lr=1e-3)
+    record |= dict(tokens_per_second=9e3, memory_bytes=2**30)
+    line = step_line(record, 300, "", 80)
+    assert "val 3.3000" in line and "lr 1.0e-03" in line and len(line) <= 80

@@ -118,7 +118,7 @@ def test_tensorboard_is_written_or_named_as_missing(tmp_path):
         for step in steps:
             sink.log({"step": step, "loss": step / 4 + start_step})
         sink.close("completed")
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("loss")
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("train/loss")
     assert [(e.step, e.value) for e in events] == [(1, 0.25), (2, 0.5), (3, 2.75), (4, 3.0)]
 
 

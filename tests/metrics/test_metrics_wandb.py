@@ -25,10 +25,14 @@ from titanlike.config.schema import Wandb
 from titanlike.metrics.wandb_sink import WandbSink
 
 folder, first, last, timeout, event = sys.argv[1:]
-settings = Wandb(project="proj", group="grp", timeout=float(timeout))
-sink = WandbSink(settings, {CONFIG!r}, Path(folder), lambda line: print(line, flush=True))
+settings = Wandb(
+    project="proj", group="grp", timeout=float(timeout), entity="team", tags=["a", "b"], notes="why"
+)
+overrides = ["pp=2", "run_dir=x", "+data.password=sesame", "logger.mode=offline"] * (first == "1")
+say = lambda line: print(line, flush=True)
+sink = WandbSink(settings, {CONFIG!r}, Path(folder), say, overrides)
 for step in range(int(first), int(last) + 1):
-    sink.log({{"step": step, "loss": {LOSSES!r}[step % 3]}})
+    sink.log({{"step": step, "loss": {LOSSES!r}[step % 3], "val_loss": 2.0}})
 print("where", sink.location, flush=True)
 if event:
     from wandb.sdk import wandb_setup
@@ -90,14 +94,20 @@ def test_without_a_key_config_metrics_and_id_are_kept_for_sync_and_resume(tmp_pa
     assert len(output.splitlines()) == 2, "no chatter of wandb's"
     assert f"where W&B offline: wandb sync {tmp_path}/wandb/offline-run-" in output
     time.sleep(1)  # wandb names its folders by the second
-    run(tmp_path, 5, 6)
+    output = run(tmp_path, 5, 6)
+    folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
+    line = f"where W&B offline: wandb sync {folders[0]} {folders[1]}\n"
+    assert len(folders) == 2 and line in output, "both are to be uploaded, in their order"
     first, second = kept(tmp_path)
     assert first.config == second.config == CONFIG
     assert first.id == second.id == (tmp_path / "wandb" / "run_id").read_text().strip()
-    assert (first.name, first.project, first.group) == (tmp_path.name, "proj", "grp")
+    assert (first.project, first.group, first.entity) == ("proj", "grp", "team")
+    assert (first.tags, first.notes) == (["a", "b"], "why")
+    assert first.name == second.name == "pp=2,data.password=***", "what differs, the first time"
     history = first.history + second.history
     assert [item["_step"] for item in history] == [1, 2, 3, 4, 5, 6]
-    assert [item["loss"] for item in history] == [LOSSES[step % 3] for step in range(1, 7)]
+    assert all(item["val/loss"] == 2.0 and "step" not in item for item in history)
+    assert [item["train/loss"] for item in history] == [LOSSES[step % 3] for step in range(1, 7)]
     assert first.exit_code == second.exit_code == 0
 
 

@@ -28,6 +28,9 @@ class WandbFile:
     name: str = ""
     project: str = ""
     group: str = ""
+    entity: str = ""
+    tags: list[str] = field(default_factory=list)
+    notes: str = ""
     config: dict[str, Any] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
     exit_code: int | None = None
@@ -41,6 +44,8 @@ def read_wandb_file(path: Path) -> WandbFile:
             case "run":
                 run.id, run.name = record.run.run_id, record.run.display_name
                 run.project, run.group = record.run.project, record.run.run_group
+                run.entity, run.notes = record.run.entity, record.run.notes
+                run.tags = list(record.run.tags)
                 run.config.update(_values(record.run.config.update))
             case "config":
                 run.config.update(_values(record.config.update))

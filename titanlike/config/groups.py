@@ -243,8 +243,13 @@ class Wandb:
 
     name: str = key("wandb", "choice")
     project: str = key("titanlike", "project")
-    run_name: str | None = key(None, "name of the run; null = the run directory's")
+    entity: str | None = key(None, "user or team; null = the key's default")
+    run_name: str | None = key(
+        None, "name of the run; null = its overrides, else its folder's name"
+    )
     group: str | None = key(None, "group of the run")
+    tags: list[str] = key([], "tags of the run: [a,b]")
+    notes: str | None = key(None, "description of the run")
     mode: Literal["auto", "online", "offline"] = key("auto", "auto = online if a key is found")
     timeout: float = key(30.0, "seconds to wait for the server before going offline")
 

@@ -19,6 +19,7 @@ MAX_STAGES = 256
 MAX_RANKS = 1_000_000
 MAX_BATCH = 2**20  # sequences of one dp rank a step
 MAX_NUMBER = 2**40  # of any count
+_LONGEST_NAME = 128  # characters, in W&B
 _MAX_MESHES = 3  # that an error names
 _LEAST = {
     **dict.fromkeys(("validation.every", "checkpoint.every", "checkpoint.keep"), 0),
@@ -35,7 +36,7 @@ _ABOVE_ZERO = {  # and finite; key -> an example
 def problems(config: Config, world_size: int | None = None) -> list[Problem]:
     """Every problem of a parsed config; world_size: processes that were started for it."""
     found = [*_mesh(config, world_size), *_positive(config), *_ranges(config), *_batch(config)]
-    found += _resume(config)
+    found += [*_resume(config), *_wandb(config)]
     if config.value == "val_loss" and config.validation.every == 0:
         reason = "nothing is validated with validation.every=0"
         found.append(Problem("value", "val_loss", reason, "value=loss"))
@@ -180,6 +181,25 @@ def _batch(config: Config) -> Iterator[Problem]:
         divisors = [n for n in range(1, count + 1) if size // dp % n == 0]
         fix = f"schedule.microbatches={divisors[-1]} or batch_size={each * dp}"
         yield Problem("schedule.microbatches", count, reason, fix)
+
+
+def _wandb(config: Config) -> Iterator[Problem]:
+    """Names that W&B would refuse, after the start."""
+    if not isinstance(config.logger, Wandb):
+        return
+    for name in ("project", "entity", "run_name", "group"):
+        value = getattr(config.logger, name)
+        if value is not None and not 1 <= len(value) <= _LONGEST_NAME:
+            reason = f"must have 1 to {_LONGEST_NAME} characters"
+            yield Problem(f"logger.{name}", value, reason, f"logger.{name}=NAME")
+    for name in ("project", "entity"):
+        value = getattr(config.logger, name) or ""
+        if wrong := sorted(set(value) & set("/\\#?%:")):
+            reason = f"cannot have {' '.join(wrong)} in it"
+            yield Problem(f"logger.{name}", value, reason, f"logger.{name}=NAME")
+    for tag in config.logger.tags:
+        if not 1 <= len(tag) <= 64:
+            yield Problem("logger.tags", tag, "a tag has 1 to 64 characters", "logger.tags=[a,b]")
 
 
 def _resume(config: Config) -> Iterator[Problem]:

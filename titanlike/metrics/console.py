@@ -49,10 +49,14 @@ class Console:
         self._stream.flush()
 
     def fields(self, rows: Sequence[tuple[str, str]]) -> None:
-        """Print labels and texts; long texts are wrapped and indented."""
+        """Print labels and texts; long texts are wrapped and indented, those without a label are not:
+        they may hold a command that is to be copied."""
         indent = 4 + max(len(label) for label, _ in rows)
         for label, text in rows:
             first = f"  {label}".ljust(indent)
+            if not label:
+                self.line(first + text)
+                continue
             for line in textwrap.wrap(
                 text,
                 max(indent + 20, self._width()),
@@ -128,10 +132,10 @@ def step_line(record: dict[str, Any], steps: int, eta: str, width: int) -> str:
         (9, f"loss {units.decimal(record['loss'])}"),
         (8, f"val {units.decimal(record['val_loss'])}" if "val_loss" in record else ""),
         (4, f"grad_norm {record['grad_norm']:.2f}"),
-        (3, f"lr {record['lr']:.1e}"),
+        (6, f"lr {record['lr']:.1e}"),
         (7, f"{units.count(record['tokens_per_second'])} tok/s"),
-        (6, f"mfu {record['mfu']:.1%}" if record.get("mfu") is not None else ""),
-        (5, f"mem {units.size(record['memory_bytes'])}"),
+        (5, f"mfu {record['mfu']:.1%}" if record.get("mfu") is not None else ""),
+        (3, f"mem {units.size(record['memory_bytes'])}"),
         (2, f"eta {eta}" if eta else ""),
     ]
     parts = [part for part in parts if part[1]]

@@ -7,14 +7,14 @@ val_loss. `tokens` counts from the start of the run, batch_size x seq_len a step
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from titanlike.config import files, schema
 from titanlike.metrics.run_files import AppendedFile
 from titanlike.metrics.summary import parse_records
-from titanlike.metrics.wandb_sink import WandbSink
+from titanlike.metrics.wandb_sink import WandbSink, with_prefixes
 
 
 class Sink(Protocol):
@@ -105,8 +105,8 @@ class TensorBoardSink:
         self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
 
     def log(self, record: dict[str, Any]) -> None:
-        for name, value in record.items():
-            if name != "step" and isinstance(value, (int, float)):
+        for name, value in with_prefixes(record).items():
+            if isinstance(value, (int, float)):
                 self._writer.add_scalar(name, value, global_step=record["step"])
 
     def flush(self) -> None:
@@ -125,16 +125,17 @@ def open_sinks(
     run_dir: Path,
     start_step: int,
     say: Callable[[str], None],
+    overrides: Sequence[str] = (),
 ) -> list[Sink]:
     """metrics.jsonl, always and first, then the configured logger.
 
     plain_config: the resolved config as plain dicts, uploaded to W&B. start_step: the step that the
-    run resumes from. say: prints a line (Console.line).
+    run resumes from. say: prints a line (Console.line). overrides: of the run.
     """
     sinks: list[Sink] = [JsonlSink(Path(run_dir) / "metrics.jsonl", start_step)]
     match config.logger:
         case schema.Wandb():
-            sinks.append(WandbSink(config.logger, plain_config, Path(run_dir), say))
+            sinks.append(WandbSink(config.logger, plain_config, Path(run_dir), say, overrides))
         case schema.TensorBoard():
             sinks.append(TensorBoardSink(run_dir, start_step))
     return sinks

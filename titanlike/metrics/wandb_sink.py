@@ -4,7 +4,7 @@
    each time with a timeout: while the W&B run opens, and while it finishes.
 2. Online if there is an API key; if the server cannot be reached within the timeout, offline, into
    run_dir/wandb, for `wandb sync` later.
-3. The W&B run's id is in run_dir/wandb/run_id: a resumed run continues the same W&B run.
+3. The W&B run's id and name are in run_dir/wandb: a resumed run continues the same W&B run.
 4. After an exception or a timeout, one line is printed and wandb's service process (wandb-core) is
    killed; metrics.jsonl has everything.
 """
@@ -15,25 +15,38 @@ import contextlib
 import os
 import queue
 import secrets
+import shlex
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from titanlike.config import files, schema
-from titanlike.config.credentials import redact
+from titanlike.config.credentials import redact, redact_override
+from titanlike.metrics.console import shorten
 
 BACKLOG = 10_000  # records in the queue; a few MB
 GRACE = 30.0  # seconds beyond the user's timeout for importing wandb and starting its service
 FINISH_GRACE = 5.0  # seconds beyond the user's timeout, in which wandb gives up by itself
+LONGEST_NAME = 128  # characters
+_NOT_NAMED = (
+    "run_dir=",
+    "logger",
+    "sweep.",
+    "hydra",
+    "launch.",
+    "log_every=",
+    "value=",
+    "checkpoint.",
+)
 EXIT_CODES = {"completed": 0, "failed": 1, "interrupted": 255}  # 255 is W&B's code for Ctrl-C
 
 
 class WandbSink:
     """Logs records to W&B at their step.
 
-    config: uploaded with the run. say: prints a line, on the caller's thread. Raises nothing.
+    config: uploaded with the run. overrides: of the run, which name it. say: prints a line, on the caller's thread. Raises nothing.
     """
 
     def __init__(
@@ -42,10 +55,12 @@ class WandbSink:
         config: dict[str, Any],
         run_dir: Path,
         say: Callable[[str], None],
+        overrides: Sequence[str] = (),
     ) -> None:
         self.location = "W&B: not available"
         self._settings, self._config, self._say = settings, config, say
         self._run_dir = Path(run_dir).resolve()
+        self._name = name_of(overrides) or self._run_dir.name
         self._queue: queue.Queue[dict[str, Any] | int] = queue.Queue(BACKLOG)
         self._notes: queue.SimpleQueue[str] = queue.SimpleQueue()  # the thread's lines for `say`
         self._opened = threading.Event()
@@ -93,8 +108,8 @@ class WandbSink:
         self._stopped.set()
         note = f"W&B stopped: {reason}; metrics.jsonl has every step"
         if self._folder is not None:
-            self.location = f"W&B, a part: wandb sync {self._folder}"
-            note += f", `wandb sync {self._folder}` uploads what W&B has"
+            self.location = f"W&B, a part: {self._sync_command()}"
+            note += f"; this uploads what W&B has: {self._sync_command()}"
         self._notes.put(note)
         _end_service()
 
@@ -111,7 +126,7 @@ class WandbSink:
                 if isinstance(item, int):
                     run.finish(exit_code=item)
                     break
-                run.log(item, step=item["step"])
+                run.log(with_prefixes(item), step=item["step"])
         except BaseException as error:  # SystemExit too
             if not self._stopped.is_set():
                 self._stop(_one_line(error))
@@ -157,9 +172,12 @@ class WandbSink:
         settings = self._settings
         run = wandb.init(
             project=settings.project,
-            id=_run_id(self._run_dir / "wandb" / "run_id"),
-            name=settings.run_name or self._run_dir.name,
+            entity=settings.entity,
+            id=_saved(self._run_dir / "wandb" / "run_id", secrets.token_hex(4)),
+            name=settings.run_name or _saved(self._run_dir / "wandb" / "run_name", self._name),
             group=settings.group,
+            tags=settings.tags or None,
+            notes=settings.notes,
             dir=self._run_dir,
             config=self._config,
             mode=mode,
@@ -173,9 +191,31 @@ class WandbSink:
             ),
         )
         self._folder = Path(run.dir).parent
-        offline = f"W&B offline: wandb sync {self._folder}"
+        offline = f"W&B offline: {self._sync_command()}"
         self.location = f"W&B: {run.url}" if mode == "online" else offline
         return run
+
+    def _sync_command(self) -> str:
+        """The shell line that uploads every start of this run that has not been, in their order."""
+        run_id = (self._run_dir / "wandb" / "run_id").read_text(encoding="utf-8").strip()
+        folders = {*(self._run_dir / "wandb").glob(f"offline-run-*-{run_id}"), self._folder}
+        left = [str(path) for path in sorted(folders) if path and not [*path.glob("*.synced")]]
+        return shlex.join(["wandb", "sync", *left])
+
+
+def name_of(overrides: Sequence[str]) -> str:
+    """A run's name: the overrides that say what is trained, without secrets."""
+    own = [text.lstrip("+~") for text in overrides if not text.lstrip("+~").startswith(_NOT_NAMED)]
+    return shorten(",".join(map(redact_override, own)), LONGEST_NAME)
+
+
+def with_prefixes(record: dict[str, Any]) -> dict[str, Any]:
+    """A record with the names that W&B and TensorBoard group by: train/loss, val/loss."""
+    return {
+        f"val/{name[4:]}" if name.startswith("val_") else f"train/{name}": value
+        for name, value in record.items()
+        if name != "step"
+    }
 
 
 def _mode(mode: str) -> str:
@@ -187,14 +227,13 @@ def _mode(mode: str) -> str:
     return words.get(word, word)
 
 
-def _run_id(path: Path) -> str:
-    """The id in `path`, which is created the first time."""
+def _saved(path: Path, text: str) -> str:
+    """The text in `path`, which is written the first time."""
     with contextlib.suppress(FileNotFoundError):
         if saved := path.read_text(encoding="utf-8").strip():
             return saved
-    run_id = secrets.token_hex(4)
-    files.atomic_write_text(path, run_id + "\n")
-    return run_id
+    files.atomic_write_text(path, text + "\n")
+    return text
 
 
 def _end_service() -> None:

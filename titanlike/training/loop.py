@@ -52,7 +52,6 @@ def train_steps(s: Session) -> None:
             _validate(s, step, record, final)
 
         # 4. progress and metrics
-        s.value_name = "val loss" if "val_loss" in record else "loss"
         value = record.get("val_loss", record["loss"])
         s.progress = replace(s.progress, step=step, value=value, guard=s.guard.state())
         s.log(record)
@@ -96,7 +95,6 @@ def roll_back(s: Session, verdict: Verdict, rollbacks: list[int]) -> None:
         sink.rewind(step)
     if s.files is not None:
         s.files.renew()  # metrics.jsonl was rewritten
-    s.value_name = "loss"  # a checkpoint does not say whether its step validated
     s.progress = replace(restored, left_out=s.progress.left_out + left_out)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from titanlike.config.program import train_program
 from titanlike.metrics import units
+from titanlike.metrics.summary import summarize
 from titanlike.split.auto_split import AutoSplitResult
 from titanlike.split.best_split import CostedSplit
 from titanlike.training.session import Session
@@ -35,7 +36,7 @@ def opening(session: Session) -> None:
         ("schedule", config.schedule.name if mesh.pp > 1 else ""),
         ("steps", f"{start + 1} to {config.steps}" if start < config.steps else "none left"),
         ("output", str(session.worker.run_dir)),
-        ("", "; ".join(sink.location for sink in session.sinks[1:])),
+        *(("", sink.location) for sink in session.sinks[1:]),
     ]
     console.fields([field for field in fields if field[1]])
     console.line()
@@ -72,7 +73,8 @@ def closing(session: Session, start: int) -> None:
     if config.checkpoint.resume != "auto":
         more.append("checkpoint.resume=auto")
     value = progress.value
-    loss = "" if value is None else f"{session.value_name} {units.decimal(value)}, "
+    name = "val loss" if value == summarize(run_dir).val_loss else "loss"
+    loss = "" if value is None else f"{name} {units.decimal(value)}, "
     saved = session.checkpointer.newest
     checkpoint = f"checkpoint at step {saved}, " if saved else ""
     end = f"stopped at step {progress.step} ({stopped})" if stopped else "training complete"

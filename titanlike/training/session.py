@@ -48,7 +48,6 @@ class Session:
     owner: Owner | None
     files: RunFiles | None
     progress: Progress  # after the last completed step
-    value_name: str = "loss"  # of `progress.value`; "val loss" where the step validated
     stop_code: int = 0  # of the stop request that ends the run, the same on every rank; 0 = none
 
     @property
@@ -107,7 +106,8 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
                 worker.resources.enter_context(held(worker.run_dir))
             if worker.rank == 0:
                 plain = to_plain(config)
-                sinks += open_sinks(config, plain, worker.run_dir, progress.step, console.line)
+                step, overrides = progress.step, worker.overrides
+                sinks += open_sinks(config, plain, worker.run_dir, step, console.line, overrides)
             session = Session(
                 config,
                 worker,
