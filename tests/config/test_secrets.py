@@ -54,7 +54,8 @@ class Failing:
 
 def data(seq_len, vocab_size):
     parts = (SyntheticSource(vocab_size, seq_len, 0, part) for part in (0, 1))
-    return Data(*map(Failing, parts), vocab_size, "fails in the second batch")
+    about = "fails in the second batch"
+    return Data(*map(Failing, parts), vocab_size, about, fingerprint="failing")
 
 def closed(seq_len, vocab_size):
     raise RuntimeError("cannot log in with " + os.environ["MY_DB_PASSWORD"])

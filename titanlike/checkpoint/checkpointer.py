@@ -25,9 +25,14 @@ from titanlike.checkpoint.resume import incompatibility, run_identity, select_re
 from titanlike.checkpoint.storage import Storage, UnreadableFile
 from titanlike.checkpoint.warm_start import warm_start
 from titanlike.checkpoint.writer import CheckpointWriter, Save, Saved
+from titanlike.config.credentials import redact_value
+from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config
+from titanlike.data.checks import data_changed
+from titanlike.data.fingerprint import data_fingerprint, fingerprint_changes
 from titanlike.data.sources import Data
 from titanlike.metrics.events import Events
+from titanlike.metrics.starts import changed_keys
 from titanlike.optim.optimizer import StageState
 
 
@@ -56,6 +61,10 @@ class Checkpointer:
         timeout = timedelta(seconds=self._settings.timeout)
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._writer = CheckpointWriter(self._settings, self._folder, self._group, events)
+        fingerprint = [data_fingerprint(data, config) if self._rank == 0 else {}]
+        dist.broadcast_object_list(fingerprint, src=0, group=self._group)
+        self._fingerprint = fingerprint[0]
+        self._plain_config = redact_value("", to_plain(config))
 
     @property
     def newest(self) -> int:
@@ -182,16 +191,35 @@ class Checkpointer:
     def _load(self, path: Storage) -> Progress:
         if text := incompatibility(path, self._config):
             raise ValueError(text)
-        state, sequences = read_state(path), len(self._data.train)
-        if state["sequences"] != sequences:
-            raise ValueError(
-                f"data: {path} was trained on {state['sequences']} sequences, and there are "
-                f"{sequences} now; use the same data, or another run_dir"
-            )
+        state = read_state(path)
+        self._check_data(path, state)
         state_dict.load_run(path, self._stage_states, self._group)
         self._writer.newest = state["step"]
         self._events.log("resume", self.newest, path=str(path), world_size=self._world_size)
+        if changes := changed_keys(state.get("config", {}), self._plain_config):
+            text = f"changed since the checkpoint of step {self.newest}:"
+            shown = "".join(f"\n  {change}" for change in changes)
+            self._events.log("changed", self.newest, text + shown, changes=changes)
         return Progress(**state["progress"])
+
+    def _check_data(self, path: Storage, state: dict[str, Any]) -> None:
+        """Raises ValueError where the data are not those of the checkpoint, unless that is meant."""
+        sequences, saved = len(self._data.train), state.get("data", {})
+        changes = fingerprint_changes(saved, self._fingerprint)
+        if changes is None:  # of an older version
+            changes = [f"{sequences} sequences, were {state['sequences']}"]
+            changes *= state["sequences"] != sequences
+            text = f"{path} has no fingerprint of its data: only their length was compared"
+            self._events.log("data_not_compared", state["step"], text)
+        if not changes:
+            return
+        text = f"not what {path} was trained on ({'; '.join(changes)})"
+        if not data_changed(self._config):
+            raise ValueError(
+                f"data: {text}, so the run would not repeat or leave out the samples that it should;"
+                " write data.changed=true to continue on these data, or another run_dir"
+            )
+        self._events.log("data_changed", state["step"], f"data: {text}", changes=changes)
 
     # --- saving ------------------------------------------------------------------------------
 
@@ -240,5 +268,7 @@ class Checkpointer:
             | {"schedule": config.schedule.name, "split": config.split.name},
             "same": run_identity(config),
             "sequences": len(self._data.train),
+            "data": self._fingerprint,
+            "config": self._plain_config,
             "torch": torch.__version__,
         }

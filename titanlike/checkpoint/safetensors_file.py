@@ -18,6 +18,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -33,6 +34,7 @@ from titanlike.checkpoint.dcp_storage import StorageWriter
 from titanlike.checkpoint.integrity import MARKER, DamagedCheckpoint, delete_checkpoint, read_state
 from titanlike.checkpoint.storage import Storage
 from titanlike.checkpoint.tensor_index import MODEL, OPTIMIZER, RNG
+from titanlike.config.files import parse_object
 from titanlike.metrics import units
 
 _RUN_PREFIXES = (OPTIMIZER, RNG)
@@ -104,7 +106,7 @@ def restore(file: str, folder: str) -> str:
     }
     # a file of another program counts as step 0
     state = {"step": 0, "progress": {}, "val_loss": None, "same": {}, "sequences": None}
-    state |= {**json.loads(about.get("titanlike", "{}")), "torch": torch.__version__}
+    state |= {**_state(path, about), "torch": torch.__version__}
     target = parent.at(f"{'step' if prefixes else 'model'}-{state['step']:08d}")
     if target.names():
         raise ValueError(f"{target} exists already; write another FOLDER, or remove it first")
@@ -119,6 +121,17 @@ def restore(file: str, folder: str) -> str:
             delete_checkpoint(target)
     key = "checkpoint.resume" if prefixes else "checkpoint.start_from"
     return f"{target}: {_summary(tensors)}; train with {key}={target}"
+
+
+def _state(path: Path, about: dict[str, str]) -> dict[str, Any]:
+    """state.json in the file's metadata, {} in a file of another program."""
+    try:
+        state = parse_object(about.get("titanlike", "{}"))
+    except ValueError as error:
+        raise DamagedFile(path, f"its state {error}") from None
+    if type(state.get("step", 0)) is not int:
+        raise DamagedFile(path, f"its state has {repr(state['step'])[:40]} as step")
+    return state
 
 
 def _cast(name: str, tensor: Tensor, dtype: str | None) -> Tensor:

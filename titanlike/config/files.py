@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import math
 import os
 import stat
 import tempfile
+import types
+import typing
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
+Record = TypeVar("Record")
+_LARGEST = 1 << 63  # of integers that the program writes
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def dumps(record: dict[str, Any]) -> str:
     """One line of strict JSON; floats round-trip to the last bit, NaN is "nan", infinity "inf"."""
-    plain = {
-        key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in record.items()
-    }
-    return json.dumps(plain, allow_nan=False)
+    return json.dumps(_finite(record), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def loads(data: str | bytes) -> dict[str, Any]:
@@ -57,14 +66,47 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return record
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """`loads` of a file. Raises OSError, and ValueError naming the file."""
-    with open_regular(path) as file:
-        data = file.read()
+def read_object(path: Path, kind: type[Record] | None = None) -> Any:
+    """`loads` of a file; with `kind`, a dataclass, an instance with the fields of that object.
+
+    Raises OSError where it cannot be read, and ValueError naming the file for anything else in it.
+    """
     try:
-        return loads(data)
+        with open_regular(path) as file:
+            record = loads(file.read())
+        return record if kind is None else as_record(record, kind)
+    except NotRegularFile:
+        raise ValueError(f"{path} is not a regular file") from None
     except ValueError as error:
         raise ValueError(f"{path} {error}") from None
+
+
+def as_record(record: dict[str, Any], kind: type[Record]) -> Record:
+    """The dataclass with the fields of a JSON object, which may have more. Raises ValueError."""
+    hints = typing.get_type_hints(kind)
+    values = {}
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        if field.name in record:
+            if not _is_a(record[field.name], hints[field.name]):
+                raise ValueError(f"has {repr(record[field.name])[:40]} as {field.name}")
+            values[field.name] = record[field.name]
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise ValueError(f"has no {field.name}")
+    return kind(**values)
+
+
+def _is_a(value: Any, hint: Any) -> bool:
+    """Whether a value of JSON has a type: scalars, `X | None`, lists and dicts of one type."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_is_a(value, argument) for argument in arguments)
+    if origin is list:
+        return isinstance(value, list) and all(_is_a(item, arguments[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_is_a(i, arguments[1]) for i in value.values())
+    if hint is float:
+        return type(value) is float or (type(value) is int and abs(value) < _LARGEST)
+    return type(value) is hint and (hint is not int or abs(value) < _LARGEST)
 
 
 class NotRegularFile(OSError):
@@ -73,20 +115,22 @@ class NotRegularFile(OSError):
 
 def open_regular(path: str | Path, mode: str = "rb", **options: Any) -> IO[Any]:
     """`open`, which would wait for the other end of a FIFO. Raises NotRegularFile."""
+    return open(path, mode, opener=regular_fd, **options)
 
-    def opener(name: str, flags: int) -> int:
-        try:
-            handle = os.open(name, flags | os.O_NONBLOCK, 0o666)
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
-                raise NotRegularFile(error.errno, "is not a regular file", name) from None
-            raise
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            os.close(handle)
-            raise NotRegularFile(errno.EINVAL, "is not a regular file", name)
-        return handle
 
-    return open(path, mode, opener=opener, **options)
+def regular_fd(path: str | Path, flags: int) -> int:
+    """`os.open` of a regular file, or to write to a device. Raises NotRegularFile."""
+    try:
+        fd = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise NotRegularFile(error.errno, "is not a regular file", str(path)) from None
+        raise
+    kind, writes = os.fstat(fd).st_mode, flags & os.O_ACCMODE == os.O_WRONLY
+    if not (stat.S_ISREG(kind) or (writes and stat.S_ISCHR(kind))):
+        os.close(fd)
+        raise NotRegularFile(errno.EINVAL, "is not a regular file", str(path))
+    return fd
 
 
 def check_writable(folder: Path) -> None:

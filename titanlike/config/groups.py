@@ -123,6 +123,9 @@ class TextData:
         False, "attention stays within each document of a sequence, where positions begin at 0"
     )
     workers: int = key(0, "loader processes per rank; 0 = load in the training process")
+    changed: bool = key(
+        False, "resume although the data are not those of the checkpoint; for one start"
+    )
 
 
 @dataclass(kw_only=True)
@@ -139,6 +142,9 @@ class TokenData:
         False, "attention stays within each document of a sequence; needs data.boundary"
     )
     workers: int = key(0, "loader processes per rank; 0 = load in the training process")
+    changed: bool = key(
+        False, "resume although the data are not those of the checkpoint; for one start"
+    )
 
 
 @dataclass
@@ -147,6 +153,9 @@ class SyntheticData:
 
     name: str = key("synthetic", "choice")
     vocab_size: int = key(256, "number of token ids")
+    changed: bool = key(
+        False, "resume although the data are not those of the checkpoint; for one start"
+    )
 
 
 # --- optimization ------------------------------------------------------------------------------

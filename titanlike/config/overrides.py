@@ -5,6 +5,8 @@ A model's keys are its constructor's arguments, of which a config file need not 
 
 from __future__ import annotations
 
+_ADDED = ("model.", "data.changed=")  # data.changed: the file of a user's own data may lack it
+
 
 def key_of(override: str) -> str:
     """The key that an override sets."""
@@ -13,9 +15,9 @@ def key_of(override: str) -> str:
 
 def to_hydra(override: str) -> str:
     """`model.KEY=...` with the ++ that lets Hydra add the key; any other override unchanged."""
-    return f"++{override}" if override.startswith("model.") else override
+    return f"++{override}" if override.startswith(_ADDED) else override
 
 
 def from_hydra(override: str) -> str:
     """The inverse."""
-    return override[2:] if override.startswith("++model.") else override
+    return override[2:] if override.removeprefix("++").startswith(_ADDED) else override

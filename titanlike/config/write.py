@@ -16,12 +16,14 @@ def write_config(config: Config, run_dir: Path) -> None:
     import yaml
     from omegaconf import OmegaConf
 
+    plain = to_plain(config)
+    plain["data"].pop("changed", None)  # for one start
     shipped = yaml.safe_load((conf_dir() / "config.yaml").read_text(encoding="utf-8"))
     overrides = [item for item in shipped["defaults"] if str(item).startswith("{'override")]
     settings = yaml.safe_dump({"defaults": ["_self_", *overrides], "hydra": shipped["hydra"]})
     text = (
         "# The complete config of this run. Launch it again, with any key=value after it:\n"
         f"#   {shlex.join(train_program())} --config-path '{run_dir}'\n"
-        f"{settings}\n{OmegaConf.to_yaml(to_plain(config))}"
+        f"{settings}\n{OmegaConf.to_yaml(plain)}"
     )
     atomic_write_text(run_dir / "config.yaml", text)

@@ -45,7 +45,7 @@ class CheckedSource:
         self, source: Source, name: str, part: str, seq_len: int, variable: VariableLength | None
     ) -> None:
         self._source, self._name, self._part = source, name, part
-        self._seq_len, self._variable = seq_len, variable
+        self._seq_len, self.variable = seq_len, variable
         self._padding = {} if variable is None else variable.padding
         self._first: Batch | None = None
 
@@ -63,16 +63,16 @@ class CheckedSource:
 
     def batch(self, samples: list[Batch]) -> Batch:
         """The samples as one batch [B, ...], padded where lengths differ."""
-        if self._variable is None:
+        if self.variable is None:
             return stack(samples)
-        bucket = self._variable.bucket
+        bucket = self.variable.bucket
         longest = max(sample["inputs"].size(0) for sample in samples)
         return self._padded(samples, min(-(-longest // bucket) * bucket, self._seq_len))
 
     def example(self) -> Batch:
         """A batch of one sample, of the maximal length."""
         samples = [self[0]]
-        return stack(samples) if self._variable is None else self._padded(samples, self._seq_len)
+        return stack(samples) if self.variable is None else self._padded(samples, self._seq_len)
 
     def _padded(self, samples: list[Batch], tokens: int) -> Batch:
         batch = {}
@@ -138,7 +138,7 @@ class CheckedSource:
             if value.shape[dims:] != other.shape[dims:] or value.dim() != other.dim():
                 reason = f"has {name!r} of shape {list(value.shape)}, sample 0 {list(other.shape)}"
                 remedy = "Return samples of equal shapes, or give Data a variable=VariableLength()"
-                if self._variable is not None:
+                if self.variable is not None:
                     remedy = f"Return equal shapes, or give VariableLength a padding for {name!r}"
                 raise self._wrong(i, reason, remedy)
 

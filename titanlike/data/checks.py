@@ -14,6 +14,7 @@ from titanlike.data.tokenizer import open_tokenizer
 
 _MAX_SEARCHED = 1 << 24  # tokens, for the document boundary
 _CHUNK = 1 << 20  # tokens searched at once
+_OWN_KEYS = ("workers", "changed")  # of every data, not arguments of a user's function
 
 
 def vocab_size(config: Config) -> int:
@@ -35,7 +36,7 @@ def problems(config: Config) -> list[tuple[str, object, str, str]]:
         TextData: (_fraction, _workers, _tokenizer, _text_files),
         TokenData: (_fraction, _workers, _vocabulary, _token_file, _boundary),
         SyntheticData: (_vocabulary,),
-        Custom: (_workers, _custom),
+        Custom: (_workers, _changed, _custom),
     }
     return [
         (error.key, error.value, error.reason, error.remedy)
@@ -47,11 +48,12 @@ def problems(config: Config) -> list[tuple[str, object, str, str]]:
 def call_custom(data: Custom, seq_len: int):
     """The `titanlike.data.sources.Data` that the user's function returns.
 
-    It is called with `data.args` and `seq_len`; the argument `workers` is the loader's. Raises
-    DataError where the result is not a Data or is empty. Samples are checked when they are read.
+    It is called with `data.args` and `seq_len`, without `workers` and `changed`, which are not
+    its arguments. Raises DataError where the result is not a Data or is empty. Samples are checked when
+    they are read.
     """
     function = _custom_function(data)
-    arguments = {name: value for name, value in data.args.items() if name != "workers"}
+    arguments = {name: value for name, value in data.args.items() if name not in _OWN_KEYS}
     try:
         result = function(**arguments, seq_len=seq_len)
     except TypeError as error:
@@ -107,6 +109,17 @@ def loader_workers(config: Config) -> int:
     if isinstance(data, Custom):
         return data.args.get("workers", 0)
     return getattr(data, "workers", 0)  # synthetic data has no such key
+
+
+def data_changed(config: Config) -> bool:
+    """Whether this start may resume on other data than the checkpoint's."""
+    data = config.data
+    return data.args.get("changed", False) if isinstance(data, Custom) else data.changed
+
+
+def _changed(config: Config) -> Iterator[DataError]:
+    if not isinstance(changed := data_changed(config), bool):
+        yield DataError("data.changed", changed, "must be true or false", "Write data.changed=true")
 
 
 def _vocabulary(config: Config) -> Iterator[DataError]:

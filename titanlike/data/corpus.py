@@ -14,6 +14,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+from titanlike.config.files import open_regular
 from titanlike.data.errors import DataError, missing_extra
 
 # Files read from a folder; a path of a single file may have any suffix.
@@ -89,17 +90,18 @@ def documents(files: list[Path], text_key: str) -> Iterator[str]:
 
 
 def _text(file: Path, text_key: str) -> Iterator[str]:
-    yield file.read_bytes().decode()
+    with open_regular(file) as content:
+        yield content.read().decode()
 
 
 def _jsonl(file: Path, text_key: str) -> Iterator[str | None]:
-    with open(file, "rb") as lines:
+    with open_regular(file) as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 reason = f"line {number} is not JSON ({error})"
                 fix = "Fix or delete that line; each line must be one JSON object"
                 raise DataError("data.path", file, reason, fix) from None

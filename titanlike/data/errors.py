@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from titanlike.config.errors import Problem
+
 
 class DataError(ValueError):
     """A config key whose value cannot be used, why, and what to write instead."""
@@ -13,6 +15,12 @@ class DataError(ValueError):
     def __reduce__(self) -> tuple:
         """Pickle by arguments: loader processes pass it to the training process."""
         return type(self), (self.key, self.value, self.reason, self.remedy)
+
+
+def data_problem(error: DataError) -> Problem:
+    """The error of a config."""
+    remedy = error.remedy.removeprefix("Write ")
+    return Problem(error.key, error.value, error.reason, remedy[:1].lower() + remedy[1:])
 
 
 def missing_extra(key: str, value: object, package: str) -> DataError:

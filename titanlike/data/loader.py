@@ -198,6 +198,7 @@ def _open_text(data: TextData, seq_len: int) -> Data:
         f"{validation} for validation" + _documents_note(data),
         boundary=corpus.boundary,
         decode=tokenizer.decode,
+        tokenizer=tokenizer.fingerprint,
     )
 
 

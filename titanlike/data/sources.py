@@ -66,7 +66,8 @@ class Data:
     """Training and validation data; your own function (`data.name=package.function`) returns one.
 
     boundary: the id of the token that begins a document, if any; decode: ids to text, if any;
-    variable: for samples of different lengths.
+    variable: for samples of different lengths; tokenizer: a text that identifies it, if any;
+    fingerprint: a text that identifies the data for a resume, in place of samples that are read.
     """
 
     train: Source
@@ -76,6 +77,8 @@ class Data:
     boundary: int | None = None
     decode: Callable[[Sequence[int]], str] | None = None
     variable: VariableLength | None = None
+    tokenizer: str | None = None
+    fingerprint: str | None = None
 
 
 class PackedSource:
@@ -100,7 +103,7 @@ class PackedSource:
         boundary: int | None = None,
     ) -> None:
         self._arguments = (path, dtype, start, stop, seq_len, vocab_size, boundary)
-        self._path, self._start, self._seq_len = path, start, seq_len
+        self._path, self._start, self._stop, self._seq_len = path, start, stop, seq_len
         self._vocab_size, self._boundary = vocab_size, boundary
         self._length = max(0, (stop - start - 1) // seq_len)
         self._tokens = open_tokens(path, dtype)
@@ -111,6 +114,11 @@ class PackedSource:
 
     def __len__(self) -> int:
         return self._length
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """All of them [tokens], not read yet."""
+        return self._tokens[self._start : self._stop]
 
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
         start = self._start + i * self._seq_len

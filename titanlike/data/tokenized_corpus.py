@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
+from titanlike.config.files import read_object
 from titanlike.config.schema import TextData
 from titanlike.data.corpus import documents, find_files
 from titanlike.data.errors import DataError
@@ -86,12 +87,11 @@ def _key(files: list[Path], data: TextData, tokenizer: Tokenizer) -> str:
 def _read(folder: Path) -> TokenizedCorpus | None:
     """The entry, or None if it is missing or incomplete (a crash may truncate a file)."""
     try:
-        meta = json.loads((folder / "meta.json").read_text())
-        entry = TokenizedCorpus(folder, **meta)
+        entry = TokenizedCorpus(folder, **read_object(folder / "meta.json"))
         itemsize = np.dtype(entry.dtype).itemsize
         sizes = [entry.path(part).stat().st_size for part in PARTS]
         return entry if sizes == [entry.tokens[part] * itemsize for part in PARTS] else None
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 

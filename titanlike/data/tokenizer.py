@@ -83,7 +83,9 @@ class JsonTokenizer:
         self._tokenizer.encode_special_tokens = True
         added = self._tokenizer.get_added_tokens_decoder().items()
         special = {token.content: i for i, token in added if token.special}
-        past = max(self._tokenizer.get_vocab().values()) + 1  # ids may have gaps
+        if not (vocabulary := self._tokenizer.get_vocab()):
+            raise DataError("data.tokenizer", path, "it has no vocabulary", remedy)
+        past = max(vocabulary.values()) + 1  # ids may have gaps
         self.boundary = next((special[t] for t in BOUNDARY_TOKENS if t in special), past)
         self.vocab_size = max(past, self.boundary + 1)
         self.fingerprint = hashlib.sha256(content).hexdigest()

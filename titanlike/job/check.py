@@ -98,7 +98,7 @@ def _checkpoint_problems(config: Config) -> Iterator[Problem]:
     except ValueError as error:
         yield Problem.parse("checkpoint.resume", str(error))
     except UnreadableFile as error:
-        yield Problem("checkpoint", "", str(error))
+        yield Problem("checkpoint", str(checkpoint_folder(config)), str(error))
     except Exception as error:  # file systems raise errors of their own: permissions, network
         reason = f"cannot be read: {type(error).__name__}: {error}"
         fix = "checkpoint.folder=/another/path"

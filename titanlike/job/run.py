@@ -83,10 +83,11 @@ class JobRunner:
                 return JobEnd(print_problems(error.problems), str(error))
             except JobFailed as failed:
                 if not failed.taken_over:
-                    reporter.write("failed", error=failed.error)
+                    reporter.write("invalid" if failed.invalid else "failed", error=failed.error)
                 print(f"\n{failed}", file=sys.stderr)
                 record_for_torchrun(failed)
-                return JobEnd(1, failed.error, ends_sweep=failed.ends_sweep)
+                code = 2 if failed.invalid else 1
+                return JobEnd(code, failed.error, ends_sweep=failed.ends_sweep)
         return _report_result(result, reporter)
 
     def _prepare(
@@ -108,7 +109,8 @@ class JobRunner:
             problems += config_problems(fitted, ranks, problems)
         if problems:
             raise ConfigError(problems)
-        write_config(fitted, run_dir)
+        if self.folder or not (run_dir / "config.yaml").exists():
+            write_config(fitted, run_dir)  # of a resumed run: once it has resumed (session.py)
         elastic.report_layout(fitted, config, ranks, self.restart_state)
         return fitted
 

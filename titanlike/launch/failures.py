@@ -7,6 +7,7 @@ transport error, or a death by signal, and a transport error only if there is no
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import time
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from titanlike.config import files
 from titanlike.config.credentials import redact
 from titanlike.config.errors import ConfigError
 from titanlike.launch.rank_log import log_path
@@ -45,9 +47,12 @@ class TakenOver(ValueError):
 class JobFailed(Exception):
     """A job failed; `text` is the whole message for the user. A sweep runs its next job."""
 
-    def __init__(self, text: str, error: str, permanent: bool = False) -> None:
+    def __init__(
+        self, text: str, error: str, permanent: bool = False, invalid: bool = False
+    ) -> None:
         self.error = error  # one line, for result.json
         self.permanent = permanent  # whether a restart would fail with the same error
+        self.invalid = invalid  # an error in the config or the data: nothing was trained
         self.ends_sweep = False  # whether the processes cannot run further jobs
         self.taken_over = False  # whether run_dir is another start's now, result.json too
         super().__init__(text, error)
@@ -67,6 +72,7 @@ class Failure:
     time: float  # seconds since the epoch
     users: bool = False  # permanent: a user error or bad numbers, which a restart would repeat
     taken_over: bool = False  # see TakenOver
+    invalid: bool = False  # an error in the config or the data: nothing was trained
 
     def to_job_failed(self, run_dir: Path, world_size: int) -> JobFailed:
         who = f"rank {self.rank} failed: " if world_size > 1 else ""
@@ -75,7 +81,8 @@ class Failure:
             lines.append(self.frames.rstrip())
         if (log := log_path(run_dir, self.rank)).exists():
             lines.append(f"log: {log}")
-        failed = JobFailed("\n".join(lines), who + self.error, self.users)
+        text = "\n".join(lines)
+        failed = JobFailed(text, who + self.error, self.users, self.invalid)
         failed.taken_over = self.taken_over
         return failed
 
@@ -101,6 +108,7 @@ def describe(rank: int, error: BaseException) -> Failure:
         # an error of a disk or a network may not repeat
         users=explains_itself and getattr(cause, "errno", None) is None,
         taken_over=isinstance(cause, TakenOver),
+        invalid=isinstance(cause, ConfigError),
     )
 
 
@@ -169,9 +177,10 @@ def root_cause(
     scratch: has errors that could not be left in run_dir. deaths: exit codes of processes that may
     not have written an error, by rank; negative: a signal.
     """
-    paths = [path for folder in (run_dir, scratch) if folder for path in _error_paths(folder)]
-    texts = [path.read_text(encoding="utf-8") for path in paths]
-    failures = [Failure(**json.loads(text)) for text in texts]
+    failures = []
+    for path in [p for folder in (run_dir, scratch) if folder for p in _error_paths(folder)]:
+        with contextlib.suppress(OSError, ValueError):  # half a file of a full disk
+            failures.append(files.read_object(path, Failure))
     reported = {failure.rank for failure in failures}
     for rank, code in (deaths or {}).items():
         if rank not in reported:

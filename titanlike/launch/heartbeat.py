@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 
+from titanlike.config import files
 from titanlike.launch.rank_log import log_path
 
 _FRAMES = 6  # of a stale rank's stack, innermost
@@ -52,9 +53,8 @@ def read_beats(run_dir: Path, world_size: int) -> dict[int, Beat]:
     beats = {}
     for rank in range(world_size):
         try:
-            text = heartbeat_path(run_dir, rank).read_text(encoding="utf-8")
-            beats[rank] = Beat(**json.loads(text))
-        except (OSError, ValueError, TypeError):  # missing, or of another version
+            beats[rank] = files.read_object(heartbeat_path(run_dir, rank), Beat)
+        except (OSError, ValueError):  # missing, or of another version
             continue
     return beats
 

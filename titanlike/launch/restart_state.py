@@ -17,6 +17,8 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from titanlike.config import files
+
 _STARTS = "starts"
 
 
@@ -27,8 +29,8 @@ class RestartState:
         self._path = path
         self._values: dict[str, str] = {}
         if path is not None:
-            with contextlib.suppress(OSError, ValueError):
-                self._values = json.loads(path.read_text(encoding="utf-8"))
+            with contextlib.suppress(OSError, ValueError):  # a restart begins with less
+                self._values = _texts(files.read_object(path))
 
     @classmethod
     def load(cls) -> RestartState:
@@ -70,7 +72,8 @@ class RestartState:
 
     @property
     def _starts(self) -> int:
-        return int(self._values.get(_STARTS, "0"))
+        starts = self._values.get(_STARTS, "")
+        return int(starts) if starts.isdecimal() and len(starts) < 10 else 0
 
     def to_json(self) -> str:
         return json.dumps(self._values)
@@ -78,7 +81,7 @@ class RestartState:
     @classmethod
     def from_json(cls, text: str) -> RestartState:
         state = cls()
-        state._values = json.loads(text)
+        state._values = _texts(files.parse_object(text))
         return state
 
     def _write(self) -> None:
@@ -88,6 +91,10 @@ class RestartState:
             unfinished = self._path.with_suffix(f".{os.getpid()}")
             unfinished.write_text(self.to_json(), encoding="utf-8")
             unfinished.replace(self._path)
+
+
+def _texts(record: dict[str, object]) -> dict[str, str]:
+    return {key: value for key, value in record.items() if isinstance(value, str)}
 
 
 def _file_name(pid: int) -> str:

@@ -87,7 +87,7 @@ class Owner:
 
     def _read(self) -> dict[str, Any] | None:
         with contextlib.suppress(OSError, ValueError):
-            return files.loads(self._path.read_text(encoding="utf-8"))
+            return files.read_object(self._path)
         return None
 
 
@@ -98,7 +98,7 @@ def starter() -> dict[str, Any]:
 
 def describe_starter(record: dict[str, Any]) -> str:
     since = ""
-    if isinstance(begun := record.get("time"), (int, float)):
+    if isinstance(begun := record.get("time"), (int, float)) and 0 <= begun < 1e11:
         since = time.strftime(", since %Y-%m-%d %H:%M:%S", time.localtime(begun))
     return f"host {record.get('host')}, process {record.get('pid')}{since}"
 
@@ -109,7 +109,7 @@ def claim(path: Path, patience: float = 0.0) -> tuple[IO[str] | None, str]:
     patience: seconds to wait for that process to end.
     """
     deadline = time.monotonic() + patience
-    file = path.open("a+", encoding="utf-8")
+    file = files.open_regular(path, "a+", encoding="utf-8")
     while not _locked(file, fcntl.LOCK_EX):
         if time.monotonic() >= deadline:
             file.seek(0)
@@ -136,7 +136,7 @@ def _open_lock(run_dir: Path) -> IO[bytes] | None:
     path = run_dir / _RANKS_LOCK
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("ab")
+        return files.open_regular(path, "ab")
     return None
 
 
@@ -158,7 +158,7 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # a file system that has no locks, or is full
-            file = stack.enter_context(path.open("a+", encoding="utf-8"))
+            file = stack.enter_context(files.open_regular(path, "a+", encoding="utf-8"))
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             file.truncate(0)
             file.write(socket.gethostname())
@@ -169,12 +169,12 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
 def is_locked(run_dir: Path) -> bool | None:
     """Whether a process holds the lock; None if that cannot be seen from this machine."""
     try:
-        with (run_dir / LOCK).open("r+", encoding="utf-8") as file:
+        with files.open_regular(run_dir / LOCK, "r+", encoding="utf-8") as file:
             host = file.read()
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return True
             return False if host == socket.gethostname() else None
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,9 +39,23 @@ def ended_by_max_time(status: str | None, error: str | None) -> bool:
     return status == "stopped" and "by max_time" in (error or "")
 
 
+@dataclass(frozen=True)
+class _Result:
+    """What must be in result.json."""
+
+    status: str
+    value: float | None
+    error: str | None
+    seconds: float | None = None
+    overrides: list[str] = field(default_factory=list)
+
+
 def read_result(run_dir: Path) -> dict[str, Any] | None:
-    """result.json, or None where there is none: the job has not started, or was killed."""
+    """result.json, or None where there is none: the job has not started, or was killed.
+
+    Raises ValueError naming the file where it is no such file.
+    """
     try:
-        return files.loads((Path(run_dir) / "result.json").read_text(encoding="utf-8"))
+        return asdict(files.read_object(Path(run_dir) / "result.json", _Result))
     except FileNotFoundError:
         return None

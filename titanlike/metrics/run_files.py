@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from titanlike.config.files import NotRegularFile, regular_fd
+
 _PAUSES = (0.1, 0.4, 1.5, 4.0)  # seconds before another attempt
 _Result = TypeVar("_Result")
 
@@ -40,9 +42,7 @@ class AppendedFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._fd = _retried(
-            path, lambda: os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        )
+        self._fd = _retried(path, lambda: regular_fd(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT))
 
     def write(self, line: str) -> None:
         left = f"{line}\n".encode()
@@ -101,6 +101,8 @@ def _retried(path: Path, write: Callable[[], _Result]) -> _Result:
     for pause in _PAUSES:
         try:
             return write()
+        except NotRegularFile:
+            break
         except OSError:
             time.sleep(pause)
     try:

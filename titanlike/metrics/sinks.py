@@ -1,7 +1,7 @@
 """Where metrics are written. A record is a dict of one step, its floats in full precision:
 
-step loss grad_norm lr tokens tokens_per_second step_seconds memory_bytes, and where known mfu,
-val_loss. `tokens` counts from the start of the run, batch_size x seq_len a step, padding included.
+step loss grad_norm lr tokens time tokens_per_second step_seconds memory_bytes, and where known mfu,
+val_loss. `time`: seconds since the epoch, after the step. `tokens` counts from the start of the run, batch_size x seq_len a step, padding included.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class JsonlSink:
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The records of a metrics.jsonl; truncated lines are skipped."""
-    return list(parse_records(path.read_bytes().splitlines()))
+    with files.open_regular(path) as file:
+        return list(parse_records(file.read().splitlines()))
 
 
 def tensorboard_problem() -> str | None:

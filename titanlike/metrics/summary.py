@@ -22,6 +22,7 @@ OBJECTIVES: dict[str, bool] = {
 }
 
 STEPS = 500  # the most that count for a median: a table of 1,000 runs takes seconds
+_LARGEST = 1 << 63  # of integers that the program writes
 _BLOCK = 1 << 17  # bytes; about 500 records
 
 
@@ -46,7 +47,7 @@ def summarize(run_dir: Path) -> Summary:
     last `STEPS`: first steps compile and allocate.
     """
     try:
-        with (Path(run_dir) / "metrics.jsonl").open("rb") as file:
+        with files.open_regular(Path(run_dir) / "metrics.jsonl") as file:
             records = _last_records(file)
             val_loss = _newest("val_loss", records)
             if val_loss is None:  # a run may validate more rarely than every STEPS steps
@@ -122,17 +123,18 @@ def parse_records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """The records among the lines of a metrics.jsonl, or the events of an events.jsonl."""
     for line in lines:
         try:
-            record = files.loads(line.decode(errors="replace"))
+            record = files.loads(line)
         except ValueError:
             continue
-        if isinstance(record.get("step"), int):
+        if type(step := record.get("step")) is int and 0 <= step < _LARGEST:
             yield record
 
 
 def _last_resume(run_dir: Path) -> int:
     """The step that the run's last start resumed from, in events.jsonl; 0 if it did not resume."""
     try:
-        lines = (run_dir / "events.jsonl").read_bytes().splitlines()
+        with files.open_regular(run_dir / "events.jsonl") as file:
+            lines = file.read().splitlines()
     except OSError:
         return 0
     events = parse_records(line for line in reversed(lines) if b'"resume"' in line)
@@ -149,4 +151,5 @@ def _median(key: str, records: list[dict[str, Any]]) -> float | None:
 
 
 def _is_number(record: dict[str, Any], key: str) -> bool:
-    return isinstance(record.get(key), (int, float))
+    value = record.get(key)
+    return type(value) is float or (type(value) is int and abs(value) < _LARGEST)

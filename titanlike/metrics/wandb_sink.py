@@ -214,7 +214,7 @@ def with_prefixes(record: dict[str, Any]) -> dict[str, Any]:
     return {
         f"val/{name[4:]}" if name.startswith("val_") else f"train/{name}": value
         for name, value in record.items()
-        if name != "step"
+        if name not in ("step", "time")  # which both have themselves
     }
 
 

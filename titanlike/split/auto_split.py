@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from titanlike.config.errors import ConfigError, Problem
-from titanlike.config.files import atomic_write_text
+from titanlike.config.files import atomic_write_text, read_object
 from titanlike.config.schema import AutoSplit, Config, EvenSplit
 from titanlike.graph.unit import Unit
 from titanlike.parallel.mesh import Mesh
@@ -110,7 +110,7 @@ def _read_or_measure(config: Config, device: torch.device, unit_costs: UnitCosts
     key = {"device": name, "calls": unit_costs.signature}
     path = Path(config.run_dir) / TIMES_FILE
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        stored = read_object(path)
         if {name: stored[name] for name in key} == key:
             return [int(time) for time in stored["nanoseconds"]]
     except (OSError, ValueError, KeyError, TypeError):

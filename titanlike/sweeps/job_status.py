@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.config.credentials import redact_value
+from titanlike.config.files import open_regular
 from titanlike.launch.run_dir_owner import is_locked
 from titanlike.metrics.result import ended_by_max_time, read_result
 from titanlike.metrics.summary import OBJECTIVES, Summary, objective_value, summarize
@@ -29,6 +30,7 @@ SUBMITTED = "submitted"  # a file in a job's folder: what the submit command sai
 HEARTBEAT = 10.0  # seconds, where config.yaml does not say
 STARTING = 60.0  # seconds from config.yaml to a first heartbeat: processes start, torch is imported
 _KILLED = re.compile(r"(rank \d+ failed: )?killed by ")
+_NESTED = 4000  # brackets and dashes in a config.yaml, of which a few dozen are usual
 _LEFT_BY_RUNS = ("result.json", "config.yaml", "metrics.jsonl")
 
 
@@ -74,16 +76,21 @@ def read_job_rows(folder: Path, plan: Plan | None, ended: Collection[int] = ()) 
 
 
 def _row(job: Job, run_dir: Path, value: str, clock: _FileSystemClock, ended: bool) -> JobRow:
+    unread: str | None = None
     try:
         result = read_result(run_dir) or {}
-    except (ValueError, NotADirectoryError):  # truncated by a copy
+    except NotADirectoryError:
         result = {}
+    except ValueError as odd:  # truncated by a copy
+        result, unread = {}, str(odd)
     numbers = summarize(run_dir)
     error: str | None = result.get("error")
     if result:
         status = str(result.get("status"))
         if status == "failed" and _KILLED.match(error or ""):
             status = "killed"
+    elif unread:
+        status, error = "killed", unread
     elif job.skipped is not None:
         status, error = "skipped", job.skipped
     elif not any((run_dir / name).exists() for name in (*_LEFT_BY_RUNS, "logs")):
@@ -150,7 +157,7 @@ def _alive(run_dir: Path, clock: _FileSystemClock) -> bool:
         return locked
     launch = _config(run_dir).get("launch")
     beat = launch.get("heartbeat") if isinstance(launch, dict) else None
-    beat = float(beat) if isinstance(beat, (int, float)) else HEARTBEAT
+    beat = beat if isinstance(beat, (int, float)) and beat < STARTING else HEARTBEAT
     files = [*(run_dir / "logs").glob("rank*.heartbeat"), run_dir / "metrics.jsonl"]
     if clock.now - max(map(_changed, files)) <= 3 * beat + 5:
         return True
@@ -159,7 +166,7 @@ def _alive(run_dir: Path, clock: _FileSystemClock) -> bool:
 
 def _changed(path: Path) -> float:
     try:
-        with path.open("rb") as file:  # opened: a network file system may cache a stat
+        with open_regular(path) as file:  # opened: a network file system may cache a stat
             return os.fstat(file.fileno()).st_mtime
     except OSError:
         return -math.inf
@@ -215,9 +222,12 @@ def _config(run_dir: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        text = (run_dir / "config.yaml").read_text(encoding="utf-8", errors="replace")
+        with open_regular(run_dir / "config.yaml", "r", encoding="utf-8") as file:
+            text = file.read()
+        if sum(map(text.count, "[{-?")) > _NESTED:  # libyaml overflows the stack
+            return {}
         plain = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (OSError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return plain if isinstance(plain, dict) else {}
 

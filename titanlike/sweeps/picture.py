@@ -257,7 +257,8 @@ class _Curve:
 def _read_curve(run_dir: Path, most: int) -> _Curve:
     """At most about `most` steps of a run, and as many validations."""
     try:
-        lines = (run_dir / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
+        with files.open_regular(run_dir / "metrics.jsonl") as file:
+            lines = file.read().split(b"\n")[:-1]
     except FileNotFoundError:  # the run is being restarted
         return _Curve()
     stride = -(-len(lines) // most) or 1

@@ -34,12 +34,18 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A sweep: the command that resumes it, its objective and its jobs."""
+class _Header:
+    """The first line."""
 
     command: str  # shell line that runs it again, into the same directory
     value: str  # the objective, one of `summary.OBJECTIVES`
     inner: str = ""  # a tool's folder inside each job's, "verify"
+
+
+@dataclass(frozen=True)
+class Plan(_Header):
+    """A sweep: the command that resumes it, its objective and its jobs."""
+
     jobs: list[Job] = field(default_factory=list)  # by number
 
 
@@ -78,17 +84,21 @@ def read_plan(folder: Path) -> Plan | None:
     Raises ValueError where the file's first line is no header of a sweep.
     """
     try:
-        text = (folder / FILE).read_text(encoding="utf-8", errors="replace")
+        with files.open_regular(folder / FILE, "r", encoding="utf-8", errors="replace") as file:
+            text = file.read()
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except files.NotRegularFile:
+        raise ValueError(f"{folder / FILE} is not a regular file") from None
     first, *rest = text.split("\n")
     try:
-        header = files.loads(first)
-        command, value, inner = header["command"], header["value"], header["inner"]
-    except (ValueError, KeyError):
+        header = files.as_record(files.loads(first), _Header)
+    except ValueError:
         raise ValueError(f"{folder / FILE}: its first line is no header of a sweep") from None
     jobs = {job.number: job for job in map(_job, rest) if job}
-    return Plan(command, value, inner, [jobs[number] for number in sorted(jobs)])
+    return Plan(
+        header.command, header.value, header.inner, [jobs[number] for number in sorted(jobs)]
+    )
 
 
 def _line(job: Job) -> str:
@@ -101,9 +111,8 @@ def _line(job: Job) -> str:
 
 def _job(line: str) -> Job | None:
     try:
-        plain = files.loads(line)
-        return Job(**{key: plain[key] for key in Job.__dataclass_fields__})
-    except (ValueError, KeyError):  # torn, or empty
+        return files.as_record(files.loads(line), Job)
+    except ValueError:  # torn, or empty
         return None
 
 

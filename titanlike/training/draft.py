@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from titanlike.config import schema
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config, Custom
-from titanlike.data.errors import DataError
+from titanlike.data.errors import DataError, data_problem
 from titanlike.data.example_batch import example_batch, field_problems
 from titanlike.data.sources import Data
 from titanlike.graph.cut import StageGraph, cut
@@ -124,8 +124,7 @@ def preflight(config: Config) -> list[Problem]:
     except ConfigError as error:
         problems += error.problems
     except DataError as error:  # of a user's own data, which are opened
-        fix = error.remedy[:1].lower() + error.remedy[1:]
-        problems.append(Problem(error.key, error.value, error.reason, fix))
+        problems.append(data_problem(error))
     return problems
 
 

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanlike.checkpoint.checkpointer import Checkpointer, Progress
+from titanlike.config.errors import ConfigError
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config
+from titanlike.config.write import write_config
+from titanlike.data.errors import DataError, data_problem
 from titanlike.data.loader import open_data
 from titanlike.data.sources import Data
 from titanlike.launch.failures import clear_failures
@@ -22,6 +25,7 @@ from titanlike.metrics.console import Console
 from titanlike.metrics.events import Events
 from titanlike.metrics.run_files import RunFiles
 from titanlike.metrics.sinks import Sink, open_sinks
+from titanlike.metrics.starts import log_start
 from titanlike.parallel.device import deterministic
 from titanlike.parallel.mesh import open_mesh
 from titanlike.training.build import Run, build
@@ -73,12 +77,16 @@ class Session:
 def open_data_on_every_rank(config: Config, worker: Worker) -> Data:
     """Open the data; one process a machine prepares it (tokenizes) before the others read.
 
-    Called before there is a process group: preparing may take longer than its timeout.
+    Called before there is a process group: preparing may take longer than its timeout. Raises
+    ConfigError for an error in the data.
     """
-    if worker.local_rank == 0:
-        data = open_data(config)
-    barrier(worker, "data", DATA_TIMEOUT)
-    return data if worker.local_rank == 0 else open_data(config)
+    try:
+        if worker.local_rank == 0:
+            data = open_data(config)
+        barrier(worker, "data", DATA_TIMEOUT)
+        return data if worker.local_rank == 0 else open_data(config)
+    except DataError as error:
+        raise ConfigError([data_problem(error)]) from None
 
 
 @contextmanager
@@ -106,7 +114,9 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
                 worker.resources.enter_context(held(worker.run_dir))
             if worker.rank == 0:
                 plain = to_plain(config)
+                write_config(config, worker.run_dir)  # not of a start that is refused
                 step, overrides = progress.step, worker.overrides
+                log_start(worker.run_dir, step, overrides, plain)
                 sinks += open_sinks(config, plain, worker.run_dir, step, console.line, overrides)
             session = Session(
                 config,

@@ -103,7 +103,12 @@ def measured_step(
         mine = torch.tensor(mine, dtype=torch.float64, device=mesh.device)
         seconds, memory, stop_code = mesh.max(mine).tolist()
     speed = config.batch_size * config.seq_len / seconds
-    record |= {"tokens_per_second": speed, "step_seconds": seconds, "memory_bytes": int(memory)}
+    record |= {
+        "time": time.time(),
+        "tokens_per_second": speed,
+        "step_seconds": seconds,
+        "memory_bytes": int(memory),
+    }
     peak = peak_flops(mesh.device, config.precision.name)
     if peak is not None and run.draft.flops_per_token is not None:
         record["mfu"] = speed * run.draft.flops_per_token / (peak * mesh.world_size)

@@ -1,0 +1,183 @@
+"""What identifies data in a checkpoint: their content, and nothing else."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from support.models import tiny
+from titanlike.config.schema import Custom, SyntheticData, TextData, TokenData
+from titanlike.data.fingerprint import data_fingerprint, fingerprint_changes
+from titanlike.data.loader import open_data
+from titanlike.data.sources import Data, VariableLength
+
+
+def of(data: Any, **keys: Any) -> dict[str, Any]:
+    config = replace(tiny(), data=data, **keys)
+    return data_fingerprint(open_data(config), config)
+
+
+def token_file(path: Path, tokens: np.ndarray, dtype: str = "<u2") -> TokenData:
+    path.parent.mkdir(exist_ok=True)
+    if path.suffix == ".npy":
+        np.save(path, tokens.astype(dtype))
+    else:
+        tokens.astype(dtype).tofile(path)
+    name = np.dtype(dtype).name if path.suffix == ".bin" else "uint16"
+    return TokenData(path=str(path), dtype=name, vocab_size=256)
+
+
+def random_tokens() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 200, 20_000)
+
+
+tokens = pytest.fixture(random_tokens)
+
+
+def test_the_same_tokens_are_the_same_data_wherever_and_however_they_are_stored(
+    tokens: np.ndarray, tmp_path: Path
+) -> None:
+    first = of(token_file(tmp_path / "a.bin", tokens))
+    for name, dtype in (("b/c.bin", "<u2"), ("a.bin", "<u4"), ("a.npy", "<i8"), ("b.npy", ">u2")):
+        assert of(token_file(tmp_path / name, tokens, dtype)) == first, (name, dtype)
+    for layout in ({"pp": 2}, {"dp": 2}, {"batch_size": 8}):
+        assert of(token_file(tmp_path / "a.bin", tokens), **layout) == first, layout
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_any_other_token_and_any_other_length_are_other_data(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("tokens")
+    tokens = random_tokens()
+    first = of(token_file(folder / "a.bin", tokens))
+    at = data.draw(st.integers(0, len(tokens) - 1))
+    change = data.draw(st.sampled_from(["another", "more", "fewer", "swapped"]))
+    other = tokens.copy()
+    if change == "another":
+        other[at] += 1
+    elif change == "more":
+        other = np.append(other, other[: data.draw(st.integers(1, 5))])
+    elif change == "fewer":
+        other = other[: -data.draw(st.integers(1, 5))]
+    else:
+        other[[at, 0]] = other[[0, at]] + [0, 1]
+    assert fingerprint_changes(first, of(token_file(folder / "b.bin", other)))
+
+
+def test_documents_and_the_share_for_validation_are_part_of_the_data(
+    tokens: np.ndarray, tmp_path: Path
+) -> None:
+    data = token_file(tmp_path / "a.bin", tokens)
+    first = of(data)
+    others = {
+        "documents": {"documents": True, "boundary": 0},
+        "training": {"validation_fraction": 0.1},
+    }
+    for name, keys in others.items():
+        changes = fingerprint_changes(first, of(replace(data, **keys)))
+        assert changes and any(change.startswith(name) for change in changes), keys
+
+
+def test_a_text_is_its_content_and_its_tokenizer(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.txt").write_text("the same words, more than once " * 50)
+    cache = str(tmp_path / "cache")
+    first, second = (of(TextData(path=str(tmp_path / name), cache=cache)) for name in ("a", "b"))
+    assert first == second and first["tokenizer"] == "bytes"
+    (tmp_path / "b" / "b.txt").write_text("The same words, more than once " * 50)
+    assert fingerprint_changes(first, of(TextData(path=str(tmp_path / "b"), cache=cache)))
+    assert fingerprint_changes(first, {**first, "tokenizer": "another"})
+
+
+def test_random_tokens_are_their_size_and_seed() -> None:
+    first = of(SyntheticData())
+    assert of(SyntheticData()) == first
+    assert fingerprint_changes(first, of(SyntheticData(vocab_size=255)))
+    assert fingerprint_changes(first, of(SyntheticData(), seed=1))
+
+
+class Own:
+    """What a user writes: samples of one length or of several."""
+
+    def __init__(self, size: int, shift: int, drawn: str) -> None:
+        self.size, self.shift, self.drawn = size, shift, drawn
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        ids = (torch.arange(8) * 7 + i + self.shift) % 50
+        if self.drawn == "torch":
+            ids = torch.randint(50, (8,))
+        elif self.drawn == "python":
+            ids = ids + random.randrange(50)
+        elif self.drawn == "numpy":
+            ids = ids + int(np.random.randint(50))
+        image = torch.full((2, 3), float(i), dtype=torch.bfloat16)
+        return {"inputs": ids, "targets": ids, "image": image, "flag": torch.tensor(True)}
+
+
+def own(
+    seq_len: int, size: int = 100, shift: int = 0, drawn: str = "", bucket: int = 0, name: str = ""
+) -> Data:
+    variable = VariableLength(bucket=bucket) if bucket else None
+    parts = Own(size, shift, drawn), Own(10, shift, drawn)
+    return Data(*parts, 256, "", variable=variable, fingerprint=name or None)
+
+
+def of_own(**arguments: Any) -> dict[str, Any]:
+    return of(Custom(f"{__name__}.own", arguments), seq_len=8)
+
+
+def test_a_users_own_data_are_their_length_and_samples() -> None:
+    first = of_own()
+    assert of_own() == first == of_own(workers=2, changed=True)
+    for arguments in ({"size": 101}, {"shift": 1}, {"bucket": 4}):
+        assert fingerprint_changes(first, of_own(**arguments)), arguments
+    named = of_own(name="corpus 7")
+    assert of_own(name="corpus 7", shift=1) == named and fingerprint_changes(first, named)
+
+
+@pytest.mark.parametrize("drawn", ["torch", "python", "numpy"])
+def test_samples_that_are_random_refuse_no_resume_and_change_no_random_numbers(drawn: str) -> None:
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    expected = torch.rand(1), random.random(), np.random.rand()
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    first = of_own(drawn=drawn)
+    assert (torch.rand(1), random.random(), np.random.rand()) == expected
+    assert "not compared" in first["training"]
+    assert fingerprint_changes(first, of_own(drawn=drawn)) == []
+    assert fingerprint_changes(first, of_own(drawn=drawn, size=101))
+
+
+def test_the_fingerprint_of_an_enormous_file_takes_a_moment(tmp_path: Path) -> None:
+    """400 GB of which almost nothing is on the disk: all of it could not be read in this time."""
+    path = tmp_path / "tokens.bin"
+    with path.open("wb") as file:
+        file.truncate(400 * 10**9)
+    data = TokenData(path=str(path), vocab_size=256)
+    begin = time.perf_counter()
+    first = of(data)
+    assert time.perf_counter() - begin < 5
+    with path.open("r+b") as file:
+        file.truncate(400 * 10**9 + 2)
+    assert fingerprint_changes(first, of(data))
+
+
+def test_fingerprints_of_other_versions_are_not_compared() -> None:
+    now = of(SyntheticData())
+    assert fingerprint_changes({}, now) is None
+    assert fingerprint_changes({**now, "format": 0}, now) is None
