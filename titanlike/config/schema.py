@@ -139,6 +139,9 @@ class Config:
     max_time: Seconds | None = key(
         None, "save and stop after this time (90m, 11h30m, 11:30:00, or seconds); null = no limit"
     )
+    mixes_samples: bool = key(
+        False, "the model or the loss mixes a batch's samples on purpose: layouts then differ"
+    )
     seed: int = key(0, "of the initial weights and of the order of the data")
     deterministic: bool = key(False, "deterministic kernels only; an operation without one fails")
     on_nonfinite: Literal["stop", "skip", "rollback"] = key(

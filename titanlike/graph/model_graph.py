@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -61,6 +62,12 @@ class ModelGraph:
         self.trained_outputs: list[bool] | None = None
         # changes the last stage's graph: puts the loss at its end, see optim/chunked_loss.py
         self.last_stage: Callable[[StageGraph], StageGraph] = lambda graph: graph
+
+    def with_microbatches_of(self, size: int) -> ModelGraph:
+        """The same stages for microbatches of another size."""
+        other = copy.copy(self)
+        other.microbatch_size, other._recordings = size, {}
+        return other
 
     def recording(self, fields: Fields, training: bool) -> Recording:
         """The model's forward on a microbatch of these fields."""

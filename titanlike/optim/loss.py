@@ -53,6 +53,10 @@ class Loss:
         """The sum of the terms, an fp32 scalar. Raises OutputError."""
         raise NotImplementedError
 
+    def each(self, output: Any, targets: Tensor) -> Tensor:
+        """The terms one by one, those of a sequence together."""
+        raise NotImplementedError
+
     def count(self, targets: Tensor) -> Tensor | None:
         """How many terms there are: the loss that is reported is their mean.
 
@@ -80,6 +84,12 @@ class CrossEntropy(Loss):
         self.chunk = chunk
 
     def total(self, output: Any, targets: Tensor) -> Tensor:
+        return self._cross_entropy(output, targets, "sum")
+
+    def each(self, output: Any, targets: Tensor) -> Tensor:
+        return self._cross_entropy(output, targets, "none")
+
+    def _cross_entropy(self, output: Any, targets: Tensor, reduction: str) -> Tensor:
         logits = logits_of(output)
         if targets.is_floating_point() or logits.shape[:-1].numel() != targets.numel():
             takes = "logits [..., vocabulary] and a whole number for each as target"
@@ -87,7 +97,7 @@ class CrossEntropy(Loss):
             given = f"logits {list(logits.shape)} and targets {list(targets.shape)} of {kind}"
             raise OutputError(f"it takes {takes}, not {given}")
         rows, goals = logits.flatten(0, -2).float(), targets.flatten()
-        return F.cross_entropy(rows, goals, ignore_index=IGNORE, reduction="sum")
+        return F.cross_entropy(rows, goals, ignore_index=IGNORE, reduction=reduction)
 
     def count(self, targets: Tensor) -> Tensor:
         return (targets != IGNORE).sum()
@@ -97,11 +107,14 @@ class Mse(Loss):
     """Squared differences of output and targets (in fp32): their mean over all elements."""
 
     def total(self, output: Any, targets: Tensor) -> Tensor:
+        return self.each(output, targets).sum()
+
+    def each(self, output: Any, targets: Tensor) -> Tensor:
         output = logits_of(output)
         if output.shape != targets.shape:  # torch would broadcast, which is hardly ever intended
             shapes = f"{list(output.shape)} and {list(targets.shape)}"
             raise OutputError(f"it takes an output and targets of one shape, not {shapes}")
-        return (output.float() - targets.float()).square().sum()
+        return (output.float() - targets.float()).square()
 
     def count(self, targets: Tensor) -> Tensor:
         return torch.tensor(targets.numel(), device=targets.device)
@@ -126,6 +139,9 @@ class CustomLoss(Loss):
     def total(self, output: Any, targets: Tensor) -> Tensor:
         return self.losses(output, targets).float().sum()
 
+    def each(self, output: Any, targets: Tensor) -> Tensor:
+        return self.losses(output, targets)
+
     def count(self, targets: Tensor) -> Tensor | None:
         if self.count_function is None:
             return None
@@ -138,6 +154,19 @@ class CustomLoss(Loss):
     def measure(self, output: Any, targets: Tensor) -> tuple[Tensor, float]:
         losses, count = self.losses(output, targets), self.count(targets)
         return losses.float().sum(), float(losses.numel() if count is None else count)
+
+
+class TermsOf(Loss):
+    """Another loss, whose terms it keeps."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self._loss = loss
+        self.kept: list[Tensor] = []  # of each call
+
+    def total(self, output: Any, targets: Tensor) -> Tensor:
+        self.kept.append(self._loss.each(output, targets).detach())
+        return self.kept[-1].sum()
 
 
 def logits_of(output: Any) -> Any:

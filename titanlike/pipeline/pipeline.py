@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from titanlike.graph.cut import StageGraph, messages, same_messages
 from titanlike.graph.model_graph import Fields, ModelGraph, fields_of, shapes
 from titanlike.graph.stage import Stage
 from titanlike.optim.chunked_loss import loss_of_output
-from titanlike.optim.loss import Loss
+from titanlike.optim.loss import Loss, TermsOf
 from titanlike.parallel.batchnorm import BatchNorms
 from titanlike.parallel.mesh import Mesh
 from titanlike.parallel.reached import Reached
@@ -87,6 +88,32 @@ class Pipeline:
         loss, count, _ = self._step(self._runtime(batch).evaluate, batch, None)
         return loss, count
 
+    def evaluate_each(self, batch: Batch) -> list[Tensor]:
+        """As `evaluate`; on the rank with the last stage the terms of each microbatch's loss, or
+        their sum where the stage computes it in chunks. Elsewhere an empty list."""
+        runtime, loss = self._runtime(batch), self._loss
+        each = self._loss = TermsOf(loss)
+        try:
+            sums = runtime.evaluate(batch)
+        finally:
+            self._loss = loss
+        return each.kept or sums
+
+    def with_microbatches_of(self, size: int, fields: Fields) -> Pipeline | None:
+        """For batches of as many microbatches of another size, over the same stages; None where the
+        model's forward cannot take such a batch."""
+        other = copy.copy(self)
+        other._model_graph, other._runtimes = (
+            self._model_graph.with_microbatches_of(size),
+            OrderedDict(),
+        )
+        try:
+            for training in (True, False):
+                other._model_graph.recording(fields, training)
+        except Exception:  # whatever a forward raises
+            return None
+        return other
+
     def _step(
         self,
         run: Callable[[Batch], list[Tensor]],
@@ -123,7 +150,7 @@ class Pipeline:
     def _runtime(self, batch: Batch) -> OrderRuntime:
         """The runtime for a batch of this shape; the stages' forwards are those for it."""
         fields = fields_of(batch)
-        key = shapes(fields)
+        key = self._key(fields)
         if key in self._runtimes:
             self._runtimes.move_to_end(key)
         else:
@@ -135,6 +162,10 @@ class Pipeline:
         for stage in self._stages.values():
             stage.select_forward(key)
         return self._runtimes[key]
+
+    def _key(self, fields: Fields) -> Hashable:
+        """Of runtimes, and of the stages' forwards."""
+        return self._model_graph.microbatch_size, shapes(fields)
 
     def _make_runtime(self, fields: Fields) -> OrderRuntime:
         """Add the forwards of such a batch to the stages; the runtime that calls them.
@@ -151,7 +182,7 @@ class Pipeline:
                 if name not in modules:
                     shown = ", ".join(f"{n} {list(field.shape)}" for n, field in fields.items())
                     raise ValueError(f"model: for a batch of {shown} its forward also uses {name}")
-            stage.add_forwards(shapes(fields), graphs, index, self._mesh.device)
+            stage.add_forwards(self._key(fields), graphs, index, self._mesh.device)
             wrapped.append(self._torch_stage(index, training[index], fields))
             used |= training[index].fields | evaluation[index].fields
         last = self._order.stages - 1

@@ -49,7 +49,7 @@ def reference_steps(
     """(in fp32, in bf16 if the config asks for it), each by one process."""
     alone = replace(config, dp=1, replicate=1)
     groups = 1
-    if _batch_norms(build_model(resolve_model(config))):
+    if config.mixes_samples or _batch_norms(build_model(resolve_model(config))):
         groups = config.dp * draft(config, data).microbatches
     exact = single_process(alone, data, device, torch.float32, groups)
     bf16 = config.precision.name == "bf16"
@@ -108,10 +108,11 @@ def single_process(
     for step in range(1, config.verify.steps + 1):
         total, count = loss_of(next(stream))
         losses[loss_name(step)] = total.item() / count
+        buffers = buffers or norms.buffers()  # before a recomputation in the backward
         (total / count).backward()
         gradients = copy_of((name, gradient_of(p)) for name, p in model.named_parameters())
         if step == 1:
-            first, buffers = gradients, norms.buffers()
+            first = gradients
         for name, gradient in gradients.items():
             masks[name] = masks.get(name, True) & reliable(gradient, config.precision.name)
         if config.optimizer.clip is not None:

@@ -7,9 +7,9 @@
    the last bit), losses, the first step's gradients, parameters and optimizer state after the last
    step, the loss after it.
 
-A model with batch norm depends on what is normalized together: the reference then runs the same
-microbatches one after the other; its running statistics are those of the whole batch, and are
-compared as well.
+A model with batch norm depends on what is normalized together, as does one that mixes samples
+otherwise (`mixes_samples=true`): the reference then runs the same microbatches one after the other.
+Running statistics are those of the whole batch, and are compared as well.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from titanlike.proof.reference import (
     state_of,
 )
 from titanlike.training.build import Run, build
+from titanlike.training.mixing import refuse_mixed_samples
 from titanlike.training.session import open_data_on_every_rank
 from titanlike.training.step import optimizer_step, to_device, validate
 
@@ -68,6 +69,7 @@ def verify(config: Config, worker: Worker) -> dict[str, Any]:
     exact, rounded = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
 
     run = build(config, mesh, data)
+    refuse_mixed_samples(run, config, batches(data.train, config, dp_rank=mesh.dp_rank))
     comparisons = list(_compare_layout(run, config, data, exact, rounded))
     every: list[list[Comparison]] = [[] for _ in range(mesh.world_size)]
     dist.all_gather_object(every, comparisons)
@@ -175,7 +177,7 @@ def _print(
             shown.append(replace(total, name=f"... {len(agreeing)} more"))
     title = f"against one process in plain torch ({config.precision.name})"
     if groups > 1:
-        title += f", batch norm over the same {groups} groups of {config.batch_size // groups} rows"
+        title += f", samples in the same {groups} groups of {config.batch_size // groups}"
     cells = []
     for row in shown:
         numbers = f"{row.largest:.2e}", f"{row.difference:.1e}", f"{row.relative:.1e}"

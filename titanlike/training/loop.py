@@ -11,6 +11,7 @@ import torch
 from titanlike.data.loader import batches
 from titanlike.data.sources import Batch
 from titanlike.training.guard import BadNumbers, Verdict
+from titanlike.training.mixing import refuse_mixed_samples
 from titanlike.training.session import Session, last_step
 from titanlike.training.step import measured_step, validate
 
@@ -25,6 +26,9 @@ def train_steps(s: Session) -> None:
     # the first step compiles, allocates, and opens connections to every peer
     timeout: float | None = config.launch.timeout
     stall: float | None = None  # seconds that training waited for the last save
+    if not s.progress.step:
+        s.watchdog.enter_phase(1, "check for mixed samples", timeout)
+        stream = refuse_mixed_samples(s.run, config, stream)
     while s.progress.step < last and not s.stop_code:
         step = s.progress.step + 1
         final = step == last  # completed whatever stop request comes

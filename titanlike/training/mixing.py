@@ -1,0 +1,183 @@
+"""Whether a model or its loss mixes the samples of a batch: a mean over dim 0, attention over samples.
+
+What such a model mixes are the samples of a microbatch, so that it is another model in each layout.
+A graph of operations does not tell; but where nothing is mixed, the losses of a sample do not depend
+on the samples beside it. So the pipeline evaluates the first batch with other companions: each
+microbatch once as it is, once with its first half twice, once with its second half twice.
+
+Microbatches of one sample are laid in pairs for it, as in other layouts. torch's own modules evaluate
+meanwhile (dropout is off, batch norm uses its running statistics) and the model's own ones train, so
+that a loss which exists in training alone is found. If a forward still draws random numbers, it is
+compared in evaluation instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from titanlike.config.errors import ConfigError, Problem
+from titanlike.config.schema import Config, Custom
+from titanlike.data.sources import Batch
+from titanlike.graph.model_graph import fields_of
+from titanlike.parallel.initialize import seeded
+from titanlike.pipeline.pipeline import Pipeline
+from titanlike.torch_private.base_classes import BatchNorm
+from titanlike.training.build import Run
+from titanlike.training.step import to_device
+
+# differences of losses, relative (root mean square):
+NO_CHANGE = 2e-6  # rounding, in any precision
+ROUNDING = 10.0  # times what the same rows at other positions of their microbatch change
+MOST_ROUNDING = {"fp32": 1e-5, "bf16": 1e-2}  # if that is more, it is no rounding
+KNOWN = ("llama", "gpt2")  # titanlike's own models mix nothing
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def refuse_mixed_samples(run: Run, config: Config, stream: Iterator[Batch]) -> Iterator[Batch]:
+    """The same batches. Raises ConfigError where the model or the loss mixes samples. Collective."""
+    own_loss = isinstance(config.loss, Custom)
+    if config.mixes_samples or (config.model.name in KNOWN and not own_loss):
+        return stream
+    first = [next(stream)]
+    if len(first[0]["targets"]) == 1:
+        first.append(next(stream))  # another sample to lay beside it
+    change = _change_by_companions(run, config, [to_device(b, run.mesh, config) for b in first])
+    if change is not None:
+        what = config.model.name + (f" or the loss {config.loss.name}" if own_loss else "")
+        reason = (
+            f"{what} mixes the samples of a batch: beside other samples in its microbatch the losses "
+            f"of a sample change by {change:.0e} of their size. Remove what mixes them (a mean, norm or "
+            "sort over dim 0, or attention that takes dim 0 as the sequence where batch_first=True is "
+            "missing), or accept that every layout and number of microbatches trains another model"
+        )
+        raise ConfigError([Problem("mixes_samples", False, reason, "mixes_samples=true")])
+    return chain(first, stream)
+
+
+def _change_by_companions(run: Run, config: Config, first: list[Batch]) -> float | None:
+    """How much the losses of samples depend on the others in their microbatch; None = not at all, or
+    there is nothing to compare."""
+    # a loss of the user's own may return the losses of a row in any place
+    rows = _Rows.of(run, first, by_row=not isinstance(config.loss, Custom))
+    if rows is None:
+        return None
+    devices = [run.mesh.device] if run.mesh.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), seeded(config.seed):  # for the run's sake, not the check's
+        for training in (True, False):
+            with _mode(run, training):
+                plain = rows.losses(0)
+                change = rows.change(plain, rows.losses(1), rows.losses(2))
+                if not change > NO_CHANGE:  # nor NaN, of which the first step says more
+                    return None
+                if rows.change(plain, rows.losses(0)) > NO_CHANGE:
+                    continue  # it draws random numbers
+                rounding = rows.change(plain, rows.losses(3))
+                if rounding <= MOST_ROUNDING[config.precision.name]:
+                    return change if change > ROUNDING * rounding else None
+                return change
+    return None
+
+
+@dataclass
+class _Rows:
+    """Some samples, and arrangements of them in microbatches."""
+
+    run: Run
+    pipeline: Pipeline
+    batch: Batch
+    # of each arrangement, for each place in the microbatches the place in the first arrangement
+    places: list[Tensor]
+    by_row: bool  # whether the losses of a row are known, not only of a microbatch
+
+    @classmethod
+    def of(cls, run: Run, first: list[Batch], by_row: bool) -> _Rows | None:
+        """None where the ranks' batches cannot be laid in pairs."""
+        batch, count = first[0], run.draft.microbatches
+        size, pipeline = len(batch["targets"]) // count, run.pipeline
+        if size == 1:
+            pipeline = pipeline.with_microbatches_of(2, fields_of(batch))
+            alike = all(fields_of(other) == fields_of(batch) for other in first)
+            impossible = torch.tensor(float(pipeline is None or not alike), device=run.mesh.device)
+            if run.mesh.max(impossible) if run.mesh.world_size > 1 else impossible:
+                return None
+            batch = {name: torch.cat([other[name] for other in first]) for name in batch}
+            rows, size = torch.arange(count), 2
+            rows = torch.stack([rows, (rows + 1) % len(batch["targets"])], 1).flatten()
+            batch = {name: value[rows.to(value.device)] for name, value in batch.items()}
+        place = torch.arange(size)
+        each = (place, place // 2, (place + size) // 2, (place + 1) % size)
+        starts = torch.arange(count)[:, None] * size
+        places = [(starts + one).flatten() for one in each]
+        return cls(run, pipeline, batch, places, by_row)
+
+    def losses(self, arrangement: int) -> tuple[int, Tensor]:
+        """(arrangement, losses of each sample, or sum of each microbatch), on the last stage's rank."""
+        places = self.places[arrangement]
+        batch = {name: value[places.to(value.device)] for name, value in self.batch.items()}
+        losses = self.pipeline.evaluate_each(batch)
+        count = len(places) // self.run.draft.microbatches
+        # a loss in chunks is a sum already
+        by_row = self.by_row and all(part.dim() for part in losses)
+        parts = [
+            part.double().reshape(count, -1) if by_row else part.double().sum().view(1, 1)
+            for part in losses
+        ]
+        return arrangement, torch.cat(parts) if parts else torch.zeros(0, 1)
+
+    def change(self, plain: tuple[int, Tensor], *others: tuple[int, Tensor]) -> float:
+        """Difference of others from the first arrangement, over all ranks."""
+        right = plain[1].cpu()
+        if len(right) == len(self.places[0]):
+            pairs = [(losses.cpu(), right[self.places[at]]) for at, losses in others]
+        else:  # of a microbatch only the sum is known: the halves, each twice, are twice the whole
+            pairs = [(sum(losses.cpu() for _, losses in others), len(others) * right)]
+        squares = [((a - b).square().sum(), b.square().sum()) for a, b in pairs]
+        total = torch.tensor(squares, dtype=torch.float64).sum(0).to(self.run.mesh.device)
+        if self.run.mesh.world_size > 1:
+            self.run.mesh.sum(total)
+        difference, size = total.tolist()
+        return (difference / size) ** 0.5 if size else 0.0
+
+
+@contextmanager
+def _mode(run: Run, training: bool) -> Iterator[None]:
+    """Within it the model trains, torch's modules in it evaluate; what forwards change is restored."""
+    modules = [module for stage in run.stages for module in stage.modules()]
+    plain = [
+        {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN)}
+        for module in modules
+    ]
+    buffers = [(b, b.clone()) for stage in run.stages for b in stage.buffers()]
+    affine = [m for m in modules if isinstance(m, BatchNorm) and m.running_mean is None]
+    run.train_mode(training)
+    for module in modules:
+        kind = type(module).__bases__[-1] if isinstance(module, FSDPModule) else type(module)
+        if kind.__module__.startswith("torch.nn.") or isinstance(module, BatchNorm):
+            module.training = False
+    for norm in affine:  # without running statistics it always mixes
+        norm.forward = _affine.__get__(norm)
+    try:
+        yield
+    finally:
+        for norm in affine:
+            del norm.forward
+        for module, values in zip(modules, plain, strict=True):
+            vars(module).update(values)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
+def _affine(norm: nn.Module, x: Tensor) -> Tensor:
+    """A batch norm of mean 0 and variance 1."""
+    if norm.weight is None:
+        return x
+    shape = [1, -1] + [1] * (x.dim() - 2)
+    return x * norm.weight.view(shape) + norm.bias.view(shape)
