@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from titanlike.checkpoint.dcp_storage import StorageWriter
 from titanlike.checkpoint.integrity import MARKER, DamagedCheckpoint, delete_checkpoint, read_state
 from titanlike.checkpoint.storage import Storage
 from titanlike.checkpoint.tensor_index import MODEL, OPTIMIZER, RNG
-from titanlike.config.files import parse_object
+from titanlike.config.files import parse_object, temporary_beside
 from titanlike.metrics import units
 
 _RUN_PREFIXES = (OPTIMIZER, RNG)
@@ -153,19 +152,22 @@ def _checksum(tensors: dict[str, Tensor]) -> str:
 
 
 def _write(path: Path, tensors: dict[str, Tensor], about: dict[str, str]) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
+    temporary = temporary_beside(path)
     try:
+        temporary.touch(exist_ok=False)
+        mode = (
+            temporary.stat().st_mode
+        )  # follows the umask; save_file replaces it by a file of 0600
         save_file(tensors, temporary, about)
         with open(temporary, "rb+") as file:
-            os.fchmod(file.fileno(), 0o644)
+            os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())
         os.replace(temporary, path)
         Storage(path.parent).sync()
     except SafetensorError as error:  # also raised for a full disk
         raise OSError(f"{path} could not be written: {error}") from error
     finally:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def _local(file: str) -> Path:

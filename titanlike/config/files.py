@@ -11,6 +11,7 @@ import stat
 import tempfile
 import types
 import typing
+import uuid
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -171,14 +172,18 @@ def atomic_write_text(path: Path, text: str) -> None:
 def atomic_write_bytes(path: Path, data: bytes) -> None:
     """Write `path` so that readers, also after a crash, see the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = temporary_beside(path)
     try:
-        with os.fdopen(handle, "wb") as file:
-            os.fchmod(file.fileno(), 0o644)  # mkstemp's 0600 would exclude other users
+        with open(temporary, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
+
+
+def temporary_beside(path: Path) -> Path:
+    """A new name in the same folder, hidden. No file yet: tempfile's would not follow the umask."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")

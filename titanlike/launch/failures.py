@@ -159,11 +159,6 @@ def clear_failures(run_dir: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def has_failed(run_dir: Path, rank: int) -> bool:
-    """Whether a rank has written an error."""
-    return _error_path(run_dir, rank).exists()
-
-
 def peer_failed(run_dir: Path, rank: int) -> bool:
     """Whether a rank other than `rank` has written an error."""
     return any(path != _error_path(run_dir, rank) for path in _error_paths(run_dir))
@@ -174,7 +169,7 @@ def root_cause(
 ) -> Failure | None:
     """The failure that caused the others.
 
-    scratch: has errors that could not be left in run_dir. deaths: exit codes of processes that may
+    scratch: has errors, too, since run_dir may be lost. deaths: exit codes of processes that may
     not have written an error, by rank; negative: a signal.
     """
     failures = []

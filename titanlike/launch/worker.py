@@ -27,7 +27,6 @@ from titanlike.launch.environment import use_loopback
 from titanlike.launch.failures import (
     Failure,
     describe,
-    has_failed,
     peer_failed,
     write_failure,
 )
@@ -175,8 +174,7 @@ def main(scratch: str, driver: int) -> None:
             exit_now(interrupted.exit_code)
         except BaseException as error:
             failure = describe(rank, error)
-            # the later start clears the errors in run_dir, and run_dir may be lost
-            if failure.taken_over or not has_failed(job.run_dir, rank):
+            if not failure.transport:  # run_dir may be lost, or be a later start's
                 write_failure(folder, failure)
             exit_now(1)  # destroying the process groups would look like the root cause to peers
         # none exits before all have finished: see `_peer_ended`

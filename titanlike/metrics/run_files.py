@@ -6,6 +6,7 @@ it. A file system that is unavailable for a moment is waited for.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -63,24 +64,33 @@ class RunFiles:
     def __init__(self, run_dir: Path) -> None:
         names = ("metrics.jsonl", "events.jsonl", "checkpoints", "logs")
         self._paths = [run_dir, *(run_dir / name for name in names)]
+        # inodes, and descriptors that keep their numbers from being used for other files
+        self._seen: dict[Path, tuple[int, int]] = {}
         self.renew()
 
     def renew(self) -> None:
         """Take the files that there are now as the run's; those that come later are added."""
-        self._seen: dict[Path, int] = {}  # inodes
+        self.close()
         self.check()
+
+    def close(self) -> None:
+        for _, descriptor in self._seen.values():
+            os.close(descriptor)
+        self._seen.clear()
 
     def check(self) -> None:
         """Raises LostFiles; a few microseconds."""
         for path in self._paths:
-            expected = self._seen.get(path)
+            if path not in self._seen:
+                with contextlib.suppress(OSError):  # not there yet
+                    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+                    self._seen[path] = os.fstat(descriptor).st_ino, descriptor
+                continue
             try:
                 inode = os.stat(path).st_ino
             except OSError as error:
-                if expected is None:  # not there yet
-                    continue
                 inode = self._patient_stat(path, error)
-            if inode != self._seen.setdefault(path, inode):
+            if inode != self._seen[path][0]:
                 raise LostFiles(path, "replaced")
 
     def _patient_stat(self, path: Path, error: OSError) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,14 +110,16 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
             watchdog.enter_phase(0, "load", config.checkpoint.timeout)
             owner = _take_over(config, worker, events) if worker.rank == 0 else None
             progress = checkpointer.resume()
+            run_files = None
             if worker.rank > 0:
                 worker.resources.enter_context(held(worker.run_dir))
-            if worker.rank == 0:
+            else:
                 plain = to_plain(config)
                 write_config(config, worker.run_dir)  # not of a start that is refused
                 step, overrides = progress.step, worker.overrides
                 log_start(worker.run_dir, step, overrides, plain)
                 sinks += open_sinks(config, plain, worker.run_dir, step, console.line, overrides)
+                run_files = worker.resources.enter_context(closing(RunFiles(worker.run_dir)))
             session = Session(
                 config,
                 worker,
@@ -130,7 +132,7 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
                 events,
                 sinks,
                 owner,
-                RunFiles(worker.run_dir) if worker.rank == 0 else None,
+                run_files,
                 progress,
             )
             yield session
