@@ -12,7 +12,7 @@
 Exit codes of a job:
     0    completed
     1    failed
-    2    an error in the config; nothing was started
+    2    an error in the config or the data; nothing was trained
     75   stopped early by a signal or by max_time, with a checkpoint: the same command resumes.
          0 if torchrun would restart the ranks otherwise (--max-restarts)
     130  Ctrl-C ended it immediately; 143 SIGTERM, 138 SIGUSR1, 129 SIGHUP did
