@@ -32,6 +32,7 @@ def config(name: str, *mesh: Any, points: list[str] | None = None, **changes: An
         config("Direct", 4, 1, points=["steps.1", "steps.2", "again"]),
         config("Direct", 2, 2, "zbvzerobubble", points=["steps.1", "steps.2", "steps.3"]),
         config("Deep", 2, 2, points=["trunk.blocks.b2.mlp"]),
+        config("Unused", 2, 2, "zbvzerobubble"),
         config(  # what is sent around a norm is what the norm has saved
             "Deep",
             2,
@@ -83,7 +84,6 @@ def longer(seq_len: int) -> Data:
     "case, key, told",
     [
         (config("Looking"), "model.name", "reads the values of tensors"),
-        (config("Unused"), "model.name", "does not use the parameter spare.weight, spare.bias"),
         (
             config("Unregistered"),
             "model.name",

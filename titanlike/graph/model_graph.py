@@ -95,23 +95,29 @@ class ModelGraph:
         return [*others, self.last_stage(last)]
 
     def stage_modules(self) -> list[tuple[list[str], list[str]]]:
-        """(units, weights used outside of units) of each stage, in training or evaluation."""
+        """(units, weights used outside of units) of each stage, in training or evaluation; the first
+        stage also has the parameters that the forward does not use."""
         both = (self.graphs(self.fields, training) for training in (True, False))
-        return [
+        stages = [
             (list(dict.fromkeys(a.units + b.units)), list(dict.fromkeys(a.weights + b.weights)))
             for a, b in zip(*both, strict=True)
         ]
+        used = {name for stage in stages for name in self.parameters_of(*stage)}
+        stages[0][1].extend(name for name, _ in self.model.named_parameters() if name not in used)
+        return stages
 
     def meta_output(self, fields: Fields, training: bool) -> Any:
         """What the model returns for such a microbatch, on meta."""
         output = self.recording(fields, training).output
         return tree_map(output, lambda leaf: leaf.value if isinstance(leaf, Node) else leaf)
 
-    def parameters_of(self, graph: StageGraph) -> dict[str, nn.Parameter]:
+    def parameters_of(
+        self, units: Sequence[str], weights: Sequence[str]
+    ) -> dict[str, nn.Parameter]:
         """A stage's parameters by their canonical names."""
         names = {id(p): name for name, p in self.model.named_parameters()}
-        found = [p for unit in graph.units for p in self.model.get_submodule(unit).parameters()]
-        for name in graph.weights:
+        found = [p for unit in units for p in self.model.get_submodule(unit).parameters()]
+        for name in weights:
             path, _, last = name.rpartition(".")
             value = getattr(self.model.get_submodule(path), last)
             found += [value] if isinstance(value, nn.Parameter) else []

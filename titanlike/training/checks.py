@@ -8,7 +8,7 @@ from itertools import chain
 from torch import nn
 
 from titanlike.config.errors import Problem
-from titanlike.config.schema import AutoSplit, Config, Custom, TraceSplit
+from titanlike.config.schema import AutoSplit, Config, TraceSplit
 from titanlike.graph.cut import StageGraph, message_problem, same_messages
 from titanlike.graph.find_units import find_units
 from titanlike.graph.model_graph import ModelGraph
@@ -99,13 +99,11 @@ def split_problem(error: SplitError) -> Problem:
 
 def stage_problems(
     config: Config,
-    resolved: Custom,
     model_graph: ModelGraph,
     graphs: list[StageGraph],
     evaluated: list[StageGraph],
-    parameters: list[dict[str, nn.Parameter]],
 ) -> list[Problem]:
-    """What is wrong with stages whose graphs (in training, evaluation) and parameters are known."""
+    """What is wrong with stages whose graphs (in training, evaluation) are known."""
     reasons = [text for graph in graphs if (text := message_problem(graph))]
     if not all(map(same_messages, graphs, evaluated)):
         reasons.append("a stage would send other tensors in evaluation than in training")
@@ -113,11 +111,4 @@ def stage_problems(
         fix = "split=points with points elsewhere"
         return [Problem("split", config.split.name, reasons[0], fix)]
     units = [graph.units for graph in graphs]
-    if problems := shared_norm_problems(config, model_graph.model, units):
-        return problems
-    used = {name for stage in parameters for name in stage}
-    if unused := [name for name, _ in model_graph.model.named_parameters() if name not in used]:
-        names = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" * (len(unused) > 3))
-        reason = f"its forward does not use the parameter {names}"
-        return [Problem("model.name", resolved.name, reason, "a model without it")]
-    return []
+    return shared_norm_problems(config, model_graph.model, units)

@@ -47,6 +47,7 @@ class Draft:
     model_graph: ModelGraph  # the model, its units, and the graph of each stage
     # of each stage: parameter (a tied one under its first name) -> number of elements
     stage_parameters: list[dict[str, int]]
+    unused: list[str]  # parameters that the forward does not use: they stay as they are
     flops_per_token: float | None
     auto_split: AutoSplitResult | None = None  # how the stages were found, of split=auto
 
@@ -92,10 +93,12 @@ def draft(
     model_graph, targets = _record_model(config, resolved, model, data, order.microbatches)
     found = _cut_stages(config, model_graph, targets, order, zero, measure_times)
     auto_split, graphs, evaluated = found
-    parameters = [model_graph.parameters_of(graph) for graph in graphs]
-    stages = (graphs, evaluated, parameters)
-    if problems := checks.stage_problems(config, resolved, model_graph, *stages):
+    if problems := checks.stage_problems(config, model_graph, graphs, evaluated):
         raise ConfigError(problems)
+    parameters = [model_graph.parameters_of(*stage) for stage in model_graph.stage_modules()]
+    used = {
+        name for graph in graphs for name in model_graph.parameters_of(graph.units, graph.weights)
+    }
     return Draft(
         model=resolved,
         order=order,
@@ -104,6 +107,7 @@ def draft(
         why_zero=why_zero,
         model_graph=model_graph,
         stage_parameters=[{name: p.numel() for name, p in stage.items()} for stage in parameters],
+        unused=[name for name, _ in model.named_parameters() if name not in used],
         flops_per_token=_flops_per_token(config, model, data),
         auto_split=auto_split,
     )

@@ -29,6 +29,7 @@ def opening(session: Session) -> None:
         ("mesh", shape if mesh.world_size > 1 else "one process"),
         ("model", f"{config.model.name}, {units.count(draft.numel)} parameters"),
         ("weights", "" if start or config.checkpoint.start_from else run.origin),
+        ("not used", f"{_first(draft.unused)}: no gradient, no update" if draft.unused else ""),
         ("precision", config.precision.name),
         ("data", data.description),
         ("batch", f"{config.batch_size} x {config.seq_len} = {most}{units.count(tokens)} tokens"),
@@ -102,6 +103,11 @@ def _splits(found: AutoSplitResult) -> list[tuple[str, str]]:
         ("split", f"auto by {found.cost}: {heaviest_rank(found.chosen)}{proven}"),
         ("", f"even would give: {heaviest_rank(found.even)}"),
     ]
+
+
+def _first(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"
 
 
 def _span(names: list[str]) -> str:
