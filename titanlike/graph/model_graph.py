@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from titanlike.data.sources import Batch
 from titanlike.graph.cut import StageGraph, cut, start_offsets
@@ -41,14 +41,18 @@ class ModelGraph:
         points: Sequence[str],
         *,
         traced: bool = False,
+        device: str = "cpu",
+        buffers: Callable[[], dict[str, Tensor]] = dict,
     ) -> None:
         """model: on meta, in the dtype in which it computes; fields: what its forward takes;
         points: modules where a stage begins, so they are not inside a unit; traced: with
-        torch.export, so that every module, at any depth, is a unit.
+        torch.export, so that every module, at any depth, is a unit; device: type of the run's;
+        buffers: gives the model's buffers with their values.
 
         Raises RecordError.
         """
         self.model, self.microbatch_size = model, microbatch_size
+        self._device, self._buffers = device, buffers
         found = {unit.name: unit for unit in find_units(model, points)}
         self._names, self._traced = list(found), traced
         self._recordings: dict[tuple[object, bool], Recording] = {}
@@ -83,7 +87,9 @@ class ModelGraph:
             if self._traced:
                 self._recordings[key] = trace_forward(self.model, batch)
             else:
-                self._recordings[key] = record_forward(self.model, batch, self._names)
+                options = {"device": self._device, "buffers": self._buffers}
+                recording = record_forward(self.model, batch, self._names, **options)
+                self._recordings[key] = recording
         return self._recordings[key]
 
     def graphs(self, fields: Fields, training: bool) -> list[StageGraph]:

@@ -12,16 +12,21 @@ shapes; unlike `torch.export` a unit stays a module, whose forward is not restri
 from __future__ import annotations
 
 import copy
+import os
+import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+import titanlike
 from titanlike.graph import side_effects
+from titanlike.graph.constant_value import constant_value
 from titanlike.graph.pytree import tree_flatten, tree_map
 from titanlike.graph.recording import Node, RecordError, Recording, RecordingBuilder
 from titanlike.torch_private import pytree
@@ -32,17 +37,32 @@ _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "
 _RANDOM += ("uniform_", "cauchy_", "geometric_", "log_normal_", "rrelu", "gumbel_softmax")
 # Calls that act on a tensor and return none: the generated forward of a stage would skip them.
 _NOT_REPLAYED = ("register_hook", "retain_grad", "backward", "register_post_accumulate_grad_hook")
+_READS_VALUES = ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
+_DEVICE_PROPERTIES = {  # of a tensor: what the forward sees, from the run's device
+    "device": lambda device: device,
+    "is_cpu": lambda device: device.type == "cpu",
+    "is_cuda": lambda device: device.type == "cuda",
+}
+_MODELS = str(Path(titanlike.__file__).parent / "models")
 _TENSOR_PROPERTIES = ("T", "H", "mT", "mH", "data", "real", "imag")  # properties that give a tensor
 
 
-def record_forward(model: nn.Module, batch: dict[str, Tensor], units: Sequence[str]) -> Recording:
+def record_forward(
+    model: nn.Module,
+    batch: dict[str, Tensor],
+    units: Sequence[str],
+    device: str = "cpu",
+    buffers: Callable[[], dict[str, Tensor]] = dict,
+) -> Recording:
     """Run `model(inputs, **others)` once on the meta device.
 
     batch: meta tensors of one microbatch: "inputs" and the model's other arguments.
     units: names of the modules that become one node each.
+    device: type of the run's device, which the forward sees in place of meta.
+    buffers: gives the model's buffers, which the forward may look at.
     Raises RecordError where the forward depends on values, or uses tensors of unknown origin.
     """
-    interceptor = _Interceptor(model, units)
+    interceptor = _Interceptor(model, units, device, buffers)
     for name, tensor in batch.items():
         interceptor.builder.add(Node("input", name, value=tensor))
     others = {name: tensor for name, tensor in batch.items() if name != "inputs"}
@@ -54,20 +74,37 @@ def record_forward(model: nn.Module, batch: dict[str, Tensor], units: Sequence[s
     except (RuntimeError, NotImplementedError) as error:
         if "meta" not in str(error).lower():
             raise
-        line, *_ = str(error).strip().splitlines()
         raise RecordError(
-            f"its forward reads the values of tensors ({line}), so the operations it runs are not "
-            "known in advance",
-            "it without .item(), .tolist() and `if tensor:` between its modules (inside blocks "
-            "they are allowed)",
+            f"its forward reads the values of tensors ({_users_line(error)}), so the operations "
+            "it runs are not known in advance",
+            "torch.where instead of `if tensor:`, shapes instead of .item() and .tolist(), masks "
+            "instead of boolean indices; or these lines inside a block: blocks run as they are",
         ) from error
+
+
+def _users_line(error: BaseException) -> str:
+    """`file.py:12: code` of the innermost line that is neither torch's nor titanlike's."""
+    ours = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, titanlike.__file__))
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if not frame.filename.startswith((*ours, "<"))]
+    models = [frame for frame in frames if frame.filename.startswith(_MODELS)]
+    if not (found := users or models):
+        return str(error).strip().splitlines()[0]
+    return f"{found[-1].filename}:{found[-1].lineno}: {found[-1].line}"
 
 
 class _Interceptor(TorchFunctionMode):
     """Intercepts torch functions, units, custom autograd functions and checkpointing."""
 
-    def __init__(self, model: nn.Module, units: Sequence[str]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[str],
+        device: str,
+        buffers: Callable[[], dict[str, Tensor]],
+    ) -> None:
         super().__init__()
+        self._device, self._buffers = torch.device(device), buffers
         self.builder = RecordingBuilder(model)
         self._model, self._units = model, list(units)
         self._called: list[str] = []  # units, in the order of their first calls
@@ -91,6 +128,8 @@ class _Interceptor(TorchFunctionMode):
                 stack.callback(after.remove)
                 stack.enter_context(self._cpu_fallback(module))
             stack.enter_context(torch.enable_grad())
+            # a compiled module or function is recorded as what it compiles
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(intercept_checkpoints(self._change_checkpoint_depth))
             stack.enter_context(intercept_custom_functions(self._custom_function))
             stack.enter_context(self)
@@ -111,21 +150,31 @@ class _Interceptor(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
+        accessed = getattr(getattr(function, "__self__", None), "__name__", "")  # by a getter
+        if not self._on_cpu:
+            if name == "__get__" and accessed in _DEVICE_PROPERTIES and args[0].is_meta:
+                return _DEVICE_PROPERTIES[accessed](self._device)
+            args, kwargs = self._on_meta(name, args, kwargs)
         draws = name.startswith(_RANDOM) or "dropout" in name
         self._random |= draws and kwargs.get("training", True) is not False
         side_effects.check_running_statistics(name, args, kwargs)
         if self._running:
+            if torch.is_autocast_enabled(self._device.type) and not self._on_cpu:
+                raise NotImplementedError("meta tensors have no autocast")
             if name != "__get__":
                 leaves = pytree.tree_leaves((args, kwargs))
                 used = (id(leaf) for leaf in leaves if isinstance(leaf, nn.Parameter))
                 self._weight_uses.update(used)
             return function(*args, **kwargs)
+        if name in _READS_VALUES and (node := self.builder.unchanged_node(args[0])):
+            value = constant_value(node, self._buffers)
+            if value is not None:  # of sizes and buffers alone: the same in each step
+                return getattr(value, name)(*args[1:], **kwargs)
         if name in _NOT_REPLAYED:
             raise RecordError(
                 f"its forward calls {name} between its modules, which stages do not replay",
                 "it inside a block",
             )
-        accessed = getattr(getattr(function, "__self__", None), "__name__", "")  # by a getter
         recorded = name != "__get__" or accessed in _TENSOR_PROPERTIES
         # before the call, which may change its arguments in place
         arguments = self.builder.with_nodes((args, kwargs)) if recorded else None
@@ -138,6 +187,19 @@ class _Interceptor(TorchFunctionMode):
                 node = Node("function", getattr, (arguments[0][0], accessed))
             self.builder.add_call(node, result, random)
         return result
+
+    def _on_meta(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """A call's arguments with meta in place of the run's device."""
+
+        def is_device(value: Any) -> bool:
+            named = isinstance(value, torch.device) and value.type == self._device.type
+            return named or (isinstance(value, str) and value.split(":")[0] == self._device.type)
+
+        if is_device(kwargs.get("device")):
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        if name in ("to", "empty_like", "type") or any(type(a) is torch.device for a in args):
+            args = tuple(torch.device("meta") if is_device(value) else value for value in args)
+        return args, kwargs
 
     def _check_rng(self) -> None:
         if self._rng.used_since_last_check():

@@ -119,6 +119,20 @@ class RecordingBuilder:
                 inner = self.add(Node("function", getattr, (part, name), value=value))
                 self._add_parts(inner, () if value is not None else content)
 
+    def unchanged_node(self, tensor: Tensor) -> Node | None:
+        """The node of a tensor, where nothing that it is computed of was changed in place."""
+        versions = {node: version for node, version in self._versions}
+        todo = [self._node_of[id(tensor)]] if id(tensor) in self._node_of else []
+        found = dict.fromkeys(todo)
+        while todo:
+            node = todo.pop()
+            if node.value is None or node.value._version != versions[node]:
+                return None
+            new = [use for use in node.input_nodes if use not in found]
+            found |= dict.fromkeys(new)
+            todo += new
+        return next(iter(found), None)
+
     def with_nodes(self, value: Any) -> Any:
         """Arguments or an output with nodes in place of tensors; raises RecordError."""
         return tree_map(value, self._node_for)

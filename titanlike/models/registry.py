@@ -61,6 +61,12 @@ def build_model(model: Custom, device: str = "meta") -> nn.Module:
         raise ConfigError(unknown)
     _check_arguments(model, family)
     built = _construct(model, family, device)
+    for name, parameter in built.named_parameters():
+        if parameter.dtype == torch.float64 or parameter.is_complex():
+            kind = str(parameter.dtype).removeprefix("torch.")
+            reason = f"its parameter {name} is {kind}, and weights are trained in fp32"
+            fix = "a model of fp32 weights (two real ones for a complex one)"
+            raise ConfigError([Problem("model.name", model.name, reason, fix)])
     for parameter in built.parameters():  # master weights, whatever dtype the constructor chose
         if parameter.is_floating_point():
             parameter.data = parameter.data.float()
@@ -144,6 +150,13 @@ def _construct(model: Custom, family: Callable[..., Any], device: str) -> nn.Mod
     return built
 
 
+def constructed_buffers(model: Custom, seed: int) -> dict[str, torch.Tensor]:
+    """The buffers as the constructor leaves them, by every name; parameters take no memory."""
+    with initialize.seeded(seed), initialize.parameters_on_meta():
+        real = build_model(model, "cpu")
+    return dict(real.named_buffers(remove_duplicate=False))
+
+
 def initial_weights_of(model: Custom, seed: int) -> initialize.InitialWeights:
     """The initial weights of a model, see `titanlike.parallel.initialize`."""
     meta = build_model(model)
@@ -152,10 +165,7 @@ def initial_weights_of(model: Custom, seed: int) -> initialize.InitialWeights:
     initial = getattr(meta, "initial", None)
     if initial is not None and next(meta.buffers(), None) is None:
         return initialize.SeededWeights(initial, seed, {})
-    with initialize.seeded(seed):
-        if initial is None:
+    if initial is None:
+        with initialize.seeded(seed):
             return initialize.ConstructedWeights(build_model(model, "cpu"))
-        with initialize.parameters_on_meta():
-            real = build_model(model, "cpu")
-    buffers = dict(real.named_buffers(remove_duplicate=False))
-    return initialize.SeededWeights(initial, seed, buffers)
+    return initialize.SeededWeights(initial, seed, constructed_buffers(model, seed))

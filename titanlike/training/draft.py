@@ -6,9 +6,11 @@ errors before a worker starts (`preflight`), and every rank drafts it again befo
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from titanlike.config import schema
@@ -21,7 +23,7 @@ from titanlike.graph.cut import StageGraph, cut
 from titanlike.graph.model_graph import Fields, ModelGraph, fields_of
 from titanlike.graph.recording import RecordError
 from titanlike.models.checks import model_problems
-from titanlike.models.registry import build_model, resolve_model
+from titanlike.models.registry import build_model, constructed_buffers, resolve_model
 from titanlike.optim.chunked_loss import HeadNested, find_head, with_chunked_loss
 from titanlike.optim.loss import Loss, build_loss, check_loss, trained_outputs
 from titanlike.parallel.batchnorm import freeze_statistics
@@ -201,11 +203,15 @@ def _record(
     chunked = isinstance(config.loss, schema.ChunkedCrossEntropy)
     traced = isinstance(config.split, schema.TraceSplit)
     key = "model.name"
+    on_gpu = config.device != "cpu" and torch.cuda.is_available()
+    buffers = functools.cache(lambda: constructed_buffers(resolved, config.seed))
+    device = "cuda" if on_gpu else "cpu"
+    options = {"traced": traced, "device": device, "buffers": buffers}
     try:
-        graph = ModelGraph(model, fields, microbatch_size, points, traced=traced)
+        graph = ModelGraph(model, fields, microbatch_size, points, **options)
         while chunked and (nested := _chunk_loss(graph, build_loss(config.loss))):
             points = [*points, *nested]
-            graph = ModelGraph(model, fields, microbatch_size, points, traced=traced)
+            graph = ModelGraph(model, fields, microbatch_size, points, **options)
         graph.recording(fields, False)
         return graph
     except RecordError as error:

@@ -1,0 +1,38 @@
+"""A forward sees the device of the run, and constants; what decides by values is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.models import tiny
+from support.world import run_world
+from titanlike.config.errors import ConfigError
+from titanlike.config.schema import Custom
+from titanlike.models.registry import build_model
+from titanlike.proof.verification import verify
+from titanlike.training.draft import preflight
+
+
+@pytest.mark.parametrize("name", ["AsksForTheDevice", "MaskedEncoder", "CompiledBlocks"])
+def test_a_forward_that_is_recorded_without_a_device_trains_as_in_one_process(
+    name: str, tmp_path: Path
+) -> None:
+    config = tiny(2, 2, model=Custom(f"support.device_dependent.{name}"))
+    results = run_world(verify, config, tmp_path)
+    assert {result["exit_code"] for result in results} == {0}, (tmp_path / "rank0.out").read_text()
+
+
+def test_the_line_that_looks_at_values_is_named() -> None:
+    (problem,) = preflight(tiny(2, 1, model=Custom("support.any_models.Looking")))
+    assert "any_models.py:" in problem.reason and "torch.where" in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("OneOfFloat64", "blocks.1.weight is float64"), ("ComplexWeight", "turns is complex64")],
+)
+def test_weights_that_would_be_cast_to_fp32_are_refused(name: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        build_model(Custom(f"support.device_dependent.{name}"))
