@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.parse import parse, to_plain
-from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config, Custom
+from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config, Custom, OwnOptimizer
 
 SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text())
 NAMES = st.from_regex(r"[a-z_]{1,8}", fullmatch=True).filter(lambda name: name != "name")
@@ -46,9 +46,9 @@ def instances(variant: type, **fixed: st.SearchStrategy[Any]) -> st.SearchStrate
 def choices(group: str) -> st.SearchStrategy[Any]:
     options = [instances(cls, name=st.just(n)) for n, cls in VARIANTS.get(group, {}).items()]
     if group in OPEN_GROUPS:
-        options.append(
-            st.builds(Custom, st.just("my.module.Thing"), st.dictionaries(NAMES, SCALARS))
-        )
+        own = OwnOptimizer if group == "optimizer" else Custom
+        names = NAMES.filter(lambda name: name not in ("lr", "clip"))
+        options.append(st.builds(own, st.just("my.module.Thing"), st.dictionaries(names, SCALARS)))
     return st.one_of(options)
 
 

@@ -59,10 +59,10 @@ def test_it_is_proven_with_stages_that_begin_inside_of_blocks(
 
 
 def test_mistakes_are_told_all_at_once(tmp_path: Path) -> None:
-    own = ["loss.name=my_models.losses.focal", "loss.gamma=1"]
+    own = ["loss.name=my_models.losses.focal", "loss.gama=1"]
     done = run("train.py", "model.widht=3", "model.depth=0", *own, cwd=tmp_path)
     assert done.returncode == 2
-    for fix in ("write model.width=3", "write model.depth=1", "write +loss.gamma=1"):
+    for fix in ("write model.width=3", "write model.depth=1", "write loss.gamma=1"):
         assert fix in done.stderr, done.stderr
 
 

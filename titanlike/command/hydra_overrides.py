@@ -32,6 +32,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from titanlike.command import override_errors
 from titanlike.command.override_errors import Advice, one_line
+from titanlike.command.own_choices import complete_choices
 from titanlike.command.parsed_override import (
     environment,
     may_set,
@@ -62,6 +63,7 @@ def complete_args(args: argparse.Namespace) -> None:
         extra.append(str(conf_dir()))
     args.config_name = args.config_name or "config"
     overrides = []
+    own = complete_choices(args)
     for text in args.overrides:
         if text.startswith("hydra.searchpath=") and (override := parse_override(text)):
             value = override.value()
@@ -69,7 +71,7 @@ def complete_args(args: argparse.Namespace) -> None:
         elif text.startswith("+experiment="):
             overrides.append(text[1:])  # it is in the defaults list; both spellings are common
         else:
-            overrides.append(to_hydra(text))
+            overrides.append(to_hydra(text, own))
     if extra:
         overrides.append(f"hydra.searchpath=[{','.join(map(quoted, extra))}]")
     args.overrides = overrides
@@ -219,8 +221,8 @@ class _OverrideChecker:
         """Check a group's choice: each value of a sweep, each entry of a list."""
         group = override.key_or_group
         if group not in self.default_choices:
-            reason = "this is the complete config of a run, without choices; set its keys"
-            fix = f"{group}.name=..."
+            reason = "this is the complete config of a run" if group else "no such key"
+            fix = "leave it out, and set its keys"
             self.checked.add(Problem(group, override.get_value_string(), reason, fix))
             return False
         if override.is_sweep_override() and not override.is_discrete_sweep():

@@ -41,7 +41,8 @@ def may_set(override: Override, composed: DictConfig) -> bool:
         return not isinstance(node, DictConfig) or isinstance(override.value(), dict)
     if not override.is_add() and override.type is not OverrideType.FORCE_ADD:
         return True
-    own = "." in str(OmegaConf.select(composed, f"{group}.name"))
+    name = str(OmegaConf.select(composed, f"{group}.name", throw_on_missing=False))
+    own = "." in name or name == "None"  # ??? is None: its problem is found when it is parsed
     named = key in flat_keys(composed) and not override.is_add()
     return named or group == "model" or (group in OPEN_GROUPS and bool(rest) and own)
 

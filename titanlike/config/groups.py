@@ -30,6 +30,14 @@ class Custom:
     args: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass
+class OwnOptimizer(Custom):
+    """The user's own class, called with the parameters, `lr` and `args`."""
+
+    lr: float = key(3e-3, "peak learning rate")
+    clip: float | None = key(1.0, "largest global gradient norm; null = no clipping")
+
+
 # --- split: where the model is cut into stages -------------------------------------------------
 
 

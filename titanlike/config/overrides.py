@@ -1,9 +1,14 @@
 """Overrides as the user types them and as Hydra reads them.
 
-A model's keys are its constructor's arguments, of which a config file need not list all.
+The keys of a model, and of what else is the user's own, are arguments, of which a config file need
+not list all.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
+
+from titanlike.config.schema import OPEN_GROUPS
 
 _ADDED = ("model.", "data.changed=")  # data.changed: the file of a user's own data may lack it
 
@@ -13,11 +18,17 @@ def key_of(override: str) -> str:
     return override.partition("=")[0].lstrip("+~").partition("@")[0]
 
 
-def to_hydra(override: str) -> str:
-    """`model.KEY=...` with the ++ that lets Hydra add the key; any other override unchanged."""
-    return f"++{override}" if override.startswith(_ADDED) else override
+def to_hydra(override: str, own: Collection[str] = ()) -> str:
+    """An override of an argument with the ++ that lets Hydra add its key; any other unchanged.
+
+    own: groups besides the model that name code of the user's.
+    """
+    group, dot, _ = override.partition("=")[0].partition(".")
+    adds = override.startswith(_ADDED) or (dot and group in own)
+    return f"++{override}" if adds else override
 
 
 def from_hydra(override: str) -> str:
     """The inverse."""
-    return override[2:] if override.removeprefix("++").startswith(_ADDED) else override
+    group = key_of(override).partition(".")[0]
+    return override.removeprefix("++") if group in OPEN_GROUPS else override

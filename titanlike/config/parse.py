@@ -17,7 +17,14 @@ import typing
 from typing import Any, Literal, Union
 
 from titanlike.config.errors import Problem, nearest, override_text
-from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config, Custom, Seconds
+from titanlike.config.schema import (
+    OPEN_GROUPS,
+    VARIANTS,
+    Config,
+    Custom,
+    OwnOptimizer,
+    Seconds,
+)
 
 MISSING = "???"  # how YAML files mark a value that the user must give
 
@@ -34,7 +41,9 @@ def parse(plain: dict[str, Any]) -> tuple[Config, list[Problem]]:
 def to_plain(config: Any) -> Any:
     """The inverse of `parse`: dicts, lists and scalars only."""
     if isinstance(config, Custom):
-        return {"name": config.name, **to_plain(config.args)}
+        own = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+        args = own.pop("args")
+        return to_plain({**own, **args})
     if dataclasses.is_dataclass(config):
         return {f.name: to_plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
     if isinstance(config, dict):
@@ -93,8 +102,17 @@ def _group(group: str, plain: Any, problems: list[Problem]) -> Any:
         problems.append(Problem(key, value, "a choice must be given", f"{group}={example}"))
         return None
     name = plain["name"]
+    if name == MISSING:  # GROUP=own
+        fix = f"{group}.name=my_package.my_module.attribute"
+        problems.append(Problem(f"{group}.name", name, "required: where your own code is", fix))
+        return Custom(name) if group not in VARIANTS else None
     if group in OPEN_GROUPS and (group not in VARIANTS or "." in name):
-        return Custom(name, {key: value for key, value in plain.items() if key != "name"})
+        own: type[Custom] = OwnOptimizer if group == "optimizer" else Custom
+        fields = {field.name for field in dataclasses.fields(own)} - {"args"}
+        known = {key: value for key, value in plain.items() if key in fields}
+        made = _dataclass(own, known, f"{group}.", problems)
+        made.args = {key: value for key, value in plain.items() if key not in fields}
+        return made
     if name not in variants:
         near = nearest(name, variants) or next(iter(variants))
         reason = f"no such choice; choices: {', '.join(variants)}"

@@ -24,6 +24,7 @@ from titanlike.config.groups import (
     LoopedSchedule,
     Mse,
     NoLogger,
+    OwnOptimizer,
     PointSplit,
     Precision,
     Schedule,
@@ -166,8 +167,8 @@ class Config:
     split: EvenSplit | PointSplit | BalanceSplit | AutoSplit = key(EvenSplit, "where stages begin")
     schedule: Schedule | LoopedSchedule | CsvSchedule | Custom = key(Schedule, "pipeline schedule")
     data: TextData | TokenData | SyntheticData | Custom = key(TextData, "training data")
-    optimizer: AdamW | Sgd = key(AdamW, "optimizer")
-    lr: ConstantLr | DecayLr | WsdLr = key(WsdLr, "learning-rate schedule")
+    optimizer: AdamW | Sgd | OwnOptimizer = key(AdamW, "optimizer")
+    lr: ConstantLr | DecayLr | WsdLr | Custom = key(WsdLr, "learning-rate schedule")
     loss: CrossEntropy | ChunkedCrossEntropy | Mse | Custom = key(CrossEntropy, "loss function")
     precision: Precision = key(Precision, "compute precision")
     fsdp: Fsdp = key(Fsdp, "sharding inside a stage")
@@ -216,4 +217,4 @@ VARIANTS: dict[str, dict[str, type]] = {
 }
 
 # groups whose `name` may be an import path of the user's own
-OPEN_GROUPS = ("model", "schedule", "data", "loss")
+OPEN_GROUPS = ("model", "schedule", "data", "optimizer", "lr", "loss")

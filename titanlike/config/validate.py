@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.config.errors import Problem
-from titanlike.config.schema import AdamW, Config, DecayLr, Sgd, Wandb, WsdLr
+from titanlike.config.schema import AdamW, Config, DecayLr, OwnOptimizer, Sgd, Wandb, WsdLr
 
 MAX_STAGES = 256
 MAX_RANKS = 1_000_000
@@ -125,7 +125,9 @@ def _positive(config: Config) -> Iterator[Problem]:
     if getattr(config.loss, "chunk", 1) < 1:
         yield Problem("loss.chunk", config.loss.chunk, "must be at least 1", "loss.chunk=2048")
     for key, least in _LEAST.items():
-        if (value := attrgetter(key)(config)) < least:
+        group, _, name = key.rpartition(".")
+        settings = attrgetter(group)(config) if group else config
+        if (value := getattr(settings, name, least)) < least:  # the user's own lr has no warmup
             yield Problem(key, value, f"must be at least {least}", f"{key}={least}")
     timeout = {"logger.timeout": "30"} if isinstance(config.logger, Wandb) else {}
     for key, example in (_ABOVE_ZERO | timeout).items():
@@ -137,12 +139,14 @@ def _positive(config: Config) -> Iterator[Problem]:
 def _ranges(config: Config) -> Iterator[Problem]:
     """Ranges of the optimizer's and the learning rate's numbers."""
     optimizer, lr = config.optimizer, config.lr
-    decay, clip = optimizer.weight_decay, optimizer.clip is None or optimizer.clip > 0
+    clip = optimizer.clip is None or optimizer.clip > 0
     checks: list[tuple[str, bool, str, Any]] = [
         ("optimizer.lr", 0 <= optimizer.lr < inf, "must be at least 0, finite", 3e-4),
-        ("optimizer.weight_decay", 0 <= decay < inf, "must be at least 0, finite", 0.1),
         ("optimizer.clip", clip, "must be above 0, or null for no clipping", "null"),
     ]
+    if not isinstance(optimizer, OwnOptimizer):
+        good = 0 <= optimizer.weight_decay < inf
+        checks += [("optimizer.weight_decay", good, "must be at least 0, finite", 0.1)]
     if isinstance(optimizer, AdamW):
         good = len(optimizer.betas) == 2 and all(0 <= beta < 1 for beta in optimizer.betas)
         checks += [

@@ -38,11 +38,23 @@ MODELS = {
 def resolve_model(config: Config) -> Custom:
     """The model's name and arguments, with vocab_size and max_seq_len filled in where null."""
     args = dict(config.model.args)
+    if config.model.name not in MODELS:
+        args |= {key: None for key in _required(config.model.name) if key not in args}
     if args.get("vocab_size", 0) is None:
         args["vocab_size"] = vocab_size(config)
     if args.get("max_seq_len", 0) is None:
         args["max_seq_len"] = config.seq_len
     return Custom(config.model.name, args)
+
+
+def _required(name: str) -> set[str]:
+    """Those sizes that follow from data and seq_len, and that a model of the user's own needs."""
+    try:
+        parameters = inspect.signature(_import_family(name)).parameters
+    except (ConfigError, ValueError, TypeError):
+        return set()  # reported when it is built
+    sizes = {"vocab_size", "max_seq_len"} & parameters.keys()
+    return {size for size in sizes if parameters[size].default is inspect.Parameter.empty}
 
 
 def build_model(model: Custom, device: str = "meta") -> nn.Module:

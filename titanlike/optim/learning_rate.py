@@ -9,11 +9,14 @@ import math
 
 import torch
 
-from titanlike.config.schema import Config, ConstantLr, DecayLr, WsdLr
+from titanlike.config.schema import Config, ConstantLr, Custom, DecayLr, WsdLr
+from titanlike.optim.own import own_lr_factor
 
 
-def lr_factor(config: ConstantLr | DecayLr | WsdLr, step: int, steps: int) -> float:
+def lr_factor(config: ConstantLr | DecayLr | WsdLr | Custom, step: int, steps: int) -> float:
     """Learning rate of step `step` (the first is 1) of `steps`, as a share of the peak."""
+    if isinstance(config, Custom):
+        return own_lr_factor(config, step, steps)
     if step < config.warmup:
         return step / config.warmup
     if isinstance(config, ConstantLr):

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlike.config import schema
-from titanlike.config.errors import ConfigError, Problem, nearest
+from titanlike.config.errors import ConfigError, Problem, nearest, override_text
 from titanlike.config.imports import import_object
 from titanlike.config.schema import Custom
 from titanlike.data.sources import IGNORE
@@ -263,7 +263,12 @@ def _own(config: Custom, device: torch.device | None) -> Loss:
         if not any(p.kind == p.VAR_KEYWORD for p in taken):
             for key in config.args.keys() - set(known):
                 near = nearest(key, known)
-                fix = f"loss.{near}=..." if near else f"its arguments: {', '.join(known) or 'none'}"
+                value = override_text(config.args[key])
+                fix = (
+                    f"loss.{near}={value}"
+                    if near
+                    else f"its arguments: {', '.join(known) or 'none'}"
+                )
                 reason = f"{config.name} has no such key"
                 raise ConfigError([Problem(f"loss.{key}", config.args[key], reason, fix)])
         try:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titanlike.config.schema import AdamW, Sgd
+from titanlike.config.schema import AdamW, OwnOptimizer, Sgd
+from titanlike.optim.own import own_optimizer
 from titanlike.parallel.mesh import Mesh
 
 
@@ -34,10 +35,12 @@ class StageState:
         return name in self.owned or name not in self.names.values()
 
 
-def build_optimizer(stage: nn.Module, config: AdamW | Sgd) -> torch.optim.Optimizer:
+def build_optimizer(stage: nn.Module, config: AdamW | Sgd | OwnOptimizer) -> torch.optim.Optimizer:
     """One optimizer for one stage; vectors (norms, biases) are not decayed."""
     matrices = [p for p in stage.parameters() if p.dim() >= 2]
     vectors = [p for p in stage.parameters() if p.dim() < 2]
+    if isinstance(config, OwnOptimizer):
+        return own_optimizer(config, matrices, vectors)
     decays = ((matrices, config.weight_decay), (vectors, 0.0))
     groups = [{"params": params, "weight_decay": decay} for params, decay in decays if params]
     groups = groups or [{"params": []}]  # a stage of buffers alone

@@ -24,6 +24,7 @@ from titanlike.graph.model_graph import Fields, ModelGraph, fields_of
 from titanlike.graph.recording import RecordError
 from titanlike.models.checks import model_problems
 from titanlike.models.registry import build_model, constructed_buffers, resolve_model
+from titanlike.optim import own
 from titanlike.optim.chunked_loss import HeadNested, find_head, with_chunked_loss
 from titanlike.optim.loss import Loss, build_loss, check_loss, trained_outputs
 from titanlike.parallel.batchnorm import freeze_statistics
@@ -125,10 +126,15 @@ def preflight(config: Config) -> list[Problem]:
         choose_device(config.device, 0, ranks)
     except ValueError as error:
         problems.append(Problem.parse("device", str(error)))
+    problems += own.problems(config)
+    try:  # before the model, whose problems would hide it
+        build_loss(config.loss)
+    except ConfigError as error:
+        problems += error.problems
     try:
         draft(config)
     except ConfigError as error:
-        problems += error.problems
+        problems += [problem for problem in error.problems if problem not in problems]
     except DataError as error:  # of a user's own data, which are opened
         problems.append(data_problem(error))
     return problems

@@ -1,0 +1,126 @@
+"""An optimizer and a learning-rate schedule of the user's own, by import path."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.command_lines import examined
+from support.commands import TINY, command
+from support.models import tiny
+from support.paths import ROOT
+from support.world import run_world
+from titanlike.config.schema import Config, Custom, OwnOptimizer
+from titanlike.optim.learning_rate import learning_rate
+from titanlike.optim.own import problems
+from titanlike.proof.verification import verify
+
+LION = "my_models.optimizers.Lion"
+SQUARE_ROOT = "my_models.optimizers.inverse_square_root"
+
+
+@pytest.fixture(autouse=True)
+def _examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "examples"))
+
+
+class CountsInPython(torch.optim.SGD):
+    """Keeps a number as state, which a checkpoint of tensors would lose."""
+
+    def step(self, closure: None = None) -> None:
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["count"] = 1
+
+
+def negative(step: int, steps: int) -> float:
+    return 1 - 2 * step / steps
+
+
+@pytest.mark.parametrize(
+    "name, args, said",
+    [
+        ("my_models.optimizers.Lino", {}, "did you mean my_models.optimizers.Lion?"),
+        (LION, {"beta": 3}, "optimizer.beta=3: my_models.optimizers.Lion has no such argument"),
+        (LION, {"betas": [1]}, "trying it raised ValueError: not enough values to unpack"),
+        (SQUARE_ROOT, {}, "it takes (step: int, steps: int"),
+        ("torch.optim.LBFGS", {}, "missing 1 required positional argument: 'closure'"),
+        ("torch.nn.Linear", {}, "optimizer.name=torch.nn.Linear"),
+        (f"{__name__}.CountsInPython", {}, "keeps int 'count' as state"),
+    ],
+)
+def test_an_optimizer_that_cannot_work_is_refused_before_a_start(
+    name: str, args: dict, said: str
+) -> None:
+    (problem,) = problems(Config(optimizer=OwnOptimizer(name, args)))
+    assert said in str(problem)
+
+
+@pytest.mark.parametrize(
+    "name, args, said",
+    [
+        (f"{__name__}.negative", {}, "returned -1.0 for step 300 of 300"),
+        (SQUARE_ROOT, {"warmpu": 3}, "write lr.warmup=3"),
+        (SQUARE_ROOT, {"warmup": 0}, "trying it raised ZeroDivisionError"),
+        ("torch.ones", {}, "lr.name=torch.ones"),
+    ],
+)
+def test_a_schedule_that_cannot_work_is_refused_before_a_start(
+    name: str, args: dict, said: str
+) -> None:
+    (problem,) = problems(Config(lr=Custom(name, args)))
+    assert said in str(problem)
+
+
+def test_a_schedule_is_a_share_of_the_peak() -> None:
+    config = Config(
+        steps=400, optimizer=OwnOptimizer(LION, lr=2.0), lr=Custom(SQUARE_ROOT, {"warmup": 4})
+    )
+    assert [*problems(config)] == []
+    assert [learning_rate(config, step) for step in (1, 4, 16, 400)] == [0.5, 2.0, 1.0, 0.2]
+
+
+def test_an_optimizer_of_elements_is_exact_in_a_layout_and_its_state_is_resumed(
+    tmp_path: Path,
+) -> None:
+    optimizer = OwnOptimizer(LION, {"weight_decay": 0.1}, lr=1e-3)
+    config = tiny(2, 2, optimizer=optimizer, lr=Custom(SQUARE_ROOT, {"warmup": 2}))
+    results = run_world(verify, config, tmp_path)
+    assert {result["exit_code"] for result in results} == {0}, (tmp_path / "rank0.out").read_text()
+
+
+@pytest.mark.slow
+def test_a_run_with_an_optimizer_of_its_own_is_the_same_where_it_was_interrupted(
+    tmp_path: Path,
+) -> None:
+    own = [f"optimizer.name={LION}", "optimizer.weight_decay=0.1", f"lr.name={SQUARE_ROOT}"]
+    words = [*TINY, *own, "lr.warmup=2", "data=synthetic", "checkpoint.last=true"]
+    assert command(*words, "run_dir=whole", cwd=tmp_path).returncode == 0
+    assert command(*words, "steps=3", "run_dir=parts", cwd=tmp_path).returncode == 0
+    assert command(*words, "run_dir=parts", cwd=tmp_path).returncode == 0
+    ends = [
+        (tmp_path / run / "metrics.jsonl").read_text().splitlines()[-1].split('"loss": ')[1][:18]
+        for run in ("whole", "parts")
+    ]
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("group", ["data", "loss", "schedule", "optimizer", "lr", "model"])
+def test_code_of_ones_own_is_named_without_a_file(group: str) -> None:
+    """The arguments are keys of the group; the keys of the default choice are not passed."""
+    for words in ([f"{group}.name=my.code"], [f"{group}=own", f"{group}.name=my.code"]):
+        checked = examined(*words, f"{group}.width=3")
+        assert checked.problems == []
+        chosen = getattr(checked.config, group)
+        assert (chosen.name, chosen.args) == ("my.code", {"width": 3})
+
+
+def test_a_model_of_ones_own_gets_the_sizes_that_it_needs() -> None:
+    from titanlike.models.registry import resolve_model
+
+    config = replace(tiny(), model=Custom("my_models.mixer.Mixer", {"length": 16, "width": 8}))
+    assert "vocab_size" in resolve_model(config).args
