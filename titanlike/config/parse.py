@@ -206,7 +206,7 @@ def _float(value: float) -> float:
     try:
         return float(value)
     except OverflowError:  # an integer of 400 digits
-        return math.copysign(math.inf, value)
+        return math.inf if value > 0 else -math.inf
 
 
 def _seconds(value: Any) -> float | None:

@@ -13,12 +13,26 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.config.errors import Problem
+from titanlike.config.parse import to_plain
 from titanlike.config.schema import AdamW, Config, DecayLr, OwnOptimizer, Sgd, Wandb, WsdLr
 
 MAX_STAGES = 256
 MAX_RANKS = 1_000_000
 MAX_BATCH = 2**20  # sequences of one dp rank a step
 MAX_NUMBER = 2**40  # of any count
+MAX_SEQ_LEN = 2**27
+MAX_VOCAB = 2**31 - 1
+MAX_LAYERS = 10_000  # of a model: more take minutes to be checked
+MAX_TIMEOUT = 1e6  # seconds: a system's waits count milliseconds in 32 bits
+_WAITS = ("launch.", "checkpoint.timeout", "logger.timeout")
+_BOUNDS = {  # of keys, and of a model's keys by these names
+    **{"seq_len": MAX_SEQ_LEN, "data.vocab_size": MAX_VOCAB, "model.vocab_size": MAX_VOCAB},
+    **{"model.layers": MAX_LAYERS, "model.dim": 2**20, "model.ffn_dim": 2**24},
+    **{"model.heads": 2**16, "model.kv_heads": 2**16, "model.max_seq_len": MAX_SEQ_LEN},
+    **{"data.workers": 4096, "launch.max_restarts": 1_000_000, "sweep.parallel": 100_000},
+    **{"schedule.microbatches": 100_000, "spike_window": 1_000_000},
+    **{"max_time": 1e9, "sweep.wait": 1e9, "seed": 2**63 - 1},
+}
 _LONGEST_NAME = 128  # characters, in W&B
 _MAX_MESHES = 3  # that an error names
 _LEAST = {
@@ -35,12 +49,41 @@ _ABOVE_ZERO = {  # and finite; key -> an example
 
 def problems(config: Config, world_size: int | None = None) -> list[Problem]:
     """Every problem of a parsed config; world_size: processes that were started for it."""
+    if found := out_of_bounds(config):
+        return found  # alone: other checks compute with these numbers
     found = [*_mesh(config, world_size), *_positive(config), *_ranges(config), *_batch(config)]
     found += [*_resume(config), *_wandb(config)]
     if config.value == "val_loss" and config.validation.every == 0:
         reason = "nothing is validated with validation.every=0"
         found.append(Problem("value", "val_loss", reason, "value=loss"))
     return [*found, *sweep_problems(config)]
+
+
+def out_of_bounds(config: Config) -> list[Problem]:
+    """Every number that no run can have: further checks would overflow, or take very long."""
+    return list(_bounds(to_plain(config)))
+
+
+def _bounds(plain: Any, key: str = "") -> Iterator[Problem]:
+    if isinstance(plain, (dict, list)):
+        named = (
+            plain.items()
+            if isinstance(plain, dict)
+            else ((f"[{i}]", x) for i, x in enumerate(plain))
+        )
+        if isinstance(plain, list) and len(plain) > MAX_LAYERS:
+            yield Problem(key, f"[{len(plain)} items]", f"has more than {MAX_LAYERS}, the maximum")
+            return
+        for name, value in named:
+            yield from _bounds(value, f"{key}.{name}".lstrip(".").replace(".[", "["))
+    elif isinstance(plain, (int, float)) and not isinstance(plain, bool):
+        timeout = key.startswith(_WAITS) and "restarts" not in key
+        most = _BOUNDS.get(key, MAX_TIMEOUT if timeout else MAX_NUMBER)
+        if plain != plain or plain in (inf, -inf):
+            yield Problem(key, plain, "must be finite")
+        elif abs(plain) > most:
+            reason = f"is more than {most:g}, the maximum" if plain > 0 else "is too far below 0"
+            yield Problem(key, plain, reason, f"{key}={round(most)}" if plain > 0 else "")
 
 
 def sweep_problems(config: Config) -> Iterator[Problem]:

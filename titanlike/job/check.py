@@ -25,6 +25,8 @@ def problems(config: Config, world_size: int | None = None) -> list[Problem]:
     """world_size: processes that have been started for the run; None if they have not been yet."""
     if secrets := list(secret_problems(to_plain(config))):
         return secrets  # first, and alone: the messages of other rooms quote values
+    if found := validate.out_of_bounds(config):
+        return found
     found = validate.problems(config, world_size)
     for key, value, reason, remedy in data.problems(config):
         remedy = remedy.removeprefix("Write ")
