@@ -15,6 +15,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from titanlike.command.override_errors import flat_keys
+from titanlike.config.overrides import ADDED
 from titanlike.config.schema import OPEN_GROUPS
 
 
@@ -44,7 +45,7 @@ def may_set(override: Override, composed: DictConfig) -> bool:
     name = str(OmegaConf.select(composed, f"{group}.name", throw_on_missing=False))
     own = "." in name or name == "None"  # ??? is None: its problem is found when it is parsed
     named = key in flat_keys(composed) and not override.is_add()
-    return named or group == "model" or (group in OPEN_GROUPS and bool(rest) and own)
+    return named or f"{key}=".startswith(ADDED) or (group in OPEN_GROUPS and bool(rest) and own)
 
 
 def plain_config(composed: DictConfig) -> dict[str, Any]:

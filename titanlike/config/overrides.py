@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from titanlike.config.schema import OPEN_GROUPS
 
-_ADDED = ("model.", "data.changed=")  # data.changed: the file of a user's own data may lack it
+ADDED = ("model.", "data.changed=")  # data.changed: the file of a user's own data may lack it
 
 
 def key_of(override: str) -> str:
@@ -24,7 +24,7 @@ def to_hydra(override: str, own: Collection[str] = ()) -> str:
     own: groups besides the model that name code of the user's.
     """
     group, dot, _ = override.partition("=")[0].partition(".")
-    adds = override.startswith(_ADDED) or (dot and group in own)
+    adds = override.startswith(ADDED) or (dot and group in own)
     return f"++{override}" if adds else override
 
 
