@@ -79,6 +79,7 @@ TOOLS = {
 
 def main(command: str | None = None) -> None:
     """Run a command; without `command`, the one that the first word names, else train."""
+    _open_closed_streams()
     typed = _take_command() if command is None else None
     set_program(typed)
     list_commands = command is None and typed is None
@@ -150,6 +151,19 @@ def _drive_or_follow(
         return code
     finally:
         ranks.release(code if isinstance(code, int) else int(code is not None))
+
+
+def _open_closed_streams() -> None:
+    """Give stdin, stdout and stderr that the caller has closed (`>&-`) to the null device.
+
+    Else the next file or socket would get their numbers, and what is printed.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r"))  # noqa: SIM115
 
 
 def _take_command() -> str | None:
