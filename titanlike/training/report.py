@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable
 
 from titanlike.config.program import train_program
+from titanlike.config.schema import Config
 from titanlike.metrics import units
 from titanlike.metrics.summary import summarize
 from titanlike.split.auto_split import AutoSplitResult
@@ -32,6 +33,7 @@ def opening(session: Session) -> None:
         ("not used", f"{_first(draft.unused)}: no gradient, no update" if draft.unused else ""),
         ("precision", config.precision.name),
         ("data", data.description),
+        ("epochs", epochs(config, len(data.train))),
         ("batch", f"{config.batch_size} x {config.seq_len} = {most}{units.count(tokens)} tokens"),
         ("microbatches", f"{cut} ({draft.why_microbatches})"),
         ("schedule", config.schedule.name if mesh.pp > 1 else ""),
@@ -83,6 +85,8 @@ def closing(session: Session, start: int) -> None:
     console.line(f"{'resume' if stopped else 'continue'} with: {shlex.join(more)}")
 
 
+_MANY_EPOCHS = 50
+
 _TEXT: dict[str, Callable[[float], str]] = {  # of a cost of split=auto, by `split.cost`
     "params": lambda cost: f"{units.count(cost)} parameters",
     "flops": units.flop,
@@ -108,6 +112,18 @@ def _splits(found: AutoSplitResult) -> list[tuple[str, str]]:
 def _first(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{', '.join(names[:3])}{more}"
+
+
+def epochs(config: Config, sequences: int) -> str:
+    """How often the run reads its data; "" for data that never end."""
+    if sequences >= 1 << 40:
+        return ""
+    epochs = config.steps * config.batch_size / sequences
+    text = f"{epochs:.3g} of {units.count(sequences)} sequences by step {config.steps}"
+    if epochs >= _MANY_EPOCHS:
+        fit = max(1, int(_MANY_EPOCHS * sequences / config.batch_size))
+        return f"{text}; WARNING: a model learns so few by heart; more data, or steps={fit}"
+    return f"{text}: each is read again" if epochs > 1 else text
 
 
 def _span(names: list[str]) -> str:
