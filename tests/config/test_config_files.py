@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from omegaconf import OmegaConf
 from titanlike.config.parse import parse, to_plain
 from titanlike.config.program import conf_dir
 from titanlike.config.schema import VARIANTS, Config
+from titanlike.data import checks
 
 FILES = sorted(conf_dir().glob("*/*.yaml"))
 REQUIRED = ["data.path=x", "data.vocab_size=9"]
@@ -56,6 +58,31 @@ def test_every_choice_composes_and_parses(path: Path) -> None:
 
 def is_required(field: dataclasses.Field) -> bool:
     return field.default is field.default_factory is dataclasses.MISSING
+
+
+PUBLISHED = ["experiment=gpt2_124m", "experiment=llama3_8b", "model=gpt2"]
+PUBLISHED += [f"model={path.stem}" for path in FILES if path.stem.startswith("llama3_")]
+
+
+MODELS = [path for path in FILES if path.parent.name in ("experiment", "model")]
+
+
+@pytest.mark.parametrize("override", [f"{path.parent.name}={path.stem}" for path in MODELS])
+def test_a_model_of_published_size_asks_for_data_and_the_small_ones_have_some(
+    override: str,
+) -> None:
+    config, _ = parse(composed(override))
+    problems = checks.problems(config)
+    assert len(problems) == (override in PUBLISHED)
+    for key, _, reason, fix in problems:
+        assert key == "data.path" and f"{config.model.args['vocab_size']:,} token ids" in reason
+        ways = re.findall(r"data=.*?(?=, or|; to|$)", fix)
+        assert [way.split()[0] for way in ways] == ["data=tokens", "data=text", "data=synthetic"]
+        for way in ways:
+            config, mistakes = parse(composed(override, *way.split()))
+            assert mistakes == []
+            reasons = [reason for _, _, reason, _ in checks.problems(config)]
+            assert all("no such file" in reason.lower() for reason in reasons), reasons
 
 
 def test_every_choice_of_the_schema_is_a_file() -> None:

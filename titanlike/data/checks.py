@@ -14,6 +14,7 @@ from titanlike.data.tokenizer import open_tokenizer
 
 _MAX_SEARCHED = 1 << 24  # tokens, for the document boundary
 _CHUNK = 1 << 20  # tokens searched at once
+_MAX_UNUSED = 4  # the model's token ids for each one of data.path=null
 _OWN_KEYS = ("workers", "changed")  # of every data, not arguments of a user's function
 
 
@@ -33,7 +34,7 @@ def vocab_size(config: Config) -> int:
 def problems(config: Config) -> list[tuple[str, object, str, str]]:
     """(key, value, reason, what to write instead) of every error that is quick to find."""
     checks = {
-        TextData: (_fraction, _workers, _tokenizer, _text_files),
+        TextData: (_fraction, _workers, _tokenizer, _text_files, _stand_in_text),
         TokenData: (_fraction, _workers, _vocabulary, _token_file, _boundary),
         SyntheticData: (_vocabulary,),
         Custom: (_workers, _changed, _custom),
@@ -136,6 +137,25 @@ def _text_files(config: Config) -> None:
     files = find_files(config.data.path)
     if (parquet := next((f for f in files if f.suffix.lower() == ".parquet"), None)) is not None:
         parquet_file(parquet).close()
+
+
+def _stand_in_text(config: Config) -> Iterator[DataError]:
+    """A model of a large vocabulary needs real data: data.path=null is for the small ones."""
+    size, model_size = vocab_size(config), config.model.args.get("vocab_size")
+    if config.data.path is not None or not isinstance(model_size, int):
+        return
+    if model_size > _MAX_UNUSED * size:
+        reason = (
+            f"the model has {model_size:,} token ids, and without data.path it would be trained on "
+            f"Python's own sources, which have {size}"
+        )
+        tokens = f"data=tokens data.path=FILE data.vocab_size={model_size}"
+        if model_size > 1 << 16:
+            tokens += " data.dtype=uint32"
+        synthetic = f"data=synthetic data.vocab_size={model_size}"
+        text = "data=text data.path=FOLDER data.tokenizer=TOKENIZER"
+        fix = f"Write {tokens}, or {text}; to try the model's speed, {synthetic}"
+        yield DataError("data.path", "null", reason, fix)
 
 
 def _token_file(config: Config) -> Iterator[DataError]:
