@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from support import forwards, unused_gradients
+from support import forwards, stashed, unused_gradients
 from support.forwards import VOCAB
 from support.models import tiny
 from support.world import run_world
@@ -50,6 +50,9 @@ MODELS = {
     "without gradients, relayed": unused_gradients.NormOfTheFirst,
     "by value": unused_gradients.ByValue,
     "a table of weights": unused_gradients.TableOfWeights,
+    "stash and pop within a block": stashed.within_blocks,
+    "kept by a hook": stashed.KeptByAHook,
+    "a table of all blocks": stashed.table_of_all_blocks,
 }
 
 

@@ -15,11 +15,29 @@ from titanlike.proof.verification import verify
 from titanlike.training.draft import preflight
 
 
-@pytest.mark.parametrize("name", ["AsksForTheDevice", "MaskedEncoder", "CompiledBlocks"])
+@pytest.mark.parametrize(
+    "name", ["AsksForTheDevice", "MaskedEncoder", "CompiledBlocks", "SkipsAFullMask"]
+)
 def test_a_forward_that_is_recorded_without_a_device_trains_as_in_one_process(
     name: str, tmp_path: Path
 ) -> None:
     config = tiny(2, 2, model=Custom(f"support.device_dependent.{name}"))
+    results = run_world(verify, config, tmp_path)
+    assert {result["exit_code"] for result in results} == {0}, (tmp_path / "rank0.out").read_text()
+
+
+@pytest.mark.parametrize("name", ["t5", "bart", "mixtral"])
+def test_a_module_that_wraps_a_model_of_transformers_is_recorded(name: str) -> None:
+    """Their masks and mixtures of experts do not run on meta, unless they are compiled."""
+    assert not preflight(tiny(2, 1, model=Custom(f"support.wrapped_transformers.{name}")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["t5", "bart", "mixtral"])
+def test_a_module_that_wraps_a_model_of_transformers_trains_as_in_one_process(
+    name: str, tmp_path: Path
+) -> None:
+    config = tiny(2, 2, model=Custom(f"support.wrapped_transformers.{name}"))
     results = run_world(verify, config, tmp_path)
     assert {result["exit_code"] for result in results} == {0}, (tmp_path / "rank0.out").read_text()
 

@@ -1,4 +1,5 @@
-"""Models that ask for the device, look at constants, or contain what torch.compile returns."""
+"""Models that ask for the device or whether they are compiled, look at constants, or contain what
+torch.compile returns."""
 
 from __future__ import annotations
 
@@ -50,6 +51,17 @@ class CompiledBlocks(Blocks):
         x = self.tokens(ids)
         for block in self.blocks:
             x = x + self.act(block(x))
+        return self.out(x)
+
+
+class SkipsAFullMask(MaskedEncoder):
+    """It looks at the batch to save work, unless it is compiled, as transformers does."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        padding, tokens = ids == 0, ids.shape[1]
+        if not torch.compiler.is_compiling() and not padding.any():
+            padding = None
+        x = self.encoder(self.tokens(ids), self.mask[:tokens, :tokens], padding)
         return self.out(x)
 
 

@@ -27,6 +27,7 @@ from titanlike.config.schema import Config, Fsdp
 from titanlike.launch.worker import Worker
 from titanlike.proof.verification import verify
 from titanlike.torch_private import distributed_checkpoint, pipeline_stage
+from titanlike.torch_private.compiler import as_if_compiling
 from titanlike.torch_private.fsdp import reduce_missing_gradients
 from titanlike.torch_private.pipeline_runtime import FIELD
 from titanlike.training import checks
@@ -324,3 +325,10 @@ def test_a_reentrant_checkpoint_runs_without_autograd() -> None:
 
     checkpoint(function, torch.ones(2, requires_grad=True), use_reentrant=True)
     assert enabled == [False]
+
+
+def test_a_forward_can_be_told_that_it_is_compiled() -> None:
+    """If torch ever offers a switch, `as_if_compiling` may go."""
+    with as_if_compiling():
+        assert torch.compiler.is_compiling()
+    assert not torch.compiler.is_compiling()

@@ -11,6 +11,7 @@ shapes; unlike `torch.export` a unit stays a module, whose forward is not restri
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import traceback
@@ -27,10 +28,12 @@ from torch.overrides import TorchFunctionMode
 import titanlike
 from titanlike.graph import side_effects
 from titanlike.graph.constant_value import constant_value
+from titanlike.graph.hidden_values import tensors
 from titanlike.graph.pytree import tree_flatten, tree_map
 from titanlike.graph.recording import Node, RecordError, Recording, RecordingBuilder
 from titanlike.torch_private import pytree
 from titanlike.torch_private.autograd import intercept_checkpoints, intercept_custom_functions
+from titanlike.torch_private.compiler import as_if_compiling
 
 # Prefixes of functions that draw random numbers: called twice they return different tensors.
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "exponential_")
@@ -62,16 +65,12 @@ def record_forward(
     buffers: gives the model's buffers, which the forward may look at.
     Raises RecordError where the forward depends on values, or uses tensors of unknown origin.
     """
-    interceptor = _Interceptor(model, units, device, buffers)
-    for name, tensor in batch.items():
-        interceptor.builder.add(Node("input", name, value=tensor))
-    others = {name: tensor for name, tensor in batch.items() if name != "inputs"}
-    first = (batch["inputs"],) if "inputs" in batch else ()
     try:
-        with side_effects.restored(model, units), interceptor.active():
-            output = model(*first, **others)
-            return interceptor.finish(output)
+        return _record(model, batch, units, device, buffers)
     except (RuntimeError, NotImplementedError) as error:
+        # torch.compile cannot look at values either: a library may have a forward for it
+        with contextlib.suppress(Exception), as_if_compiling():
+            return _record(model, batch, units, device, buffers)
         if "meta" not in str(error).lower():
             raise
         raise RecordError(
@@ -80,6 +79,22 @@ def record_forward(
             "torch.where instead of `if tensor:`, shapes instead of .item() and .tolist(), masks "
             "instead of boolean indices; or these lines inside a block: blocks run as they are",
         ) from error
+
+
+def _record(
+    model: nn.Module,
+    batch: dict[str, Tensor],
+    units: Sequence[str],
+    device: str,
+    buffers: Callable[[], dict[str, Tensor]],
+) -> Recording:
+    interceptor = _Interceptor(model, units, device, buffers)
+    for name, tensor in batch.items():
+        interceptor.builder.add(Node("input", name, value=tensor))
+    others = {name: tensor for name, tensor in batch.items() if name != "inputs"}
+    first = (batch["inputs"],) if "inputs" in batch else ()
+    with side_effects.restored(model, units), interceptor.active():
+        return interceptor.finish(model(*first, **others))
 
 
 def _users_line(error: BaseException) -> str:
@@ -165,7 +180,12 @@ class _Interceptor(TorchFunctionMode):
                 leaves = pytree.tree_leaves((args, kwargs))
                 used = (id(leaf) for leaf in leaves if isinstance(leaf, nn.Parameter))
                 self._weight_uses.update(used)
-            return function(*args, **kwargs)
+            if self._on_cpu:
+                return function(*args, **kwargs)
+            self.builder.check_used(self._running[0], tensors((args, kwargs)))
+            result = function(*args, **kwargs)
+            self.builder.hidden.add(self._running[0], name, (*args, kwargs), result)
+            return result
         if name in _READS_VALUES and (node := self.builder.unchanged_node(args[0])):
             value = constant_value(node, self._buffers)
             if value is not None:  # of sizes and buffers alone: the same in each step
@@ -220,6 +240,7 @@ class _Interceptor(TorchFunctionMode):
                 # now: the unit may change a list that it is given
                 identities = side_effects.argument_identities(args, kwargs)
                 self._arguments = (*self.builder.with_nodes((args, kwargs)), identities)
+                self.builder.hidden.enter(tree_flatten((args, kwargs))[0])
             self._running.append(name)
 
         return hook
@@ -239,6 +260,7 @@ class _Interceptor(TorchFunctionMode):
                     "a block that returns what it computed",
                 )
             self._rng.used_since_last_check()  # a unit may draw: it runs in each step
+            self.builder.check_used(name, tensors(result))
             node = Node("unit", name, args_before, kwargs_before)
             node.has_parameters = next(module.parameters(), None) is not None
             node.checkpointed = self._checkpoint_depth > 0
@@ -283,6 +305,7 @@ class _Interceptor(TorchFunctionMode):
         if self._running:
             return call(*args)
         arguments = self.builder.with_nodes(args)
+        self.builder.hidden.enter(args)
         self._running.append(kind.__name__)
         try:
             result = call(*args)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.graph.gradient_flow import GradientFlow
+from titanlike.graph.hidden_values import HiddenValues
 from titanlike.graph.pytree import dataclass_fields, is_plain_dataclass, tree_flatten, tree_map
 from titanlike.torch_private import pytree
 
@@ -78,6 +80,7 @@ class RecordingBuilder:
     def __init__(self, model: nn.Module) -> None:
         self.nodes: list[Node] = []
         self.gradient_flow = GradientFlow()
+        self.hidden = HiddenValues()
         self._node_of: dict[int, Node] = {}  # by the id of its tensor
         self._versions: list[tuple[Node, int]] = []  # keeps the tensors alive, so ids stay unique
         tensors = [*model.named_buffers(), *model.named_parameters()]
@@ -133,6 +136,20 @@ class RecordingBuilder:
             todo += new
         return next(iter(found), None)
 
+    def check_used(self, unit: str, used: Sequence[Tensor]) -> None:
+        """Raise RecordError where a unit uses a tensor that it is not given and that is not its own."""
+        for tensor in used:
+            node, made_by = self._node_of.get(id(tensor)), self.hidden.made_by(tensor)
+            outside = node is not None and node.kind != "weight"
+            if self.hidden.is_given(tensor) or made_by == unit or not (made_by or outside):
+                continue
+            maker = made_by or (node.target if node.kind == "unit" else "the model's own forward")
+            raise RecordError(
+                f"its {unit} reads a tensor of {maker} that is stored somewhere (in a dict, a list "
+                "or an attribute), not passed as an argument: another stage would not find it",
+                f"a forward that returns it from where it is computed and passes it to {unit}",
+            )
+
     def with_nodes(self, value: Any) -> Any:
         """Arguments or an output with nodes in place of tensors; raises RecordError."""
         return tree_map(value, self._node_for)
@@ -156,6 +173,12 @@ class RecordingBuilder:
     def _add_weight(self, tensor: Tensor) -> None:
         """Add the parameter or buffer that a tensor is, as no recorded call made it."""
         name = self._names.get(id(tensor))
+        if name is None and (unit := self.hidden.made_by(tensor)):
+            raise RecordError(
+                f"its forward uses a tensor that is computed inside of {unit}, which does not "
+                "return it",
+                f"a {unit} that returns it",
+            )
         if name is None:
             raise RecordError(
                 f"its forward uses a tensor of shape {tuple(tensor.shape)} that is neither a "

@@ -1,0 +1,57 @@
+"""Which unit computed which tensor, also one that the unit does not return.
+
+A block may store a tensor in a dict, a list or an attribute, and a later block may read it there
+(stash and pop). The two may be on different stages, where nothing is read, so it is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from titanlike.torch_private import pytree
+
+
+class HiddenValues:
+    """What units compute of their arguments and weights, while a forward is recorded.
+
+    What a unit computes of sizes alone may be stored (a table of positions that blocks share): each
+    stage computes its own.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[
+            int, tuple[Tensor, str]
+        ] = {}  # by id; keeps them alive, so ids stay unique
+        self._given: set[int] = set()  # ids of the running unit's arguments
+
+    def enter(self, arguments: Any) -> None:
+        """A unit is called with these tensors."""
+        self._given = {id(tensor) for tensor in tensors(arguments)}
+
+    def add(self, unit: str, function: str, arguments: Any, result: Any) -> None:
+        """To be called with each torch function that a unit calls."""
+        if function.endswith("_like") or function.startswith("new_"):
+            return  # of an argument's shape and dtype, not of its values
+        if function == "to" or function.endswith("_as"):
+            arguments = arguments[0]  # likewise of the other argument
+        if any(
+            id(t) in self._given or id(t) in self._made or t.requires_grad
+            for t in tensors(arguments)
+        ):
+            for tensor in tensors(result):
+                self._made.setdefault(id(tensor), (tensor, unit))
+
+    def is_given(self, tensor: Tensor) -> bool:
+        """Whether it is an argument of the running unit."""
+        return id(tensor) in self._given
+
+    def made_by(self, tensor: Tensor) -> str | None:
+        """The unit that computed the tensor."""
+        return self._made[id(tensor)][1] if id(tensor) in self._made else None
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """The tensors in nested containers."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
