@@ -35,7 +35,14 @@ NOT_RUN = {
 # What is added to runs of the default model, so that they take a second and not ten.
 SMALLER = " model.dim=32 model.ffn_dim=64 seq_len=16 validation.batches=1"
 # Names that look like keys in inline code and are none of the schema's.
-NOT_KEYS = {"loss.gamma", "data.delay", "last_call_timeout", "join_timeout", "lengths"}
+NOT_KEYS = {
+    "trainer.max_steps",
+    "loss.gamma",
+    "data.delay",
+    "last_call_timeout",
+    "join_timeout",
+    "lengths",
+}
 
 
 def commands(text: str) -> list[str]:
@@ -156,7 +163,15 @@ def keys_in(span: str) -> list[str]:
 
 def known_keys() -> set[str]:
     rows = re.findall(r"^\| `([a-z_.]+)=?` \|", generate.keys(), flags=re.MULTILINE)
-    names = set(rows) | {"experiment", "loss.name", "data.name", "model.name", "schedule.name"}
+    names = set(rows) | {
+        "experiment",
+        "optimizer.name",
+        "lr.name",
+        "loss.name",
+        "data.name",
+        "model.name",
+        "schedule.name",
+    }
     return names | {"hydra/launcher", "hydra/sweeper"}
 
 

@@ -1,11 +1,12 @@
-"""How often a run reads its data is shown before its first step."""
+"""How often a run reads its data, and a warm-up that it does not finish, are shown before its first step."""
 
 from __future__ import annotations
 
 import pytest
 
+from titanlike.config.groups import ConstantLr
 from titanlike.config.schema import Config
-from titanlike.training.report import epochs
+from titanlike.training.report import epochs, warmup
 
 
 @pytest.mark.parametrize(
@@ -26,3 +27,13 @@ def test_the_steps_that_a_warning_names_are_fewer_epochs() -> None:
     config = Config(steps=300, batch_size=16)
     steps = int(epochs(config, 48).rpartition("steps=")[2])
     assert "WARNING" not in epochs(Config(steps=steps - 1, batch_size=16), 48)
+
+
+def test_a_warm_up_beyond_the_run_is_a_warning_with_numbers_that_work() -> None:
+    config = Config(steps=50, lr=ConstantLr(warmup=1000))
+    said = warmup(config)
+    assert said.startswith("WARNING: the learning rate reaches 0.05 of its peak at step 50")
+    steps, warm = said.split("steps=")[1].split()[0], said.rpartition("lr.warmup=")[2]
+    assert not warmup(Config(steps=int(steps), lr=ConstantLr(warmup=1000)))
+    assert not warmup(Config(steps=50, lr=ConstantLr(warmup=int(warm))))
+    assert not warmup(Config(steps=20)), "the default's warm-up fits a short trial"

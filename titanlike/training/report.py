@@ -34,6 +34,7 @@ def opening(session: Session) -> None:
         ("precision", config.precision.name),
         ("data", data.description),
         ("epochs", epochs(config, len(data.train))),
+        ("warm-up", warmup(config)),
         ("batch", f"{config.batch_size} x {config.seq_len} = {most}{units.count(tokens)} tokens"),
         ("microbatches", f"{cut} ({draft.why_microbatches})"),
         ("schedule", config.schedule.name if mesh.pp > 1 else ""),
@@ -124,6 +125,16 @@ def epochs(config: Config, sequences: int) -> str:
         fit = max(1, int(_MANY_EPOCHS * sequences / config.batch_size))
         return f"{text}; WARNING: a model learns so few by heart; more data, or steps={fit}"
     return f"{text}: each is read again" if epochs > 1 else text
+
+
+def warmup(config: Config) -> str:
+    """A warning if the run ends before the learning rate has reached its peak; else ""."""
+    steps = getattr(config.lr, "warmup", 0)  # the user's own lr has none
+    if steps <= config.steps:
+        return ""
+    peak = f"{config.steps / steps:.2g} of its peak at step {config.steps}"
+    fit = max(1, config.steps // 10)
+    return f"WARNING: the learning rate reaches {peak}; steps={steps} or more, or lr.warmup={fit}"
 
 
 def _span(names: list[str]) -> str:
