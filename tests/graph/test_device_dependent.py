@@ -33,7 +33,7 @@ def test_a_module_that_wraps_a_model_of_transformers_is_recorded(name: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["t5", "bart", "mixtral"])
+@pytest.mark.parametrize("name", ["t5", "mixtral"])
 def test_a_module_that_wraps_a_model_of_transformers_trains_as_in_one_process(
     name: str, tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ RELATIVE_TOLERANCE = 1e-4  # norm against norm, so that small gradients are comp
 ROUNDING = {"update": 5.0, "gradient": 3.0, "state": 3.0, "buffer": 3.0, "loss": 3.0}
 BF16_FLOOR = 2.0**-8  # bf16: half of its last digit, relative
 SIZE_TOLERANCE = 1e-2  # bf16: of a gradient's part along the right one
+NEGLIGIBLE = 1e-9  # absolute difference of gradients or updates, fp32
 # Updates: norm of the difference against norm of the update, over the elements whose gradient is
 # larger than its rounding or exactly zero. Adam divides a gradient by its own size: where it is
 # almost zero, its last bit decides the sign of the update.
@@ -72,11 +73,11 @@ class Comparison:
             allowed = max(rounding, least * math.sqrt(self.scale))
             return math.sqrt(self.squared) <= allowed and self._has_the_right_size(self.rounding)
         if self.kind == "update":
-            return self.relative <= UPDATE_TOLERANCE["fp32"] or self.difference <= 1e-9
+            return self.relative <= UPDATE_TOLERANCE["fp32"] or self.difference <= NEGLIGIBLE
         if self.kind == "loss":
             return self.difference <= LOSS_TOLERANCE * max(1.0, self.largest)
         close = self.difference <= GRADIENT_TOLERANCE * max(1.0, self.largest)
-        return close and (self.relative <= RELATIVE_TOLERANCE or self.difference <= 1e-9)
+        return close and (self.relative <= RELATIVE_TOLERANCE or self.difference <= NEGLIGIBLE)
 
     def _has_the_right_size(self, rounding: float) -> bool:
         """Whether a gradient in bf16 is as large as it should be: its rounding errors point in all
@@ -133,7 +134,7 @@ def compare(
 def reliable(gradient: Tensor, precision: str) -> Tensor:
     """Where a gradient is large enough for its sign not to be rounding, or exactly zero."""
     size = gradient.abs()
-    limit = RELIABLE[precision] * gradient.square().mean().sqrt()
+    limit = max(RELIABLE[precision] * gradient.square().mean().sqrt().item(), NEGLIGIBLE)
     return (size > limit) | (size == 0)
 
 
