@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -49,7 +50,7 @@ def test_a_run_is_launched_again_from_its_config(tmp_path: Path) -> None:
     assert first.wait()[0] == 0
     (config,) = tmp_path.rglob("config.yaml")
     before = config.read_text()
-    assert f"--config-path '{config.parent}'" in before.splitlines()[1]
+    assert f"--config-path {shlex.quote(str(config.parent))}" in before.splitlines()[1]
     again = Launched("hello", "--config-path", config.parent, cwd=tmp_path / "outputs")
     assert again.wait()[0] == 0
     assert config.read_text() == before

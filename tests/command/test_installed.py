@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -67,7 +68,8 @@ def test_training_names_the_command_that_continues(environment: Path, tmp_path: 
     run_dir = tmp_path / "run"
     assert f"continue with: titanlike train --config-path {run_dir} steps=4\n" in text
     assert (
-        f"#   titanlike train --config-path '{run_dir}'\n" in (run_dir / "config.yaml").read_text()
+        f"#   titanlike train --config-path {shlex.quote(str(run_dir))}\n"
+        in (run_dir / "config.yaml").read_text()
     )
     assert "step-00000002" in run(
         environment, "titanlike", "checkpoint", "list", "run", cwd=tmp_path

@@ -83,8 +83,9 @@ def override_text(value: Any) -> str:
 
 def quoted(text: str) -> str:
     """Any text, quoted for the syntax of overrides."""
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
+    # a backslash is escaped only before a quote: Hydra takes any other as it is
+    escaped = re.sub(r"(\\+)(?='|\Z)", r"\1\1", text)
+    return "'" + escaped.replace("'", r"\'") + "'"
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

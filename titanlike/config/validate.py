@@ -52,7 +52,7 @@ def problems(config: Config, world_size: int | None = None) -> list[Problem]:
     if found := out_of_bounds(config):
         return found  # alone: other checks compute with these numbers
     found = [*_mesh(config, world_size), *_positive(config), *_ranges(config), *_batch(config)]
-    found += [*_resume(config), *_wandb(config)]
+    found += [*_paths(config), *_resume(config), *_wandb(config)]
     if config.value == "val_loss" and config.validation.every == 0:
         reason = "nothing is validated with validation.every=0"
         found.append(Problem("value", "val_loss", reason, "value=loss"))
@@ -247,6 +247,15 @@ def _wandb(config: Config) -> Iterator[Problem]:
     for tag in config.logger.tags:
         if not 1 <= len(tag) <= 64:
             yield Problem("logger.tags", tag, "a tag has 1 to 64 characters", "logger.tags=[a,b]")
+
+
+def _paths(config: Config) -> Iterator[Problem]:
+    """Paths with a line break or another control character, which no printed command could name."""
+    for key, path in (("run_dir", config.run_dir), ("checkpoint.folder", config.checkpoint.folder)):
+        if path is not None and re.search(r"[\x00-\x1f\x7f]", path):
+            shown = repr(path)[1:-1]
+            reason = "a path with a line break or another control character cannot be printed"
+            yield Problem(key, shown, reason, f"{key}=outputs/NAME")
 
 
 def _resume(config: Config) -> Iterator[Problem]:

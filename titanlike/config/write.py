@@ -23,7 +23,7 @@ def write_config(config: Config, run_dir: Path) -> None:
     settings = yaml.safe_dump({"defaults": ["_self_", *overrides], "hydra": shipped["hydra"]})
     text = (
         "# The complete config of this run. Launch it again, with any key=value after it:\n"
-        f"#   {shlex.join(train_program())} --config-path '{run_dir}'\n"
+        f"#   {shlex.join([*train_program(), '--config-path', str(run_dir)])}\n"
         f"{settings}\n{OmegaConf.to_yaml(plain)}"
     )
     atomic_write_text(run_dir / "config.yaml", text)

@@ -7,6 +7,7 @@ val_loss. `time`: seconds since the epoch, after the step. `tokens` counts from 
 from __future__ import annotations
 
 import importlib.util
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -102,7 +103,7 @@ class TensorBoardSink:
         from torch.utils.tensorboard import SummaryWriter  # late: torch, for this sink alone
 
         folder = Path(run_dir) / "tensorboard"
-        self.location = f"tensorboard --logdir {folder}"
+        self.location = f"tensorboard --logdir {shlex.quote(str(folder))}"
         self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
 
     def log(self, record: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shlex
 import sys
 from collections.abc import Iterable, Mapping
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from titanlike.config.credentials import redact_override
-from titanlike.config.errors import Problem
+from titanlike.config.errors import Problem, quoted
 from titanlike.config.overrides import from_hydra, key_of
 from titanlike.config.schema import Sweep
 from titanlike.config.validate import parse_share
@@ -108,7 +109,9 @@ class SweepRun:
             redact_override(word) for word in self.command if not word.startswith(of_this_start)
         ]
         if not any(word.startswith(("run_dir=", "hydra.sweep.dir=")) for word in words):
-            words.append(f"run_dir={self.folder}")
+            folder = str(self.folder)
+            plain = re.fullmatch(r"[\w./-]+", folder, re.ASCII)  # in the syntax of overrides, too
+            words.append(f"run_dir={folder if plain else quoted(folder)}")
         return shlex.join([*self.program, *words])
 
     def swept(self, overrides: Iterable[str]) -> list[str]:
