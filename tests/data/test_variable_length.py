@@ -165,7 +165,7 @@ def several_steps(
     run.pipeline._make_runtime = lambda fields: made.append(fields) or make(fields)
     recorded: list[object] = []
     record = model_graph.record_forward
-    model_graph.record_forward = lambda *args: recorded.append(args) or record(*args)
+    model_graph.record_forward = lambda *a, **k: recorded.append(a) or record(*a, **k)
 
     resolved = resolve_model(config)
     model = build_model(resolved)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,9 @@ def train_each(_: Config, worker: Worker, configs: list[Config]) -> None:
     """Train each, one after the other, in the same processes."""
     for number, config in enumerate(configs):
         store = worker.store and dist.PrefixStore(f"{number}", worker.store)
-        train(config, replace(worker, run_dir=Path(config.run_dir), store=store))
+        with ExitStack() as resources:  # as in a process for each
+            run_dir = Path(config.run_dir)
+            train(config, replace(worker, run_dir=run_dir, store=store, resources=resources))
 
 
 def assert_goes_on(config: Config, folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,9 @@ def train_each(_: Config, worker: Worker, configs: list[Config]) -> list[str]:
     for number, config in enumerate(configs):
         store = worker.store and dist.PrefixStore(f"{number}", worker.store)
         try:
-            train(config, replace(worker, run_dir=Path(config.run_dir), store=store))
+            with ExitStack() as resources:  # as in a process for each
+                run_dir = Path(config.run_dir)
+                train(config, replace(worker, run_dir=run_dir, store=store, resources=resources))
             raised.append("")
         except (ValueError, OSError) as error:
             if worker.world_size > 1:

@@ -46,6 +46,7 @@ def test_the_main_job_learns_in_two_minutes_and_prints_how_to_continue(tmp_path:
         "grad_norm",
         "lr",
         "tokens",
+        "time",
         "tokens_per_second",
         "step_seconds",
         "memory_bytes",

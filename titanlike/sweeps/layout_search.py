@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from typing import Any, get_type_hints
 
 from titanlike.config import validate
-from titanlike.config.errors import ConfigError, Problem
+from titanlike.config.errors import ConfigError, Problem, override_text
 from titanlike.config.parse import convert
 from titanlike.config.schema import Config
 from titanlike.job.run import JobRunner, config_problems
@@ -33,17 +33,20 @@ INVALID, TOO_LARGE, UNPROMISING = "invalid", "too large", "less promising"
 def read_space(plain: Mapping[str, Any]) -> SearchSpace:
     """From hydra.sweeper's plain values. Raises ConfigError with every mistake."""
     problems: list[Problem] = []
+    examples = {"ranks": 8, "most": 24, "microbatches": [4, 8], "stages_per_rank": [2, 4]}
     texts = {**plain, "memory": None if plain["memory"] is None else str(plain["memory"])}
     values = {
-        name: convert(hint, texts[name], f"hydra.sweeper.{name}", problems)
+        name: convert(
+            hint, texts[name], f"hydra.sweeper.{name}", problems, examples.get(name, MISSING)
+        )
         for name, hint in get_type_hints(SearchSpace).items()
     }
-    examples = {"ranks": "8", "most": "24", "microbatches": "[4,8]", "stages_per_rank": "[2,4]"}
     for name, example in examples.items() if not problems else ():
         numbers = values[name] if isinstance(values[name], list) else [values[name] or 1]
         if plain[name] is not None and (plain[name] == 0 or min(numbers, default=0) < 1):
             key = f"hydra.sweeper.{name}"
-            problems.append(Problem(key, plain[name], "must be at least 1", f"{key}={example}"))
+            fix = f"{key}={override_text(example)}"
+            problems.append(Problem(key, plain[name], "must be at least 1", fix))
     if not problems and not values["schedules"]:
         key = "hydra.sweeper.schedules"
         problems.append(Problem(key, [], "names no schedule", f"{key}=[1f1b,gpipe]"))
