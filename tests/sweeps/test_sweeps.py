@@ -287,6 +287,13 @@ def test_a_sweep_that_cannot_be_run_as_asked_is_refused_at_once(
     assert not (tmp_path / "s").exists()
 
 
+def test_a_sweep_that_varies_nothing_runs_with_wandb(tmp_path: Path) -> None:
+    """No override names its job."""
+    words = ["logger=wandb", "logger.mode=offline", "steps=1", f"run_dir={tmp_path}/s"]
+    code, out, err = sweep("pp=1", *words).wait()
+    assert code == 0 and "completed" in out, err
+
+
 def test_a_check_of_a_search_or_for_another_launcher_starts_nothing_either(tmp_path: Path) -> None:
     for words in (
         ["seed=1,2", "hydra/launcher=submitit_local"],

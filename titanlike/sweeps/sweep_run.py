@@ -119,8 +119,8 @@ class SweepRun:
         return [text for text in overrides if key_of(text) not in self.fixed]
 
     def job_name(self, overrides: Iterable[str]) -> str:
-        """A job's name: the overrides that the sweep varies."""
-        return ",".join(self.swept(job_overrides(overrides)))
+        """A job's name: the overrides that the sweep varies; the sweep's if it varies none."""
+        return ",".join(self.swept(job_overrides(overrides))) or self.group
 
     def job_folder(self, job: Job) -> Path:
         """Where a job writes result.json and metrics.jsonl."""
