@@ -132,6 +132,7 @@ def test_a_checkpoint_is_deleted_though_another_process_writes_there(
     assert not errors, {errno.errorcode.get(error.errno or 0) for error in errors}
 
 
+@pytest.mark.slow
 def test_a_second_start_of_a_sweep_says_who_runs_it_and_a_dead_one_does_not_block(
     tmp_path: Path,
 ) -> None:

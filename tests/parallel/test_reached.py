@@ -103,6 +103,7 @@ def test_verify_finds_that_zeros_are_no_missing_gradients(config: Config, tmp_pa
     assert " step " in shown and "DIFFERS" in shown  # and a step counted
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_parameters_that_were_never_updated(tmp_path: Path) -> None:
     saving = {"checkpoint": Checkpoint(every=0, last=True)}
     run_world(train, sparse(2, 2, steps=4), tmp_path / "whole")

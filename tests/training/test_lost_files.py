@@ -80,6 +80,7 @@ def test_a_run_whose_files_are_lost_ends_soon_and_says_which(
         assert "result.json could not be written" in err
 
 
+@pytest.mark.slow
 def test_a_file_system_that_is_gone_for_a_moment_does_not_end_the_run(tmp_path: Path) -> None:
     words = [*TINY, "model.layers=2", "steps=400", "launch.heartbeat=30", "run_dir=run"]
     run = Launched(*words, cwd=tmp_path, program=ROOT / "train.py")

@@ -104,6 +104,7 @@ def test_a_resumed_run_is_not_checked_again(tmp_path: Path) -> None:
     assert run_world(train_and_count_checks, second, tmp_path) == [0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", ["Centered", "Attention"])
 def test_mixing_that_is_meant_trains_as_one_process_with_the_same_microbatches(
     block: str, tmp_path: Path

@@ -141,8 +141,12 @@ def _text_files(config: Config) -> None:
 
 def _stand_in_text(config: Config) -> Iterator[DataError]:
     """A model of a large vocabulary needs real data: data.path=null is for the small ones."""
-    size, model_size = vocab_size(config), config.model.args.get("vocab_size")
+    model_size = config.model.args.get("vocab_size")
     if config.data.path is not None or not isinstance(model_size, int):
+        return
+    try:
+        size = vocab_size(config)
+    except DataError:  # of the tokenizer, found by `_tokenizer`
         return
     if model_size > _MAX_UNUSED * size:
         reason = (
