@@ -79,7 +79,7 @@ MISTAKES = [
     "data.dtype=uint16", "data.boundary=3", "data.validation_fraction=1", "data.workers=-1",
     "optimizer.betas=0.9", "optimizer.betas=[1,2]", "optimizer.momentum=0.9", "optimizer.eps=0",
     "optimizer.clip=-1", "optimizer=adam", "lr.warmup=-1", "lr.decay=2", "loss.chunk=128",
-    "loss=cross", "precision=half", "logger.project=1", "logger.mode=off", "logger.entity=me",
+    "loss=cross", "precision=half", "logger.project=1", "logger.mode=off",
     "logger=mlflow", "model=llama", "+pp=2", "++foo=1", "+trainer.max_steps=3", "data=tokens",
     "pp=two dp=2 steps=x foo=1", "checkpoint.start_from=a checkpoint.resume=b", "trainer=x",
 ]  # fmt: skip
