@@ -54,7 +54,7 @@ def _fill(parameters: list[Any], reached: set[nn.Parameter]) -> None:
             continue
         reached.add(parameter.sharded_param)
     for parameter in missing:
-        if hasattr(type(parameter), "unsharded_zero_grad_data"):  # 2.15: always accumulates in .grad
+        if hasattr(type(parameter), "unsharded_zero_grad_data"):  # 2.15: always in .grad
             parameter._unsharded_param.grad = parameter.unsharded_zero_grad_data
         elif accumulated is None:
             parameter._unsharded_param.grad = torch.zeros_like(parameter._unsharded_param)
