@@ -60,8 +60,10 @@ def _some(rows: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize("line, said, fixed", _some(LINES))
 def test_a_mistake_is_explained_and_the_fix_that_is_proposed_is_accepted(
-    line: str, said: str, fixed: str
+    line: str, said: str, fixed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("PATH").write_bytes(bytes(4 * 2**20))  # what data.path=PATH stands for
     words = shlex.split(line)
     assert said in "\n".join(map(str, problems_of(words)))
     assert applied(words) == (shlex.split(fixed), [])
@@ -80,6 +82,7 @@ MISTAKES = [
     "optimizer.betas=0.9", "optimizer.betas=[1,2]", "optimizer.momentum=0.9", "optimizer.eps=0",
     "optimizer.clip=-1", "optimizer=adam", "lr.warmup=-1", "lr.decay=2", "loss.chunk=128",
     "loss=cross", "precision=half", "logger.project=1", "logger.mode=off",
+    "logger.entity=me/you", "logger=none logger.entity=me",
     "logger=mlflow", "model=llama", "+pp=2", "++foo=1", "+trainer.max_steps=3", "data=tokens",
     "pp=two dp=2 steps=x foo=1", "checkpoint.start_from=a checkpoint.resume=b", "trainer=x",
 ]  # fmt: skip
