@@ -17,7 +17,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support.saved_runs import a_run, checkpoint, events, numbers, reseal, train_all
+from support import saved_runs
+from support.saved_runs import checkpoint, events, numbers, reseal, train_all
 from titanlike.checkpoint.commands import main
 from titanlike.checkpoint.discovery import newest_complete
 from titanlike.checkpoint.integrity import MARKER, DamagedCheckpoint, read_state
@@ -37,19 +38,7 @@ from titanlike.sweeps import report
 from titanlike.sweeps.plan import FILE as PLAN
 from titanlike.sweeps.plan import Job, Plan, read_plan, write_plan
 
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """A run of 8 steps with checkpoints of steps 3 and 6."""
-    config = a_run(tmp_path_factory.mktemp("saved") / "run")
-    assert train_all(config) == [""]
-    return config
-
-
-@pytest.fixture
-def run(saved: Config, tmp_path: Path) -> Config:
-    shutil.copytree(saved.run_dir, tmp_path / "run")
-    return replace(saved, run_dir=str(tmp_path / "run"))
+saved, run = saved_runs.saved, saved_runs.run
 
 
 @pytest.fixture(autouse=True)

@@ -7,13 +7,13 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from support import saved_runs
 from support.saved_runs import a_run, checkpoint, events, numbers, train_all, train_each
 from support.world import RankError, run_world
 from titanlike.checkpoint import integrity, storage
@@ -26,20 +26,7 @@ from titanlike.launch.worker import Worker
 
 ERRORS = [errno.EACCES, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ETIMEDOUT]
 TENSORS = "step-00000006/__0_0.distcp"
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """A run of 8 steps with checkpoints of steps 3 and 6."""
-    config = a_run(tmp_path_factory.mktemp("saved") / "run")
-    assert train_all(config) == [""]
-    return config
-
-
-@pytest.fixture
-def run(saved: Config, tmp_path: Path) -> Config:
-    shutil.copytree(saved.run_dir, tmp_path / "run")
-    return replace(saved, run_dir=str(tmp_path / "run"))
+saved, run = saved_runs.saved, saved_runs.run
 
 
 @contextmanager

@@ -74,14 +74,15 @@ def test_a_model_of_published_size_asks_for_data_and_the_small_ones_have_some(
     config, _ = parse(composed(override))
     problems = checks.problems(config)
     assert len(problems) == (override in PUBLISHED)
-    for key, _, reason, fix in problems:
-        assert key == "data.path" and f"{config.model.args['vocab_size']:,} token ids" in reason
-        ways = re.findall(r"data=.*?(?=, or|; to|$)", fix)
+    for problem in problems:
+        assert problem.key == "data.path"
+        assert f"{config.model.args['vocab_size']:,} token ids" in problem.reason
+        ways = re.findall(r"data=.*?(?=, or|; to|$)", problem.fix)
         assert [way.split()[0] for way in ways] == ["data=tokens", "data=text", "data=synthetic"]
         for way in ways:
             config, mistakes = parse(composed(override, *way.split()))
             assert mistakes == []
-            reasons = [reason for _, _, reason, _ in checks.problems(config)]
+            reasons = [problem.reason for problem in checks.problems(config)]
             assert all("no such file" in reason.lower() for reason in reasons), reasons
 
 

@@ -26,8 +26,7 @@ def problems_of(words: Sequence[str]) -> list[Problem]:
     checked = examined(*words)
     if checked.config is None:
         return checked.problems
-    found = validate.problems(checked.config)
-    found += [Problem(*error) for error in data.problems(checked.config)]
+    found = validate.problems(checked.config) + data.problems(checked.config)
     known = {problem.key for problem in checked.problems}
     return [*checked.problems, *(problem for problem in found if problem.key not in known)]
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from support.models import tiny
@@ -65,6 +67,22 @@ def train_all(*configs: Config, folder: Path | None = None) -> list[str]:
     for config in configs:
         Path(config.run_dir).mkdir(parents=True, exist_ok=True)
     return run_world(train_each, configs[0], folder, list(configs))[0]
+
+
+# a test's module takes both: saved, run = saved_runs.saved, saved_runs.run
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A run of 8 steps with checkpoints of steps 3 and 6."""
+    config = a_run(tmp_path_factory.mktemp("saved") / "run")
+    assert train_all(config) == [""]
+    return config
+
+
+@pytest.fixture
+def run(saved: Config, tmp_path: Path) -> Config:
+    """A copy of it, which a test may harm."""
+    shutil.copytree(saved.run_dir, tmp_path / "run")
+    return replace(saved, run_dir=str(tmp_path / "run"))
 
 
 def numbers(run_dir: Path) -> Numbers:

@@ -50,6 +50,7 @@ def test_other_data_are_refused_unless_they_are_meant(run: Config, tmp_path: Pat
     for name, keys in {"b.bin": {"seed": 1}, "longer.bin": {"more": 5}}.items():
         data = token_data(tmp_path / name, **keys)
         [error] = train_all(replace(run, data=data))
+        assert error.startswith("ConfigError"), "invalid: exit code 2"
         assert "data.changed=true" in error and str(checkpoint(folder, 6)) in error, error
         assert "training" in error and "\n" not in error
     assert {name: (folder / name).read_bytes() for name in kept} == kept

@@ -26,6 +26,7 @@ from titanlike.checkpoint.storage import Storage, UnreadableFile
 from titanlike.checkpoint.warm_start import warm_start
 from titanlike.checkpoint.writer import CheckpointWriter, Save, Saved
 from titanlike.config.credentials import redact_value
+from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config
 from titanlike.data.checks import data_changed
@@ -203,7 +204,7 @@ class Checkpointer:
         return Progress(**state["progress"])
 
     def _check_data(self, path: Storage, state: dict[str, Any]) -> None:
-        """Raises ValueError where the data are not those of the checkpoint, unless that is meant."""
+        """Raises ConfigError where the data are not those of the checkpoint, unless that is meant."""
         sequences, saved = len(self._data.train), state.get("data", {})
         changes = fingerprint_changes(saved, self._fingerprint)
         if changes is None:  # of an older version
@@ -215,10 +216,9 @@ class Checkpointer:
             return
         text = f"not what {path} was trained on ({'; '.join(changes)})"
         if not data_changed(self._config):
-            raise ValueError(
-                f"data: {text}, so the run would not repeat or leave out the samples that it should;"
-                " write data.changed=true to continue on these data, or another run_dir"
-            )
+            reason = f"{text}, so the run would not repeat or leave out the samples that it should"
+            fix = "data.changed=true to continue on these data, or another run_dir"
+            raise ConfigError([Problem("data", "", reason, fix)])
         self._events.log("data_changed", state["step"], f"data: {text}", changes=changes)
 
     # --- saving ------------------------------------------------------------------------------

@@ -162,13 +162,11 @@ def verify(console: Console, location: str, *, repair: bool = False) -> bool:
             continue
         files = integrity.read_manifest(path)
         size = units.size(sum(size for size, _ in files.values()))
-        read = (
-            f"({len(files)} files, {size}, read in {units.duration(time.perf_counter() - begin)})"
-        )
-        lifted = (
-            f"; it was marked as damaged: the file {DAMAGED_MARKER} is removed" if marked else ""
-        )
-        console.line(f"{path.name}: complete {read}{lifted}")
+        spent = units.duration(time.perf_counter() - begin)
+        text = f"{path.name}: complete ({len(files)} files, {size}, read in {spent})"
+        if marked:
+            text += f"; it was marked as damaged: the file {DAMAGED_MARKER} is removed"
+        console.line(text)
         intact += 1
     if unread is not None and not damaged:
         raise unread

@@ -16,7 +16,6 @@ from titanlike.checkpoint.storage import Storage, UnreadableFile
 from titanlike.config.schema import Config
 
 STEP_NAME = re.compile(r"step-(\d{8,})")
-_NO_CONFIG = (yaml.YAMLError, AttributeError, TypeError, KeyError)
 _ANY_NAME = re.compile(r"(step|model)-(\d{8,})")
 
 
@@ -154,6 +153,7 @@ def all_checkpoints(location: str) -> list[Storage]:
 
 def _folder_in_config(path: Storage) -> str | None:
     """checkpoint.folder of a run directory."""
-    with contextlib.suppress(OSError, ValueError, RecursionError, *_NO_CONFIG):
+    odd = (AttributeError, TypeError, KeyError, ValueError, RecursionError, yaml.YAMLError)
+    with contextlib.suppress(OSError, *odd):
         return yaml.safe_load(path.read("config.yaml"))["checkpoint"].get("folder")
     return None

@@ -155,9 +155,7 @@ def _write(path: Path, tensors: dict[str, Tensor], about: dict[str, str]) -> Non
     temporary = temporary_beside(path)
     try:
         temporary.touch(exist_ok=False)
-        mode = (
-            temporary.stat().st_mode
-        )  # follows the umask; save_file replaces it by a file of 0600
+        mode = temporary.stat().st_mode  # as the umask says; save_file replaces it by 0600
         save_file(tensors, temporary, about)
         with open(temporary, "rb+") as file:
             os.fchmod(file.fileno(), mode)

@@ -112,9 +112,9 @@ class Storage:
             return None
 
     def open(self, name: str, mode: str) -> IO[bytes]:
-        return (
-            self._open(name, mode) if mode != "rb" else self._retry(name, lambda: self._open(name))
-        )
+        if mode == "rb":
+            return self._retry(name, lambda: self._open(name))
+        return self._fs.open(self._path(name), mode)
 
     def read(self, name: str) -> bytes:
         return self.read_by(name, lambda file: file.read())
@@ -195,10 +195,8 @@ class Storage:
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
-    def _open(self, name: str, mode: str = "rb") -> IO[bytes]:
-        if self.local and mode == "rb":
-            return open_regular(self._path(name))
-        return self._fs.open(self._path(name), mode)
+    def _open(self, name: str) -> IO[bytes]:
+        return (open_regular if self.local else self._fs.open)(self._path(name))
 
     def _retry(self, name: str, read: Callable[[], _Result]) -> _Result:
         """What `read` returns; `name` is what it reads, for the error."""

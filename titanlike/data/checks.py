@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from titanlike.config.errors import Problem
 from titanlike.config.imports import import_object
 from titanlike.config.schema import Config, Custom, SyntheticData, TextData, TokenData
 from titanlike.data.corpus import find_files, parquet_file
-from titanlike.data.errors import DataError
+from titanlike.data.errors import DataError, data_problem
 from titanlike.data.token_file import open_tokens, token_spans
 from titanlike.data.tokenizer import open_tokenizer
 
@@ -31,8 +32,8 @@ def vocab_size(config: Config) -> int:
     return data.vocab_size
 
 
-def problems(config: Config) -> list[tuple[str, object, str, str]]:
-    """(key, value, reason, what to write instead) of every error that is quick to find."""
+def problems(config: Config) -> list[Problem]:
+    """Every error that is quick to find."""
     checks = {
         TextData: (_fraction, _workers, _tokenizer, _text_files, _stand_in_text),
         TokenData: (_fraction, _workers, _vocabulary, _token_file, _boundary),
@@ -40,7 +41,7 @@ def problems(config: Config) -> list[tuple[str, object, str, str]]:
         Custom: (_workers, _changed, _custom),
     }
     return [
-        (error.key, error.value, error.reason, error.remedy)
+        data_problem(error)
         for check in checks[type(config.data)]
         for error in _errors(check, config)
     ]

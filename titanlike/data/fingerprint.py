@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,39 +50,29 @@ def fingerprint_changes(saved: dict[str, Any], now: dict[str, Any]) -> list[str]
 
 def _source(source: Source) -> str:
     if isinstance(source, PackedSource):
-        return f"{len(source.tokens):,} tokens, {_numbers_hash(source.tokens)}"
+        return f"{source.count:,} tokens, {_numbers_hash(source.count, source.read)}"
     with _random_state_kept():
         text = f"{len(source):,} samples, {_samples_hash(source)}"
     if isinstance(source, CheckedSource):
         if source.lengths is not None:
-            text += f", lengths {_numbers_hash(np.asarray(source.lengths))}"
+            lengths = np.asarray(source.lengths)
+            text += f", lengths {_numbers_hash(len(lengths), lambda a, n: lengths[a : a + n])}"
         if source.variable is not None:
             text += f", {source.variable.bucket}, {sorted(source.variable.padding.items())}"
     return text
 
 
-def _numbers_hash(numbers: np.ndarray) -> str:
-    """Of integers [N], as little-endian int64."""
+def _numbers_hash(count: int, read: Callable[[int, int], np.ndarray]) -> str:
+    """Of integers [count], as little-endian int64. read: (start, number) to these of them."""
     hasher = xxhash.xxh3_64()
-    if len(numbers) <= _WHOLE:
-        starts, size = range(0, len(numbers), _BLOCKS * _BLOCK), _BLOCKS * _BLOCK
+    if count <= _WHOLE:
+        starts, size = range(0, count, _BLOCKS * _BLOCK), _BLOCKS * _BLOCK
     else:
-        starts, size = _spread(len(numbers) - _BLOCK + 1, _BLOCKS), _BLOCK
+        starts, size = _spread(count - _BLOCK + 1, _BLOCKS), _BLOCK
     for start in starts:
-        block = _read(numbers, start, min(size, len(numbers) - start))
+        block = read(start, min(size, count - start))
         hasher.update(np.ascontiguousarray(block, dtype="<i8"))
     return hasher.hexdigest()
-
-
-def _read(numbers: np.ndarray, start: int, size: int) -> np.ndarray:
-    """A block; of a mapped file it is read, since a page fault may read megabytes ahead."""
-    mapped = numbers
-    while mapped is not None and not isinstance(mapped, np.memmap):
-        mapped = getattr(mapped, "base", None)
-    if mapped is None:
-        return numbers[start : start + size]
-    offset = mapped.offset + numbers.ctypes.data - mapped.ctypes.data + start * numbers.itemsize
-    return np.fromfile(mapped.filename, numbers.dtype, size, offset=offset)
 
 
 def _samples_hash(source: Source) -> str:

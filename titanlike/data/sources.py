@@ -116,9 +116,16 @@ class PackedSource:
         return self._length
 
     @property
-    def tokens(self) -> np.ndarray:
-        """All of them [tokens], not read yet."""
-        return self._tokens[self._start : self._stop]
+    def count(self) -> int:
+        """Number of tokens."""
+        return self._stop - self._start
+
+    def read(self, start: int, number: int) -> np.ndarray:
+        """So many tokens from `start`, without the map: a page fault may read megabytes ahead."""
+        mapped = self._tokens.base
+        assert isinstance(mapped, np.memmap)
+        offset = mapped.offset + (self._start + start) * mapped.itemsize
+        return np.fromfile(mapped.filename, mapped.dtype, number, offset=offset)
 
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
         start = self._start + i * self._seq_len

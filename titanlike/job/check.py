@@ -28,9 +28,7 @@ def problems(config: Config, world_size: int | None = None) -> list[Problem]:
     if found := validate.out_of_bounds(config):
         return found
     found = validate.problems(config, world_size)
-    for key, value, reason, remedy in data.problems(config):
-        remedy = remedy.removeprefix("Write ")
-        found.append(Problem(key, value, reason, remedy[:1].lower() + remedy[1:]))
+    found += data.problems(config)
     if isinstance(config.logger, TensorBoard) and (text := tensorboard_problem()):
         found.append(Problem.parse("logger", text))
     if not any(problem.key in _LAYOUT_KEYS for problem in found):

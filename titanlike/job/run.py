@@ -103,9 +103,7 @@ class JobRunner:
         ranks = elastic.available_ranks(config, started, self.restart_state)
         fitted, mesh_problems = elastic.fit_mesh(config, ranks)
         problems += mesh_problems
-        if (
-            not single and not self.checked and not mesh_problems
-        ):  # a single run has been checked before
+        if not (single or self.checked or mesh_problems):  # a single run has been checked before
             problems += config_problems(fitted, ranks, problems)
         if problems:
             raise ConfigError(problems)

@@ -11,7 +11,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +34,12 @@ class Job:
 
 
 @dataclass(frozen=True)
-class _Header:
-    """The first line."""
+class Plan:
+    """A sweep: the command that resumes it, its objective and its jobs."""
 
     command: str  # shell line that runs it again, into the same directory
     value: str  # the objective, one of `summary.OBJECTIVES`
     inner: str = ""  # a tool's folder inside each job's, "verify"
-
-
-@dataclass(frozen=True)
-class Plan(_Header):
-    """A sweep: the command that resumes it, its objective and its jobs."""
-
     jobs: list[Job] = field(default_factory=list)  # by number
 
 
@@ -92,13 +86,11 @@ def read_plan(folder: Path) -> Plan | None:
         raise ValueError(f"{folder / FILE} is not a regular file") from None
     first, *rest = text.split("\n")
     try:
-        header = files.as_record(files.loads(first), _Header)
+        plan = files.as_record(files.loads(first), Plan)
     except ValueError:
         raise ValueError(f"{folder / FILE}: its first line is no header of a sweep") from None
     jobs = {job.number: job for job in map(_job, rest) if job}
-    return Plan(
-        header.command, header.value, header.inner, [jobs[number] for number in sorted(jobs)]
-    )
+    return replace(plan, jobs=[jobs[number] for number in sorted(jobs)])
 
 
 def _line(job: Job) -> str:
