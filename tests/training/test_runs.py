@@ -115,12 +115,12 @@ def test_bench_measures_a_command_beside_a_plain_loop(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_framework_costs_at_most_5_percent(tmp_path: Path) -> None:
+def test_the_framework_costs_at_most_3_percent(tmp_path: Path) -> None:
     ratios = []
-    while len(ratios) < 3 and not any(ratio < 1.05 for ratio in ratios):  # other load adds to it
+    while len(ratios) < 6 and not any(ratio < 1.03 for ratio in ratios):  # other load adds to it
         done = command("steps=60", "logger=none", tool="tools/bench.py", cwd=tmp_path, timeout=300)
         ratios.append(float(done.stdout.strip().splitlines()[-1].split()[-1]))
-    assert min(ratios) < 1.05, ratios
+    assert min(ratios) < 1.03, ratios
 
 
 @pytest.mark.slow
