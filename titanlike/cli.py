@@ -23,11 +23,11 @@ failed. A signal ends it, with 75 if the jobs that ran have stopped with a check
 from __future__ import annotations
 
 import os
+import pkgutil
 import re
 import signal
 import sys
 from dataclasses import dataclass
-from importlib import import_module
 
 from titanlike.config.errors import nearest
 from titanlike.config.help import command_help, help_text
@@ -85,8 +85,7 @@ def main(command: str | None = None) -> None:
     list_commands = command is None and typed is None
     command = command or typed or "train"
     if command in TOOLS:
-        module, _, function = TOOLS[command].function.rpartition(".")
-        sys.exit(getattr(import_module(module), function)(sys.argv[1:]))
+        sys.exit(pkgutil.resolve_name(TOOLS[command].function)(sys.argv[1:]))
     if {"-h", "--help"} & set(sys.argv[1:]):
         _print_help(command, list_commands)
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from support.models import tiny
 from support.world import run_world
@@ -24,6 +25,15 @@ def test_a_forward_that_is_recorded_without_a_device_trains_as_in_one_process(
     config = tiny(2, 2, model=Custom(f"support.device_dependent.{name}"))
     results = run_world(verify, config, tmp_path)
     assert {result["exit_code"] for result in results} == {0}, (tmp_path / "rank0.out").read_text()
+
+
+def test_a_forward_is_recorded_for_the_cpu_where_there_are_fewer_gpus_than_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    model = Custom("support.device_dependent.AsksForTheDevice")
+    assert not preflight(tiny(2, 1, model=model, device="auto"))
 
 
 @pytest.mark.parametrize("name", ["t5", "bart", "mixtral"])

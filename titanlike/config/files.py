@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 Record = TypeVar("Record")
-_LARGEST = 1 << 63  # of integers that the program writes
+LARGEST = 1 << 63  # of integers that the program writes
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -106,8 +106,8 @@ def _is_a(value: Any, hint: Any) -> bool:
     if origin is dict:
         return isinstance(value, dict) and all(_is_a(i, arguments[1]) for i in value.values())
     if hint is float:
-        return type(value) is float or (type(value) is int and abs(value) < _LARGEST)
-    return type(value) is hint and (hint is not int or abs(value) < _LARGEST)
+        return type(value) is float or (type(value) is int and abs(value) < LARGEST)
+    return type(value) is hint and (hint is not int or abs(value) < LARGEST)
 
 
 class NotRegularFile(OSError):

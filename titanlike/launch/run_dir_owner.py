@@ -123,13 +123,12 @@ def claim(path: Path, patience: float = 0.0) -> tuple[IO[str] | None, str]:
     return file, ""
 
 
-@contextlib.contextmanager
-def held(run_dir: Path) -> Iterator[None]:
-    """Within it, this process is known as a rank of the start that owns the directory."""
-    with _open_lock(run_dir) or contextlib.nullcontext() as lock:
-        if lock is not None:
-            _locked(lock, fcntl.LOCK_SH)
-        yield
+def held(run_dir: Path) -> contextlib.AbstractContextManager[object]:
+    """Until it is closed, this process is known as a rank of the start that owns the directory."""
+    lock = _open_lock(run_dir)
+    if lock is not None:
+        _locked(lock, fcntl.LOCK_SH)
+    return lock or contextlib.nullcontext()
 
 
 def _open_lock(run_dir: Path) -> IO[bytes] | None:

@@ -24,12 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanlike.config.credentials import redact
 from titanlike.launch.environment import use_loopback
-from titanlike.launch.failures import (
-    Failure,
-    describe,
-    peer_failed,
-    write_failure,
-)
+from titanlike.launch.failures import Failure, describe, peer_failed, write_failure
 from titanlike.launch.job import Job
 from titanlike.launch.rank_log import logged
 from titanlike.launch.signals import Interrupted, die_with_parent, exit_now, interruptible

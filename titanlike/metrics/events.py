@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from titanlike.config import files
 from titanlike.config.credentials import redact
-from titanlike.metrics.run_files import AppendedFile
+from titanlike.metrics.run_files import append_line
 
 
 class Events:
@@ -29,7 +28,6 @@ class Events:
         text = redact(text)  # a file system's error may have some
         shown = {key: redact(v) if isinstance(v, str) else v for key, v in fields.items()}
         record = {"time": time.time(), "event": event, "step": step, **shown}
-        with contextlib.closing(AppendedFile(self._path)) as file:
-            file.write(files.dumps(record | ({"text": text} if text else {})))
+        append_line(self._path, files.dumps(record | ({"text": text} if text else {})))
         if text:
             self._say(text)

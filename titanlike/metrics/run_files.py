@@ -43,19 +43,32 @@ class AppendedFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._fd = _retried(path, lambda: regular_fd(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT))
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        self._fd = self._retry(lambda: regular_fd(path, flags))
 
     def write(self, line: str) -> None:
         left = f"{line}\n".encode()
         while left:
-            left = left[_retried(self._path, partial(os.write, self._fd, left)) :]
+            left = left[self._retry(partial(os.write, self._fd, left)) :]
 
     def sync(self) -> None:
         """Make what was written durable."""
-        _retried(self._path, lambda: os.fsync(self._fd))
+        self._retry(partial(os.fsync, self._fd))
 
     def close(self) -> None:
         os.close(self._fd)
+
+    def _retry(self, attempt: Callable[[], _Result]) -> _Result:
+        try:
+            return _retried(attempt, final=NotRegularFile)
+        except OSError as error:
+            raise FailedWrite(self._path, error) from None
+
+
+def append_line(path: Path, line: str) -> None:
+    """Raises FailedWrite."""
+    with contextlib.closing(AppendedFile(path)) as file:
+        file.write(line)
 
 
 class RunFiles:
@@ -85,37 +98,27 @@ class RunFiles:
                 with contextlib.suppress(OSError):  # not there yet
                     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
                     self._seen[path] = os.fstat(descriptor).st_ino, descriptor
-                continue
-            try:
-                inode = os.stat(path).st_ino
-            except OSError as error:
-                inode = self._patient_stat(path, error)
-            if inode != self._seen[path][0]:
+            elif self._inode(path) != self._seen[path][0]:
                 raise LostFiles(path, "replaced")
 
-    def _patient_stat(self, path: Path, error: OSError) -> int:
-        for pause in _PAUSES:
-            # only a whole directory may be gone for a moment, with its file system
-            if isinstance(error, FileNotFoundError) and path != self._paths[0]:
-                break
-            time.sleep(pause)
-            try:
-                return os.stat(path).st_ino
-            except OSError as again:
-                error = again
-        missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
-        raise LostFiles(path, "deleted or moved" if missing else f"lost ({error.strerror})")
+    def _inode(self, path: Path) -> int:
+        # only a whole directory may be gone for a moment, with its file system
+        final = () if path == self._paths[0] else FileNotFoundError
+        try:
+            return _retried(partial(os.stat, path), final).st_ino
+        except OSError as error:
+            missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
+            what = "deleted or moved" if missing else f"lost ({error.strerror})"
+            raise LostFiles(path, what) from None
 
 
-def _retried(path: Path, write: Callable[[], _Result]) -> _Result:
+def _retried(attempt: Callable[[], _Result], final: type[OSError] | tuple[()]) -> _Result:
+    """final: errors that another attempt would repeat."""
     for pause in _PAUSES:
         try:
-            return write()
-        except NotRegularFile:
-            break
+            return attempt()
+        except final:
+            raise
         except OSError:
             time.sleep(pause)
-    try:
-        return write()
-    except OSError as error:
-        raise FailedWrite(path, error) from None
+    return attempt()

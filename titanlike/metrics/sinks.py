@@ -1,7 +1,8 @@
 """Where metrics are written. A record is a dict of one step, its floats in full precision:
 
 step loss grad_norm lr tokens time tokens_per_second step_seconds memory_bytes, and where known mfu,
-val_loss. `time`: seconds since the epoch, after the step. `tokens` counts from the start of the run, batch_size x seq_len a step, padding included.
+val_loss. `time`: seconds since the epoch, after the step. `tokens` counts from the start of the run,
+batch_size x seq_len a step, padding included.
 """
 
 from __future__ import annotations
@@ -65,9 +66,7 @@ class JsonlSink:
 
     def _open_after(self, step: int) -> None:
         for unfinished in self._path.parent.glob(f".{self._path.name}.*"):
-            unfinished.unlink(
-                missing_ok=True
-            )  # of a process that was killed while rewriting the file
+            unfinished.unlink(missing_ok=True)  # of a process that was killed while rewriting it
         if self._path.exists():
             lines = [files.dumps(r) + "\n" for r in read_jsonl(self._path) if r["step"] <= step]
             files.atomic_write_text(self._path, "".join(lines))

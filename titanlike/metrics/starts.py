@@ -11,7 +11,6 @@ import platform
 import socket
 import subprocess
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import titanlike
 from titanlike.config import files
 from titanlike.config.credentials import redact_override, redact_value
 from titanlike.config.errors import override_text
+from titanlike.metrics.run_files import append_line
 
 FILE = "starts.jsonl"
 _GIT_TIMEOUT = 5.0  # seconds for each call
@@ -35,15 +35,16 @@ def log_start(run_dir: Path, step: int, overrides: list[str], config: dict[str, 
         "versions": versions(),
         "config": redact_value("", config),
     }
-    with files.open_regular(run_dir / FILE, "a", encoding="utf-8") as file:
-        file.write(files.dumps(record) + "\n")
+    append_line(run_dir / FILE, files.dumps(record))
 
 
 def versions() -> dict[str, Any]:
     """Of the program, of torch and Python, and of the git repository that it runs in, if any."""
+    import torch  # late: a rank has it
+
     found: dict[str, Any] = {
         "titanlike": titanlike.__version__,
-        "torch": version("torch"),
+        "torch": str(torch.__version__),
         "python": platform.python_version(),
     }
     if commit := _git("rev-parse", "HEAD"):
@@ -56,13 +57,9 @@ def versions() -> dict[str, Any]:
 def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """`key old -> new` for each key that differs between two plain configs."""
     old, new = dict(_flat(before)), dict(_flat(now))
-    keys = [key for key in (*new, *old) if old.get(key, "unset") != new.get(key, "unset")]
-    ignored = ("data.changed",)  # of one start alone
-    return [
-        f"{key} {old.get(key, 'unset')} -> {new.get(key, 'unset')}"
-        for key in dict.fromkeys(keys)
-        if key not in ignored
-    ]
+    each = {key: (old.get(key, "unset"), new.get(key, "unset")) for key in (*new, *old)}
+    each.pop("data.changed", None)  # of one start alone
+    return [f"{key} {was} -> {is_now}" for key, (was, is_now) in each.items() if was != is_now]
 
 
 def _flat(plain: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:

@@ -22,7 +22,6 @@ OBJECTIVES: dict[str, bool] = {
 }
 
 STEPS = 500  # the most that count for a median: a table of 1,000 runs takes seconds
-_LARGEST = 1 << 63  # of integers that the program writes
 _BLOCK = 1 << 17  # bytes; about 500 records
 
 
@@ -126,7 +125,7 @@ def parse_records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
             record = files.loads(line)
         except ValueError:
             continue
-        if type(step := record.get("step")) is int and 0 <= step < _LARGEST:
+        if type(step := record.get("step")) is int and 0 <= step < files.LARGEST:
             yield record
 
 
@@ -152,4 +151,4 @@ def _median(key: str, records: list[dict[str, Any]]) -> float | None:
 
 def _is_number(record: dict[str, Any], key: str) -> bool:
     value = record.get(key)
-    return type(value) is float or (type(value) is int and abs(value) < _LARGEST)
+    return type(value) is float or (type(value) is int and abs(value) < files.LARGEST)

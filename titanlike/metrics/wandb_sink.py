@@ -31,14 +31,7 @@ GRACE = 30.0  # seconds beyond the user's timeout for importing wandb and starti
 FINISH_GRACE = 5.0  # seconds beyond the user's timeout, in which wandb gives up by itself
 LONGEST_NAME = 128  # characters
 _NOT_NAMED = (
-    "run_dir=",
-    "logger",
-    "sweep.",
-    "hydra",
-    "launch.",
-    "log_every=",
-    "value=",
-    "checkpoint.",
+    *("run_dir=", "logger", "sweep.", "hydra", "launch.", "log_every=", "value=", "checkpoint."),
 )
 EXIT_CODES = {"completed": 0, "failed": 1, "interrupted": 255}  # 255 is W&B's code for Ctrl-C
 
@@ -46,7 +39,8 @@ EXIT_CODES = {"completed": 0, "failed": 1, "interrupted": 255}  # 255 is W&B's c
 class WandbSink:
     """Logs records to W&B at their step.
 
-    config: uploaded with the run. overrides: of the run, which name it. say: prints a line, on the caller's thread. Raises nothing.
+    config: uploaded with the run. overrides: of the run, which name it. say: prints a line, on the
+    caller's thread. Raises nothing.
     """
 
     def __init__(
@@ -108,8 +102,9 @@ class WandbSink:
         self._stopped.set()
         note = f"W&B stopped: {reason}; metrics.jsonl has every step"
         if self._folder is not None:
-            self.location = f"W&B, a part: {self._sync_command()}"
-            note += f"; this uploads what W&B has: {self._sync_command()}"
+            command = _sync_command(self._folder)
+            self.location = f"W&B, a part: {command}"
+            note += f"; this uploads what W&B has: {command}"
         self._notes.put(note)
         _end_service()
 
@@ -191,16 +186,20 @@ class WandbSink:
             ),
         )
         self._folder = Path(run.dir).parent
-        offline = f"W&B offline: {self._sync_command()}"
+        offline = f"W&B offline: {_sync_command(self._folder)}"
         self.location = f"W&B: {run.url}" if mode == "online" else offline
         return run
 
-    def _sync_command(self) -> str:
-        """The shell line that uploads every start of this run that has not been, in their order."""
-        run_id = (self._run_dir / "wandb" / "run_id").read_text(encoding="utf-8").strip()
-        folders = {*(self._run_dir / "wandb").glob(f"offline-run-*-{run_id}"), self._folder}
-        left = [str(path) for path in sorted(folders) if path and not [*path.glob("*.synced")]]
-        return shlex.join(["wandb", "sync", *left])
+
+def _sync_command(folder: Path) -> str:
+    """The shell line that uploads every start of a run that has not been, in their order.
+
+    folder: of the newest, whose name ends with the run's id.
+    """
+    run_id = folder.name.rpartition("-")[2]
+    folders = sorted({*folder.parent.glob(f"offline-run-*-{run_id}"), folder})
+    left = [str(path) for path in folders if not [*path.glob("*.synced")]]
+    return shlex.join(["wandb", "sync", *left])
 
 
 def name_of(overrides: Sequence[str]) -> str:

@@ -61,7 +61,7 @@ class Reached:
 
         missing: the sum over all ranks of what `count_missing` returned. Collective unless it is 0.
         """
-        if not missing.item() or self._mesh.world_size == 1:
+        if self._mesh.world_size == 1 or not missing.item():
             return
         flags = torch.zeros(len(self._index), dtype=torch.uint8)
         flags[[self._index[n] for n, _ in self._trained if n not in self._missing]] = 1

@@ -10,7 +10,6 @@ import functools
 import os
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from titanlike.config import schema
@@ -120,10 +119,7 @@ def preflight(config: Config) -> list[Problem]:
     """Every problem that takes the model to be found, before a worker starts; allocates nothing."""
     problems = []
     try:
-        # ranks on this machine: of torchrun or srun, or all of them in the launcher's own process
-        external = int(os.environ.get("WORLD_SIZE", "1")) > 1
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if external else config.world_size
-        choose_device(config.device, 0, ranks)
+        choose_device(config.device, 0, _local_ranks(config))
     except ValueError as error:
         problems.append(Problem.parse("device", str(error)))
     problems += own.problems(config)
@@ -138,6 +134,12 @@ def preflight(config: Config) -> list[Problem]:
     except DataError as error:  # of a user's own data, which are opened
         problems.append(data_problem(error))
     return problems
+
+
+def _local_ranks(config: Config) -> int:
+    """Ranks on this machine: of torchrun or srun, or all of them in the launcher's own process."""
+    external = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if external else config.world_size
 
 
 def _choose_order(config: Config, model: nn.Module) -> tuple[Order, str]:
@@ -209,10 +211,10 @@ def _record(
     chunked = isinstance(config.loss, schema.ChunkedCrossEntropy)
     traced = isinstance(config.split, schema.TraceSplit)
     key = "model.name"
-    on_gpu = config.device != "cpu" and torch.cuda.is_available()
     buffers = functools.cache(lambda: constructed_buffers(resolved, config.seed))
-    device = "cuda" if on_gpu else "cpu"
-    options = {"traced": traced, "device": device, "buffers": buffers}
+    wanted = "cpu" if config.device == "cpu" else "auto"  # preflight reports that there is no GPU
+    device, _ = choose_device(wanted, 0, _local_ranks(config))
+    options = {"traced": traced, "device": device.type, "buffers": buffers}
     try:
         graph = ModelGraph(model, fields, microbatch_size, points, **options)
         while chunked and (nested := _chunk_loss(graph, build_loss(config.loss))):
