@@ -36,11 +36,20 @@ def test_commands_that_start_nothing_leave_nothing(tmp_path: Path) -> None:
         ["run_dir=outputs/given", "steps=0"],
         ["-m", "seed=1,2", "steps=0"],
         ["-m", "seed=1,2", "--check"],
+        ["-m", "seed=1,2", "hydra.sweep.dir=${no_such_key}"],
+        ["hydra.run.dir=${no_such_key}"],
     ):
         done = command(*RUN, *words, cwd=tmp_path)
-        assert done.returncode in (0, 1, 2), done.stderr
+        assert done.returncode in (0, 1, 2) and "Traceback" not in done.stderr, done.stderr
         assert not (tmp_path / "outputs").exists(), (words, done.stdout, done.stderr)
         assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == given
+
+
+def test_a_run_writes_where_hydra_is_told_to_also_if_the_time_is_in_it(tmp_path: Path) -> None:
+    done = command(*RUN, "hydra.run.dir=mine/at-${now:%H-%M-%S}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len([*tmp_path.glob("mine/at-*/result.json")]) == 1
+    assert not (tmp_path / "outputs").exists()
 
 
 def test_runs_of_one_second_have_folders_of_their_own(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ class CheckedOverrides:
     sweep: SweepSettings | None = None  # if multirun
     # values of the environment variables that it names -> their names, ${oc.env:NAME}
     environment: dict[str, str] = field(default_factory=dict)
-    new_folder: bool = False  # whether run_dir has the time in it: no other start is to write there
+    new_folder: Path | None = None  # named by the time: no other start is to write there
     imports: list[str] = field(default_factory=list)  # from outside, a line each
 
     def add(self, problem: Problem) -> None:
@@ -110,8 +110,7 @@ def check_overrides(args: argparse.Namespace) -> CheckedOverrides:
         anchor = SearchPathQuery(provider="schema")
         search_path.prepend(provider="command-line", path=f"file://{folder}", anchor=anchor)
     loader = ConfigLoaderImpl(search_path)
-    for text in args.overrides:
-        checked.environment |= environment(text)
+    checked.environment |= environment(" ".join(args.overrides))
     _OverrideChecker(args.config_name, loader, checked).run(args.overrides, args.no_overrides)
     return checked
 
@@ -160,8 +159,6 @@ class _OverrideChecker:
             self._apply(composed, values)
             HydraConfig.instance().set_config(composed)  # for ${hydra:...} in values
             try:
-                if self.checked.multirun:
-                    self._read_sweep(composed, swept)
                 self._parse(composed, swept)
             finally:
                 HydraConfig.instance().cfg = None
@@ -316,10 +313,10 @@ class _OverrideChecker:
         for override, error in rejected:
             self.checked.add(override_errors.rejected_key(override, self._advice(), error))
 
-    def _read_sweep(self, composed: DictConfig, swept: set[str]) -> None:
+    def _read_sweep(self, composed: DictConfig, folder: Path, swept: set[str]) -> None:
         given = [override.key_or_group for override in self.overrides]
         self.checked.sweep = SweepSettings(
-            folder=Path(composed.hydra.sweep.dir).absolute(),
+            folder=folder.absolute(),
             sweeper=composed.hydra.sweeper,
             given=frozenset(given),
             fixed=frozenset(self.fixed.union(given) - swept),
@@ -332,20 +329,24 @@ class _OverrideChecker:
                     self.checked.add(Problem(key, value, reason, "hydra/sweeper=optuna"))
 
     def _parse(self, composed: DictConfig, swept: set[str]) -> None:
-        self.checked.environment |= environment(OmegaConf.to_yaml(composed))
+        kind, unresolved = (
+            "sweep" if self.checked.multirun else "run",
+            OmegaConf.to_container(composed),
+        )
+        assert isinstance(unresolved, dict)
+        self.checked.environment |= environment(str(unresolved))
         try:
-            plain = plain_config(composed)
+            plain, folder = plain_config(composed), Path(composed.hydra[kind].dir)
         except Exception as error:
             key = getattr(error, "full_key", None)
             self.checked.add(Problem(str(key or "config"), "", one_line(error)))
             return
-        hydra = OmegaConf.to_container(composed.hydra, resolve=False)
-        assert isinstance(hydra, dict)
-        folder = hydra["sweep" if self.checked.multirun else "run"]["dir"]
-        if folder == "${run_dir}":
-            folder = str(OmegaConf.to_container(composed)["run_dir"])
-        self.checked.new_folder = bool(re.search(r"\$\{now:[^}]*%S", folder))
-        lines = [*outside(plain, hydra)]
+        if self.checked.multirun:
+            self._read_sweep(composed, folder, swept)
+        hydra, run_dir = unresolved["hydra"], str(unresolved["run_dir"])
+        if re.search(r"\$\{now:[^}]*%S", hydra[kind]["dir"].replace("${run_dir}", run_dir)):
+            self.checked.new_folder = folder
+        lines = outside(plain, hydra)
         self.checked.imports += [line for line in lines if line not in self.checked.imports]
         self.checked.config, problems = parse(plain)
         for problem in problems:

@@ -164,11 +164,9 @@ def _prepare(args: argparse.Namespace, task: Task, result_dir: str | None) -> Ex
     if args.check and (task.sweep_run is None or not task.sweep_run.grid):
         print("config OK; nothing was started (--check)")
         return 0
-    if task.sweep_run is None and not first_folder:
-        assert checked.config is not None, "it has no problems"
-        if checked.new_folder:
-            folder = files.make_new_folder(Path(checked.config.run_dir))
-            args.overrides.append(f"hydra.run.dir={quoted(str(folder))}")
+    if task.sweep_run is None and checked.new_folder:
+        folder = files.make_new_folder(checked.new_folder)
+        args.overrides.append(f"hydra.run.dir={quoted(str(folder))}")
     return None
 
 

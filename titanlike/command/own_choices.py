@@ -23,7 +23,8 @@ _GROUPS = {*VARIANTS, *OPEN_GROUPS}
 
 def complete_choices(args: argparse.Namespace) -> set[str]:
     """Complete args.overrides, and args.config_name; returns the groups that name the user's code."""
-    finished = _finished(args)
+    shipped = args.config_path == str(conf_dir())
+    finished = None if shipped else _finished(args)
     named = {
         found[1]
         for text in args.overrides
@@ -35,10 +36,7 @@ def complete_choices(args: argparse.Namespace) -> set[str]:
         for group in OPEN_GROUPS
         if finished is not None and "." in str((finished.get(group) or {}).get("name"))
     }
-    standard = args.config_path == str(conf_dir()) and "experiment" not in map(
-        key_of, args.overrides
-    )
-    if standard or finished is not None:
+    if finished is not None or (shipped and "experiment" not in map(key_of, args.overrides)):
         added = sorted(named - chosen - own)
         args.overrides = [*(f"{group}=own" for group in added), *args.overrides]
         chosen |= set(added)

@@ -29,7 +29,7 @@ def parse_override(text: str, loader: ConfigLoaderImpl | None = None) -> Overrid
 
 def environment(text: str) -> dict[str, str]:
     """The values of the environment variables that a text interpolates -> their names."""
-    names = re.findall(r"oc\.env:\s*['\"]?(\w+)", text)
+    names = re.findall(r"oc\.env:[\s'\"\\]*(\w+)", text)
     return {os.environ[name]: f"${{oc.env:{name}}}" for name in names if os.environ.get(name)}
 
 

@@ -33,11 +33,11 @@ def parse_words(words: Sequence[str]) -> argparse.Namespace:
 
     Exits with 2 where a flag has a wrong value or none.
     """
-    options = parser()._option_string_actions
+    made = parser()
     flags, others, rest = [], [], [*words]
     while rest:
         word = rest.pop(0)
-        option = options.get(word.partition("=")[0])
+        option = made._option_string_actions.get(word.partition("=")[0])
         if option is None:
             others.append(word)
             continue
@@ -45,10 +45,10 @@ def parse_words(words: Sequence[str]) -> argparse.Namespace:
         optional = option.nargs == "?" and rest[:1] and rest[0] in (option.choices or ())
         if "=" not in word and rest and (option.nargs is None or optional):
             flags.append(rest.pop(0))
-    args = parser().parse_args(flags)
-    pairs = [*_overrides(others)]
-    args.overrides = [pair for pair in pairs if isinstance(pair, str)]
-    args.no_overrides = [pair for pair in pairs if isinstance(pair, NoOverride)]
+    args = made.parse_args(flags)
+    found = [*_overrides(others)]
+    args.overrides = [words for words in found if isinstance(words, str)]
+    args.no_overrides = [words for words in found if isinstance(words, NoOverride)]
     return args
 
 

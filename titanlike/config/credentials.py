@@ -144,8 +144,8 @@ def redact_command(command: str) -> str:
 
 def redact_output(text: str, command: str) -> str:
     """`redact` for what a command has printed, which may quote the secrets in its arguments."""
-    public = redact_command(command).split(REDACTED)
-    found = re.fullmatch("(.*?)".join(map(re.escape, public)), command, re.DOTALL)
+    public = map(re.escape, redact_command(command).split(REDACTED))
+    found = re.fullmatch("(.*?)".join(public), command, re.DOTALL)
     for secret in found.groups() if found else ():
         for part in (secret.strip("\\'\""), *re.split(r"[:\s]", secret)):
             text = _without(text, part) if len(part) >= _MIN_PART else text
@@ -254,9 +254,9 @@ def _may_be_secret(key: str, value: Any) -> bool:
         return False
     if str(value).isdigit() and "token" in key.lower():
         return False  # an id in a vocabulary
-    if isinstance(value, str) and _VARIABLE.fullmatch(value):
-        return False
-    return not (isinstance(value, str) and (value in os.environ or _is_path(value)))
+    if not isinstance(value, str):
+        return True
+    return not (_VARIABLE.fullmatch(value) or value in os.environ or _is_path(value))
 
 
 def _is_secret_parameter(name: str) -> bool:

@@ -65,16 +65,13 @@ def out_of_bounds(config: Config) -> list[Problem]:
 
 
 def _bounds(plain: Any, key: str = "") -> Iterator[Problem]:
-    if isinstance(plain, (dict, list)):
-        named = (
-            plain.items()
-            if isinstance(plain, dict)
-            else ((f"[{i}]", x) for i, x in enumerate(plain))
-        )
-        if isinstance(plain, list) and len(plain) > MAX_LAYERS:
+    if isinstance(plain, list):
+        if len(plain) > MAX_LAYERS:
             yield Problem(key, f"[{len(plain)} items]", f"has more than {MAX_LAYERS}, the maximum")
             return
-        for name, value in named:
+        plain = {f"[{i}]": item for i, item in enumerate(plain)}
+    if isinstance(plain, dict):
+        for name, value in plain.items():
             yield from _bounds(value, f"{key}.{name}".lstrip(".").replace(".[", "["))
     elif isinstance(plain, (int, float)) and not isinstance(plain, bool):
         timeout = key.startswith(_WAITS) and "restarts" not in key

@@ -79,8 +79,7 @@ def build_model(model: Custom, device: str = "meta") -> nn.Module:
             reason = f"its parameter {name} is {kind}, and weights are trained in fp32"
             fix = "a model of fp32 weights (two real ones for a complex one)"
             raise ConfigError([Problem("model.name", model.name, reason, fix)])
-    for parameter in built.parameters():  # master weights, whatever dtype the constructor chose
-        if parameter.is_floating_point():
+        if parameter.is_floating_point():  # master weights, whatever the constructor chose
             parameter.data = parameter.data.float()
     return built
 
@@ -96,14 +95,12 @@ def _import_family(name: str) -> Callable[..., Any]:
         fix = f"model.name={near}" if near else f"model.name={' or '.join(MODELS)}"
         raise ConfigError([Problem("model.name", name, str(error), fix)]) from None
     if inspect.isclass(family):
-        wrong = "" if issubclass(family, nn.Module) else "is a class, but not of torch.nn.Module"
-    elif inspect.isbuiltin(family) or not callable(family):
-        wrong = f"is a {type(family).__name__}"
+        right, kind = issubclass(family, nn.Module), "class, but not of torch.nn.Module"
     else:
-        wrong = ""
-    if wrong:
+        right, kind = callable(family), type(family).__name__
+    if not right or inspect.isbuiltin(family):
         fix = "a module class, or a function that returns a module"
-        raise ConfigError([Problem("model.name", name, wrong, fix)])
+        raise ConfigError([Problem("model.name", name, f"is a {kind}", fix)])
     return family
 
 
