@@ -231,13 +231,13 @@ def test_a_mistake_is_found_before_anything_starts(tmp_path: Path, case: str) ->
     assert problems(config) == []
     spoil, key, words = PROBLEMS[case]
     spoil(config)
-    ((found, _, reason, remedy),) = problems(config)
-    assert found == key and words in reason and remedy
+    (found,) = problems(config)
+    assert found.key == key and words in found.reason and found.fix
 
 
 def test_all_mistakes_are_reported_at_once() -> None:
     data = TextData(path="/no/such", tokenizer="no.json", validation_fraction=0.0, workers=-1)
-    assert [key for key, *_ in problems(Config(data=data))] == [
+    assert [problem.key for problem in problems(Config(data=data))] == [
         "data.validation_fraction",
         "data.workers",
         "data.tokenizer",

@@ -27,6 +27,7 @@ from titanlike.checkpoint.warm_start import warm_start
 from titanlike.checkpoint.writer import CheckpointWriter, Save, Saved
 from titanlike.config.credentials import redact_value
 from titanlike.config.errors import ConfigError, Problem
+from titanlike.config.files import as_record
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config
 from titanlike.data.checks import data_changed
@@ -201,7 +202,7 @@ class Checkpointer:
             text = f"changed since the checkpoint of step {self.newest}:"
             shown = "".join(f"\n  {change}" for change in changes)
             self._events.log("changed", self.newest, text + shown, changes=changes)
-        return Progress(**state["progress"])
+        return as_record(state["progress"], Progress)
 
     def _check_data(self, path: Storage, state: dict[str, Any]) -> None:
         """Raises ConfigError where the data are not those of the checkpoint, unless that is meant."""

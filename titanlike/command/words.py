@@ -47,8 +47,8 @@ def parse_words(words: Sequence[str]) -> argparse.Namespace:
             flags.append(rest.pop(0))
     args = made.parse_args(flags)
     found = [*_overrides(others)]
-    args.overrides = [words for words in found if isinstance(words, str)]
-    args.no_overrides = [words for words in found if isinstance(words, NoOverride)]
+    args.overrides = [item for item in found if isinstance(item, str)]
+    args.no_overrides = [item for item in found if isinstance(item, NoOverride)]
     return args
 
 

@@ -105,6 +105,8 @@ def _is_a(value: Any, hint: Any) -> bool:
         return isinstance(value, list) and all(_is_a(item, arguments[0]) for item in value)
     if origin is dict:
         return isinstance(value, dict) and all(_is_a(i, arguments[1]) for i in value.values())
+    if hint is Any:
+        return True
     if hint is float:
         return type(value) is float or (type(value) is int and abs(value) < LARGEST)
     return type(value) is hint and (hint is not int or abs(value) < LARGEST)

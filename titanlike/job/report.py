@@ -8,7 +8,7 @@ from pathlib import Path
 
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.launch.external import record_for_torchrun
-from titanlike.launch.failures import Failure, root_cause
+from titanlike.launch.failures import Failure, JobFailed, root_cause
 from titanlike.launch.signals import Interrupted
 from titanlike.metrics.result import Status, write_result
 
@@ -33,6 +33,9 @@ class ResultReporter:
             )
         except OSError as problem:  # a full disk must not hide how the job ended
             print(f"result.json could not be written: {problem}", file=sys.stderr)
+
+    def job_failed(self, failed: JobFailed) -> None:
+        self.write("invalid" if failed.invalid else "failed", error=failed.error)
 
     def interrupted(self, interrupted: Interrupted) -> None:
         """Report a signal, or the failure of another rank, for which torchrun sent it."""

@@ -83,11 +83,12 @@ class JobRunner:
                 return JobEnd(print_problems(error.problems), str(error))
             except JobFailed as failed:
                 if not failed.taken_over:
-                    reporter.write("invalid" if failed.invalid else "failed", error=failed.error)
+                    reporter.job_failed(failed)
                 print(f"\n{failed}", file=sys.stderr)
                 record_for_torchrun(failed)
-                code = 2 if failed.invalid else 1
-                return JobEnd(code, failed.error, ends_sweep=failed.ends_sweep)
+                return JobEnd(
+                    2 if failed.invalid else 1, failed.error, ends_sweep=failed.ends_sweep
+                )
         return _report_result(result, reporter)
 
     def _prepare(

@@ -56,20 +56,20 @@ def versions() -> dict[str, Any]:
 
 def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """`key old -> new` for each key that differs between two plain configs."""
-    old, new = dict(_flat(before)), dict(_flat(now))
+    old, new = flat(before), flat(now)
     each = {key: (old.get(key, "unset"), new.get(key, "unset")) for key in (*new, *old)}
     each.pop("data.changed", None)  # of one start alone
     return [f"{key} {was} -> {is_now}" for key, (was, is_now) in each.items() if was != is_now]
 
 
-def _flat(plain: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    found = []
+def flat(plain: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """Dotted key -> value, as an override has it, of a plain config; credentials are ***."""
+    found = {}
     for name, value in plain.items():
         if isinstance(value, dict) and value:
-            found += _flat(value, f"{prefix}{name}.")
+            found |= flat(value, f"{prefix}{name}.")
         else:
-            shown = redact_value(f"{prefix}{name}", value)
-            found.append((f"{prefix}{name}", override_text(shown)))
+            found[f"{prefix}{name}"] = override_text(redact_value(f"{prefix}{name}", value))
     return found
 
 

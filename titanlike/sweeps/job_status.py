@@ -18,10 +18,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from titanlike.config.credentials import redact_value
 from titanlike.config.files import open_regular
 from titanlike.launch.run_dir_owner import is_locked
 from titanlike.metrics.result import ended_by_max_time, read_result
+from titanlike.metrics.starts import flat
 from titanlike.metrics.summary import OBJECTIVES, Summary, objective_value, summarize
 from titanlike.sweeps.plan import Job, Plan, read_plan
 
@@ -76,13 +76,14 @@ def read_job_rows(folder: Path, plan: Plan | None, ended: Collection[int] = ()) 
 
 
 def _row(job: Job, run_dir: Path, value: str, clock: _FileSystemClock, ended: bool) -> JobRow:
-    unread: str | None = None
+    result: dict[str, Any] = {}
+    unread = ""
     try:
         result = read_result(run_dir) or {}
     except NotADirectoryError:
-        result = {}
+        pass
     except ValueError as odd:  # truncated by a copy
-        result, unread = {}, str(odd)
+        unread = str(odd)
     numbers = summarize(run_dir)
     error: str | None = result.get("error")
     if result:
@@ -202,15 +203,15 @@ def _with_overrides_from_configs(rows: list[JobRow]) -> list[JobRow]:
     Where there are no others, of the keys that differ.
     """
     unknown = [r for r in rows if not r.job.overrides and (r.run_dir / "config.yaml").exists()]
-    flat = {id(row): dict(_flat(_config(row.run_dir))) for row in unknown}
+    configs = {id(row): flat(_config(row.run_dir)) for row in unknown}
     keys = list(dict.fromkeys(key for row in rows for key in _parse(row.job.overrides)))
     if not keys:
-        every = dict.fromkeys(key for config in flat.values() for key in config)
+        every = dict.fromkeys(key for config in configs.values() for key in config)
         every.pop("run_dir", None)
-        keys = [key for key in every if len({config.get(key) for config in flat.values()}) > 1]
+        keys = [key for key in every if len({config.get(key) for config in configs.values()}) > 1]
     updated = []
     for row in rows:
-        if config := flat.get(id(row)):
+        if config := configs.get(id(row)):
             values = {key: config.get(key, config.get(f"{key}.name")) for key in keys}
             overrides = [f"{key}={value}" for key, value in values.items() if value is not None]
             row = replace(row, job=replace(row.job, overrides=overrides))
@@ -229,17 +230,6 @@ def _config(run_dir: Path) -> dict[str, Any]:
         plain = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
-    return plain if isinstance(plain, dict) else {}
-
-
-def _flat(plain: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted key, value) of a config, of which `defaults` and `hydra` are how it was launched."""
-    for name, value in plain.items():
-        key = f"{prefix}{name}"
-        if key in ("defaults", "hydra"):
-            continue
-        if isinstance(value, dict):
-            yield from _flat(value, f"{key}.")
-        else:
-            text = "null" if value is None else str(value)
-            yield key, str(redact_value(key, text.lower() if isinstance(value, bool) else text))
+    # `defaults` and `hydra` are how it was launched
+    plain = plain if isinstance(plain, dict) else {}
+    return {key: value for key, value in plain.items() if key not in ("defaults", "hydra")}

@@ -20,7 +20,7 @@ from titanlike.config.schema import Config, Wandb
 from titanlike.job.report import ResultReporter
 from titanlike.job.run import JobRunner, config_problems, with_run_name
 from titanlike.launch.failures import JobFailed
-from titanlike.metrics.result import Status, ended_by_max_time, read_result
+from titanlike.metrics.result import ended_by_max_time, read_result
 from titanlike.sweeps.job_status import SUBMITTED
 from titanlike.sweeps.plan import Job
 from titanlike.sweeps.processes import Command, EndedJob, Processes
@@ -67,15 +67,17 @@ def run_jobs(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared], here: Her
     refused = _check_all(sweep, runner, jobs)
     valid = [item for item in jobs if item.job.number not in refused]
     sweep.refused += len(refused)
-    ends: dict[int, End] = {number: end for number, (_, end) in refused.items()}
+    ends: dict[int, End] = {**refused}
     if sweep.check or not (valid or sweep.begun):
         return [ends.get(item.job.number) for item in jobs]
     sweep.begun = True
     sweep.ran.update(item.job.number for item in jobs)
     for item in jobs:
-        if item.job.number in refused:
-            status, failed = refused[item.job.number]
-            _write_refused(sweep.job_folder(item.job), item, status, failed.error)
+        if failed := refused.get(item.job.number):
+            with contextlib.suppress(OSError):
+                folder = sweep.job_folder(item.job)
+                folder.mkdir(parents=True, exist_ok=True)
+                ResultReporter(folder, item.job.overrides, 1).job_failed(failed)
     numbers = [item.job.number for item in valid]
     ends |= zip(numbers, _run(sweep, runner, valid, here), strict=True)
     return [ends[item.job.number] for item in jobs]
@@ -89,10 +91,8 @@ def _run(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared], here: Here) -
     return _as_processes(sweep, runner, jobs)
 
 
-def _check_all(
-    sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]
-) -> dict[int, tuple[Status, JobFailed]]:
-    """(status, error) of each job with errors, by number. What takes too long is checked later."""
+def _check_all(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> dict[int, JobFailed]:
+    """The errors of the jobs that have some, by number. What takes too long is checked later."""
     refused, start = {}, time.monotonic()
     for index, item in enumerate(jobs):
         if not sweep.check and time.monotonic() - start > _CHECK_TIME:
@@ -100,11 +100,10 @@ def _check_all(
             sweep.say(f"checked {index} of {len(jobs)} jobs in {_CHECK_TIME:.0f} s; {rest}")
             break
         _say_imports(sweep, item)
-        status, error = _error(runner, item)
-        if error:
-            failed = _failed(sweep, item, " is invalid" if status == "invalid" else "", error)
-            refused[item.job.number] = status, failed
-        item.checked = not error
+        if failed := _refusal(runner, item):
+            _say_failed(sweep, item, " is invalid" if failed.invalid else "", failed.error)
+            refused[item.job.number] = failed
+        item.checked = failed is None
     return refused
 
 
@@ -116,28 +115,23 @@ def _say_imports(sweep: SweepRun, item: Prepared) -> None:
             sweep.say(redact(line))
 
 
-def _write_refused(folder: Path, item: Prepared, status: Status, error: str) -> None:
-    with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        ResultReporter(folder, item.job.overrides, 1).write(status, error=error)
-
-
-def _failed(sweep: SweepRun, item: Prepared, what: str, error: str) -> JobFailed:
+def _say_failed(sweep: SweepRun, item: Prepared, what: str, error: str) -> JobFailed:
     """Print that a job failed; its end."""
     sweep.say_error(f"job {item.name}{what}{_indented(error)}")
     return JobFailed(error, error)
 
 
-def _error(runner: JobRunner, item: Prepared) -> tuple[Status, str]:
-    """What is wrong with a job's config: nothing (""), errors, or the failure of a user's function."""
+def _refusal(runner: JobRunner, item: Prepared) -> JobFailed | None:
+    """What is wrong with a job's config: nothing, errors, or the failure of a user's function."""
     config, problems = item.composed
     try:
         started = runner.ranks and runner.ranks.world_size
         if config is not None:
             problems = problems + config_problems(config, started, problems)
     except JobFailed as failed:
-        return "failed", failed.error
-    return "invalid", str(ConfigError(item.hiding(runner.environment) for item in problems))
+        return failed
+    text = str(ConfigError(item.hiding(runner.environment) for item in problems))
+    return JobFailed(text, text, invalid=True) if text else None
 
 
 def _run_here(sweep: SweepRun, item: Prepared, here: Here) -> End:
@@ -193,7 +187,7 @@ def _submit_all(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> lis
     ends: dict[int, End] = {}
     for item in jobs:
         if error := _submit(sweep, runner, item, sweep.settings.submit):
-            ends[item.job.number] = _failed(sweep, item, " is not submitted", error)
+            ends[item.job.number] = _say_failed(sweep, item, " is not submitted", error)
     if sweep.settings.wait is not None:
         ends |= _wait_for(sweep, [item for item in jobs if item.job.number not in ends])
     return [ends.get(item.job.number) for item in jobs]
@@ -215,10 +209,9 @@ def _submit(sweep: SweepRun, runner: JobRunner, item: Prepared, submit: str) -> 
     except OSError as error:
         return str(error)
     report = ResultReporter(folder, item.job.overrides, 1)  # removes an earlier result
-    status, text = ("invalid", "") if item.checked else _error(runner, item)
-    if text:
-        report.write(status, error=text)
-        return text
+    if not item.checked and (failed := _refusal(runner, item)):
+        report.job_failed(failed)
+        return failed.error
     output, error_text = _run_submit_command(submit, arguments(sweep, item))
     if error_text:
         report.write("failed", error=error_text)
@@ -264,7 +257,7 @@ def _wait_for(sweep: SweepRun, jobs: list[Prepared]) -> dict[int, End]:
                 continue
             late = f"has not ended after {sweep.settings.wait:g} s (sweep.wait)"
             text = late if result is None else result["error"]
-            ends[item.job.number] = _failed(sweep, item, " failed", text)
+            ends[item.job.number] = _say_failed(sweep, item, " failed", text)
         time.sleep(_POLL if len(ends) < len(jobs) else 0)
     return ends
 
