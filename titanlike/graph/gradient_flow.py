@@ -10,7 +10,7 @@ The recorded values have autograd graphs (on meta): they are read here and never
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -34,7 +34,7 @@ class GradientFlow:
         value = node.value
         if value is not None and value.grad_fn is not None:
             self._edges[node] = _edge(value)
-            for function in _functions_before([value], seen=self._position):
+            for function in _functions_before([value], self._position.__contains__):
                 self._position[function] = len(self._nodes)
         self._nodes.append(node)
 
@@ -62,11 +62,16 @@ class GradientFlow:
         from the one at `start` on."""
         edges = {self._edges[node] for node in received if node in self._edges}
         values = [node.value for node in sent if node in self._edges]
-        # of an earlier call: `received` are behind it, unless they are changed in place
-        before = {function for function, at in self._position.items() if at < start}
+
+        def earlier(function: Any) -> bool:
+            # `received` are behind it, unless they are changed in place
+            return self._position.get(function, start) < start
+
         return all(
             _edge(value) in edges
-            or any(edges.intersection(f.next_functions) for f in _functions_before([value], before))
+            or any(
+                edges.intersection(f.next_functions) for f in _functions_before([value], earlier)
+            )
             for value in values
         )
 
@@ -74,7 +79,8 @@ class GradientFlow:
 def used_by(total: Tensor, outputs: Sequence[Tensor]) -> list[bool]:
     """For each output, whether `total` is computed of it, and not only of what is computed of it."""
     ends = {value.grad_fn for value in outputs}
-    edges = {edge for f in _functions_before([total], ends) for edge in f.next_functions}
+    functions = _functions_before([total], ends.__contains__)
+    edges = {edge for f in functions for edge in f.next_functions}
     edges.add(_edge(total))
     return [value.grad_fn is not None and _edge(value) in edges for value in outputs]
 
@@ -83,13 +89,15 @@ def _edge(value: Tensor) -> _Edge:
     return value.grad_fn, value.output_nr
 
 
-def _functions_before(values: Iterable[Tensor], seen: Container[Hashable] = ()) -> list[Any]:
-    """The functions of the autograd graphs of these values; not those in `seen`, nor before them."""
+def _functions_before(
+    values: Iterable[Tensor], is_end: Callable[[Any], bool] = lambda _: False
+) -> list[Any]:
+    """The functions of the autograd graphs of these values, not the ends, nor what is before them."""
     found: dict[Hashable, None] = {}
     todo = [value.grad_fn for value in values]
     while todo:
         function = todo.pop()
-        if function is not None and function not in seen and function not in found:
+        if function is not None and function not in found and not is_end(function):
             found[function] = None
             todo += [before for before, _ in function.next_functions]
     return list(found)

@@ -6,6 +6,8 @@ A block may store a tensor in a dict, a list or an attribute, and a later block 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from types import NoneType
 from typing import Any
 
 from torch import Tensor
@@ -21,25 +23,21 @@ class HiddenValues:
     """
 
     def __init__(self) -> None:
-        self._made: dict[
-            int, tuple[Tensor, str]
-        ] = {}  # by id; keeps them alive, so ids stay unique
+        # by id; keeps them alive, so ids stay unique
+        self._made: dict[int, tuple[Tensor, str]] = {}
         self._given: set[int] = set()  # ids of the running unit's arguments
 
-    def enter(self, arguments: Any) -> None:
+    def enter(self, arguments: Iterable[Any]) -> None:
         """A unit is called with these tensors."""
-        self._given = {id(tensor) for tensor in tensors(arguments)}
+        self._given = {id(tensor) for tensor in tensors(*arguments)}
 
-    def add(self, unit: str, function: str, arguments: Any, result: Any) -> None:
-        """To be called with each torch function that a unit calls."""
+    def add(self, unit: str, function: str, used: Sequence[Tensor], result: Any) -> None:
+        """To be called with each torch function that a unit calls, and the tensors in its arguments."""
         if function.endswith("_like") or function.startswith("new_"):
             return  # of an argument's shape and dtype, not of its values
         if function == "to" or function.endswith("_as"):
-            arguments = arguments[0]  # likewise of the other argument
-        if any(
-            id(t) in self._given or id(t) in self._made or t.requires_grad
-            for t in tensors(arguments)
-        ):
+            used = used[:1]  # likewise of the other argument
+        if any(id(t) in self._made or id(t) in self._given or t.requires_grad for t in used):
             for tensor in tensors(result):
                 self._made.setdefault(id(tensor), (tensor, unit))
 
@@ -52,6 +50,13 @@ class HiddenValues:
         return self._made[id(tensor)][1] if id(tensor) in self._made else None
 
 
-def tensors(value: Any) -> list[Tensor]:
-    """The tensors in nested containers."""
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+def tensors(*values: Any) -> list[Tensor]:
+    """The tensors in values and nested containers. Called for each torch function: it is quick where
+    a value is a tensor or a number itself."""
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif not isinstance(value, (int, float, str, NoneType)):
+            found += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return found

@@ -55,6 +55,7 @@ class ModelGraph:
         self._device, self._buffers = device, buffers
         found = {unit.name: unit for unit in find_units(model, points)}
         self._names, self._traced = list(found), traced
+        self._first_names = {id(p): name for name, p in model.named_parameters()}
         self._recordings: dict[tuple[object, bool], Recording] = {}
         # mode -> module -> its `training` flag, which the model's own train() may set otherwise
         self.training_flags: dict[bool, dict[str, bool]] = {}
@@ -100,13 +101,14 @@ class ModelGraph:
         *others, last = cut(recording, self.stages, offsets, self.trained_outputs)
         return [*others, self.last_stage(last)]
 
-    def stage_modules(self) -> list[tuple[list[str], list[str]]]:
-        """(units, weights used outside of units) of each stage, in training or evaluation; the first
-        stage also has the parameters that the forward does not use."""
-        both = (self.graphs(self.fields, training) for training in (True, False))
+    def stage_modules(
+        self, training: Sequence[StageGraph], evaluation: Sequence[StageGraph]
+    ) -> list[tuple[list[str], list[str]]]:
+        """(units, weights used outside of units) of each stage, in either; the first stage also has
+        the parameters that the forward does not use."""
         stages = [
             (list(dict.fromkeys(a.units + b.units)), list(dict.fromkeys(a.weights + b.weights)))
-            for a, b in zip(*both, strict=True)
+            for a, b in zip(training, evaluation, strict=True)
         ]
         used = {name for stage in stages for name in self.parameters_of(*stage)}
         stages[0][1].extend(name for name, _ in self.model.named_parameters() if name not in used)
@@ -121,19 +123,17 @@ class ModelGraph:
         self, units: Sequence[str], weights: Sequence[str]
     ) -> dict[str, nn.Parameter]:
         """A stage's parameters by their canonical names."""
-        names = {id(p): name for name, p in self.model.named_parameters()}
         found = [p for unit in units for p in self.model.get_submodule(unit).parameters()]
         for name in weights:
             path, _, last = name.rpartition(".")
             value = getattr(self.model.get_submodule(path), last)
             found += [value] if isinstance(value, nn.Parameter) else []
-        return {names[id(p)]: p for p in found}
+        return {self._first_names[id(p)]: p for p in found}
 
     def canonical_names(self) -> dict[str, str]:
         """Every name of every parameter -> its first; a tied parameter has several names."""
-        first = {id(p): name for name, p in self.model.named_parameters()}
         everything = self.model.named_parameters(remove_duplicate=False)
-        return {name: first[id(p)] for name, p in everything}
+        return {name: self._first_names[id(p)] for name, p in everything}
 
     def reuses_weights(self, graph: StageGraph) -> bool:
         """Whether a stage uses a weight more than once in a forward."""

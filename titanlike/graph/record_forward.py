@@ -31,7 +31,6 @@ from titanlike.graph.constant_value import constant_value
 from titanlike.graph.hidden_values import tensors
 from titanlike.graph.pytree import tree_flatten, tree_map
 from titanlike.graph.recording import Node, RecordError, Recording, RecordingBuilder
-from titanlike.torch_private import pytree
 from titanlike.torch_private.autograd import intercept_checkpoints, intercept_custom_functions
 from titanlike.torch_private.compiler import as_if_compiling
 
@@ -165,10 +164,12 @@ class _Interceptor(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
-        accessed = getattr(getattr(function, "__self__", None), "__name__", "")  # by a getter
-        if not self._on_cpu:
-            if name == "__get__" and accessed in _DEVICE_PROPERTIES and args[0].is_meta:
+        accessed = ""  # by a getter
+        if name == "__get__":
+            accessed = getattr(getattr(function, "__self__", None), "__name__", "")
+            if accessed in _DEVICE_PROPERTIES and args[0].is_meta and not self._on_cpu:
                 return _DEVICE_PROPERTIES[accessed](self._device)
+        if not self._on_cpu:
             args, kwargs = self._on_meta(name, args, kwargs)
         draws = name.startswith(_RANDOM) or "dropout" in name
         self._random |= draws and kwargs.get("training", True) is not False
@@ -176,15 +177,14 @@ class _Interceptor(TorchFunctionMode):
         if self._running:
             if torch.is_autocast_enabled(self._device.type) and not self._on_cpu:
                 raise NotImplementedError("meta tensors have no autocast")
+            used = tensors(*args, *kwargs.values())
             if name != "__get__":
-                leaves = pytree.tree_leaves((args, kwargs))
-                used = (id(leaf) for leaf in leaves if isinstance(leaf, nn.Parameter))
-                self._weight_uses.update(used)
+                self._weight_uses.update(id(t) for t in used if isinstance(t, nn.Parameter))
             if self._on_cpu:
                 return function(*args, **kwargs)
-            self.builder.check_used(self._running[0], tensors((args, kwargs)))
+            self.builder.check_used(self._running[0], used)
             result = function(*args, **kwargs)
-            self.builder.hidden.add(self._running[0], name, (*args, kwargs), result)
+            self.builder.hidden.add(self._running[0], name, used, result)
             return result
         if name in _READS_VALUES and (node := self.builder.unchanged_node(args[0])):
             value = constant_value(node, self._buffers)
@@ -200,8 +200,7 @@ class _Interceptor(TorchFunctionMode):
         arguments = self.builder.with_nodes((args, kwargs)) if recorded else None
         random, self._random = self._random, False
         result = function(*args, **kwargs)
-        has_tensor = any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result))
-        if arguments is not None and (has_tensor or name == "__setitem__"):
+        if recorded and (tensors(result) or name == "__setitem__"):
             node = Node("function", function, *arguments)
             if name == "__get__":  # generated code calls getattr(x, "T") for x.T
                 node = Node("function", getattr, (arguments[0][0], accessed))
@@ -217,7 +216,7 @@ class _Interceptor(TorchFunctionMode):
 
         if is_device(kwargs.get("device")):
             kwargs = {**kwargs, "device": torch.device("meta")}
-        if name in ("to", "empty_like", "type") or any(type(a) is torch.device for a in args):
+        if name in ("to", "empty_like", "type") or torch.device in map(type, args):
             args = tuple(torch.device("meta") if is_device(value) else value for value in args)
         return args, kwargs
 
@@ -331,8 +330,8 @@ def _run_on_cpu(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     module raises.
     """
 
-    wanted = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-    wanted = [tensor for tensor in [*wanted, *module.parameters()] if tensor.requires_grad]
+    given = tensors(*tree_flatten((args, kwargs))[0])
+    wanted = [tensor for tensor in [*given, *module.parameters()] if tensor.requires_grad]
 
     def to_meta(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):

@@ -139,9 +139,11 @@ class RecordingBuilder:
     def check_used(self, unit: str, used: Sequence[Tensor]) -> None:
         """Raise RecordError where a unit uses a tensor that it is not given and that is not its own."""
         for tensor in used:
-            node, made_by = self._node_of.get(id(tensor)), self.hidden.made_by(tensor)
-            outside = node is not None and node.kind != "weight"
-            if self.hidden.is_given(tensor) or made_by == unit or not (made_by or outside):
+            made_by = self.hidden.made_by(tensor)
+            if made_by == unit or self.hidden.is_given(tensor):
+                continue
+            node = self._node_of.get(id(tensor))
+            if made_by is None and (node is None or node.kind == "weight"):
                 continue
             maker = made_by or (node.target if node.kind == "unit" else "the model's own forward")
             raise RecordError(

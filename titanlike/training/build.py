@@ -75,10 +75,10 @@ def build(config: Config, mesh: Mesh, data: Data | None = None) -> Run:
     # 2. stages, weights, optimizers
     local = plan.order.local(mesh.pp_rank)
     weights = initial_weights_of(plan.model, config.seed)
-    canonical, modules = plan.model_graph.canonical_names(), plan.model_graph.stage_modules()
+    canonical = plan.model_graph.canonical_names()
     stages: dict[int, Stage] = {}
     for index in local:
-        stage = stages[index] = _build_stage(config, plan, *modules[index], mesh)
+        stage = stages[index] = _build_stage(config, plan, *plan.stage_modules[index], mesh)
         device = torch.device("cpu") if config.fsdp.cpu_offload else mesh.device
         initialize(stage, weights, device, canonical)
     origin = weights.origin

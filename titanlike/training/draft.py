@@ -47,6 +47,7 @@ class Draft:
     zero: int
     why_zero: str
     model_graph: ModelGraph  # the model, its units, and the graph of each stage
+    stage_modules: list[tuple[list[str], list[str]]]  # see `ModelGraph.stage_modules`
     # of each stage: parameter (a tied one under its first name) -> number of elements
     stage_parameters: list[dict[str, int]]
     unused: list[str]  # parameters that the forward does not use: they stay as they are
@@ -97,7 +98,8 @@ def draft(
     auto_split, graphs, evaluated = found
     if problems := checks.stage_problems(config, model_graph, graphs, evaluated):
         raise ConfigError(problems)
-    parameters = [model_graph.parameters_of(*stage) for stage in model_graph.stage_modules()]
+    stage_modules = model_graph.stage_modules(graphs, evaluated)
+    parameters = [model_graph.parameters_of(*stage) for stage in stage_modules]
     used = {
         name for graph in graphs for name in model_graph.parameters_of(graph.units, graph.weights)
     }
@@ -108,6 +110,7 @@ def draft(
         zero=zero,
         why_zero=why_zero,
         model_graph=model_graph,
+        stage_modules=stage_modules,
         stage_parameters=[{name: p.numel() for name, p in stage.items()} for stage in parameters],
         unused=[name for name, _ in model.named_parameters() if name not in used],
         flops_per_token=_flops_per_token(config, model, data),
