@@ -8,7 +8,9 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+LONGEST = ("test_the_main_job", "test_of_twelve_jobs")  # with -m slow, and without
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest test first: as the last one, it would keep one worker busy and the other idle."""
-    items.sort(key=lambda item: not item.name.startswith("test_the_main_job"))
+    items.sort(key=lambda item: not item.name.startswith(LONGEST))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.cells import slow
 from support.models import tiny
 from support.world import run_world
 from titanlike.checkpoint.checkpointer import Checkpointer, Progress
@@ -108,7 +109,7 @@ def truth(key: str, shape: torch.Size) -> torch.Tensor:
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("mode", ["sync", "async", "async_pinned"])
+@pytest.mark.parametrize("mode", [*slow("sync"), "async", "async_pinned"])
 def test_a_background_save_holds_the_state_of_its_step(mode: str, tmp_path: Path) -> None:
     """Parameters change while it is written, and again before the next one."""
     config = tiny(2, 1, layers=2, steps=6, checkpoint=Checkpoint(every=1, mode=mode))

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
+from support.cells import slow
 from support.saved_runs import (
     a_run,
     checkpoint,
@@ -34,7 +35,7 @@ from titanlike.config.schema import Config
 LAYOUTS = {"one": (1, 1), "pp2": (2, 1), "dp2": (1, 2)}
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(scope="module", params=["one", *slow("pp2", "dp2")])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Config:
     """A run that was cut off after step 8, with checkpoints of steps 3 and 6."""
     folder = tmp_path_factory.mktemp(request.param.replace(" ", "")) / "run"
@@ -159,7 +160,7 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(one: Config, tmp_pa
         assert (checkpoint(source, 6) / MARKER).exists() or case == f"{MARKER} removed"
 
 
-@pytest.mark.parametrize("layout", ["one", "dp2"])
+@pytest.mark.parametrize("layout", [*slow("one"), "dp2"])
 def test_a_run_without_a_whole_checkpoint_does_not_begin_afresh(
     layout: str, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -32,7 +33,7 @@ saved, run = saved_runs.saved, saved_runs.run
 @contextmanager
 def unreadable(part: str, code: int, times: int = 1_000_000) -> Iterator[None]:
     """Opening a local file with `part` in its path fails so many times."""
-    original, pauses, left = storage.open_regular, storage._PAUSES, [times]
+    original, left = storage.open_regular, [times]
 
     def fails(path: str, *args: Any) -> Any:
         if part in str(path) and left[0] > 0:
@@ -40,11 +41,9 @@ def unreadable(part: str, code: int, times: int = 1_000_000) -> Iterator[None]:
             raise OSError(code, os.strerror(code), path)
         return original(path, *args)
 
-    storage.open_regular, storage._PAUSES = fails, (0.0,) * len(pauses)  # type: ignore[assignment]
-    try:
+    no_pauses = (0.0,) * len(storage._PAUSES)
+    with mock.patch.multiple(storage, open_regular=fails, _PAUSES=no_pauses):
         yield
-    finally:
-        storage.open_regular, storage._PAUSES = original, pauses
 
 
 def train_unreadable(config: Config, worker: Worker, rank: int, *fault: Any) -> list[str]:

@@ -14,7 +14,8 @@ from support.commands import TINY
 from support.paths import ROOT
 
 
-@pytest.mark.parametrize("closed", [">&-", pytest.param("<&- >&- 2>&-", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
 def test_a_run_completes_though_its_streams_are_closed(closed: str, tmp_path: Path) -> None:
     words = [sys.executable, str(ROOT / "train.py"), *TINY, "model.layers=2", "pp=2", "run_dir=run"]
     done = subprocess.run(

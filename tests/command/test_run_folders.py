@@ -6,6 +6,8 @@ import json
 import os
 from pathlib import Path
 
+import pytest
+
 from support.commands import TINY, command
 from support.forked import ForkedProgram
 from support.paths import ROOT
@@ -52,6 +54,7 @@ def test_a_run_writes_where_hydra_is_told_to_also_if_the_time_is_in_it(tmp_path:
     assert not (tmp_path / "outputs").exists()
 
 
+@pytest.mark.slow
 def test_runs_of_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
     starts = [
         ForkedProgram([str(ROOT / "train.py"), *RUN], tmp_path, dict(os.environ)) for _ in range(10)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from support.cells import slow
 from support.commands import TINY, command
 
 LINES = {
@@ -20,7 +21,7 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("pp", [1, *slow(2)])
 def test_a_line_that_is_no_document_is_named(pp: int, tmp_path: Path) -> None:
     for number, (case, line) in enumerate(LINES.items()):
         if pp > 1 and number:

@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from support.cells import slow
 from support.models import tiny
+from support.proven import assert_proven
 from support.runs import assert_goes_on
 from support.samples import Conditioned
 from support.world import run_world
@@ -31,7 +33,6 @@ from titanlike.optim.optimizer import gradient_norm
 from titanlike.parallel.initialize import initialize
 from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.pipeline import pipeline
-from titanlike.proof.verification import verify
 from titanlike.torch_private.dtensor import local_slices
 from titanlike.training.build import build
 from titanlike.training.step import optimizer_step, to_device
@@ -220,9 +221,7 @@ def long_and_short(schedule: str, **changes: Any) -> Config:
     return tiny(2, 2, schedule, **{**settings, **changes})
 
 
-@pytest.mark.parametrize(
-    "schedule", ["1f1b", pytest.param("interleaved1f1b", marks=pytest.mark.slow), "zbvzerobubble"]
-)
+@pytest.mark.parametrize("schedule", ["1f1b", *slow("interleaved1f1b", "zbvzerobubble")])
 def test_steps_of_any_lengths_are_exact_and_a_length_is_prepared_once(
     schedule: str, tmp_path: Path
 ) -> None:
@@ -259,6 +258,7 @@ def test_layouts_read_samples_of_any_length(config: Config, tmp_path: Path) -> N
     assert_proven(config, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["interleaved1f1b"])
 def test_a_run_of_many_lengths_goes_on_with_the_same_bits(schedule: str, tmp_path: Path) -> None:
     data = data_of("phrases", sort=True)
@@ -270,12 +270,7 @@ def test_a_run_of_many_lengths_goes_on_with_the_same_bits(schedule: str, tmp_pat
 # --- more than one input -----------------------------------------------------------------------
 
 
-def assert_proven(config: Config, folder: Path) -> None:
-    results = run_world(verify, config, folder)
-    assert {result["exit_code"] for result in results} == {0}, (folder / "rank0.out").read_text()
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ["zbvzerobubble", *slow("1f1b", "interleaved1f1b")])
 def test_every_stage_gets_the_fields_that_it_needs(schedule: str, tmp_path: Path) -> None:
     """Masks, scales and images, two of them called what torch's runtime calls its own arguments."""
     assert_proven(tiny(2, 2, schedule, model=CONDITIONED, data=MASKED), tmp_path)

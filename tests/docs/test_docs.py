@@ -84,7 +84,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-SLOW = ("outputs/saved", "outputs/sweep", "outputs/torchrun")  # tests of other rooms do the same
+# tests of other rooms do the same
+SLOW = ("outputs/saved", "outputs/sweep", "outputs/torchrun", "outputs/mesh")
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from support import forwards, stashed, unused_gradients
+from support.cells import slow
 from support.forwards import VOCAB
 from support.models import tiny
-from support.world import run_world
+from support.proven import assert_proven
 from titanlike.config.schema import Custom, EvenSplit, Sgd, SyntheticData
 from titanlike.graph.cut import message, message_problem
 from titanlike.graph.model_graph import Field, ModelGraph
@@ -23,7 +24,6 @@ from titanlike.graph.record_forward import record_forward
 from titanlike.graph.recording import RecordError
 from titanlike.graph.stage import Stage
 from titanlike.models.registry import build_model, initial_weights_of
-from titanlike.proof.verification import verify
 from titanlike.split.partition import partition
 from titanlike.training.draft import draft, preflight
 
@@ -111,33 +111,34 @@ def test_a_cut_model_computes_what_the_whole_one_does(name: str, stages: int) ->
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [
-        ("Lstm", "zbvzerobubble"),
-        ("Routed", "1f1b"),
         ("Checkpointed", "zbvzerobubble"),
-        ("OneBlock", "interleavedzerobubble"),
         ("WithoutGradient", "interleaved1f1b"),
         ("Dense", "dualpipev"),
         ("InPlace", "zbvzerobubble"),
-        ("Normed", "interleavedzerobubble"),
         ("Frozen", "zbvzerobubble"),
         ("HalfAsleep", "1f1b"),
         ("NormedTwice", "zbvzerobubble"),
         ("Detached", "zbvzerobubble"),
-        ("OnlyDetached", "1f1b"),
         ("ExtraOutputs", "interleaved1f1b"),
-        ("ByValue", "gpipe"),
         ("TableOfWeights", "zbvzerobubble"),
-        pytest.param("Compared", "1f1b", marks=pytest.mark.slow),
-        pytest.param("NormOfTheFirst", "interleavedzerobubble", marks=pytest.mark.slow),
-        pytest.param("OnlyDetached", "dualpipev", marks=pytest.mark.slow),
+        *slow(
+            ("Lstm", "zbvzerobubble"),
+            ("Routed", "1f1b"),
+            ("OneBlock", "interleavedzerobubble"),
+            ("Normed", "interleavedzerobubble"),
+            ("OnlyDetached", "1f1b"),
+            ("ByValue", "gpipe"),
+            ("Compared", "1f1b"),
+            ("NormOfTheFirst", "interleavedzerobubble"),
+            ("OnlyDetached", "dualpipev"),
+        ),
     ],
 )
 def test_the_same_in_torchs_pipeline(name: str, schedule: str, tmp_path: Path) -> None:
     module = "forwards" if hasattr(forwards, name) else "unused_gradients"
     config = tiny(2, 2, schedule, model=Custom(f"support.{module}.{name}"))
     config.data = SyntheticData(vocab_size=VOCAB)
-    results = run_world(verify, config, tmp_path)
-    assert {result["exit_code"] for result in results} == {0}, (tmp_path / "rank0.out").read_text()
+    assert_proven(config, tmp_path)
 
 
 def test_activations_that_a_model_computes_again_are_computed_again_in_a_stage() -> None:
@@ -299,8 +300,7 @@ def test_experts_that_one_rank_alone_reaches_learn_what_one_process_learns(tmp_p
     """One sequence a rank: FSDP would add up gradients of different experts."""
     config = tiny(1, 2, batch_size=2, seq_len=1, optimizer=Sgd())
     config.model = Custom("support.forwards.Routed")
-    results = run_world(verify, config, tmp_path)
-    assert {result["exit_code"] for result in results} == {0}, (tmp_path / "rank0.out").read_text()
+    assert_proven(config, tmp_path)
 
 
 def test_a_constructors_random_numbers_and_dtypes_do_not_depend_on_the_process() -> None:

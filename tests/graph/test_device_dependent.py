@@ -7,24 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.cells import slow
 from support.models import tiny
-from support.world import run_world
+from support.proven import assert_proven
 from titanlike.config.errors import ConfigError
 from titanlike.config.schema import Custom
 from titanlike.models.registry import build_model
-from titanlike.proof.verification import verify
 from titanlike.training.draft import preflight
 
 
 @pytest.mark.parametrize(
-    "name", ["AsksForTheDevice", "MaskedEncoder", "CompiledBlocks", "SkipsAFullMask"]
+    "name", ["CompiledBlocks", "SkipsAFullMask", *slow("AsksForTheDevice", "MaskedEncoder")]
 )
 def test_a_forward_that_is_recorded_without_a_device_trains_as_in_one_process(
     name: str, tmp_path: Path
 ) -> None:
-    config = tiny(2, 2, model=Custom(f"support.device_dependent.{name}"))
-    results = run_world(verify, config, tmp_path)
-    assert {result["exit_code"] for result in results} == {0}, (tmp_path / "rank0.out").read_text()
+    assert_proven(tiny(2, 2, model=Custom(f"support.device_dependent.{name}")), tmp_path)
 
 
 def test_a_forward_is_recorded_for_the_cpu_where_there_are_fewer_gpus_than_ranks(
@@ -47,9 +45,7 @@ def test_a_module_that_wraps_a_model_of_transformers_is_recorded(name: str) -> N
 def test_a_module_that_wraps_a_model_of_transformers_trains_as_in_one_process(
     name: str, tmp_path: Path
 ) -> None:
-    config = tiny(2, 2, model=Custom(f"support.wrapped_transformers.{name}"))
-    results = run_world(verify, config, tmp_path)
-    assert {result["exit_code"] for result in results} == {0}, (tmp_path / "rank0.out").read_text()
+    assert_proven(tiny(2, 2, model=Custom(f"support.wrapped_transformers.{name}")), tmp_path)
 
 
 def test_the_line_that_looks_at_values_is_named() -> None:

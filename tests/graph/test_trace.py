@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from support.cells import cells
 from support.models import tiny
 from support.proven import assert_proven
 from support.vision_configs import of_images
@@ -26,19 +27,15 @@ FOUR = ("layers.1", "layers.2.ffn", "layers.3.attention.wo")
 SKIPS = ["down.2", "up.0.1", "up.2"]  # of the U-Net; the second is inside of a block
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param(traced("layers.1.attention.wk", tied=True), id="1f1b"),
-        pytest.param(
-            of_images("UNet", 2, 1, "zbvzerobubble", split=TraceSplit(points=SKIPS)), id="U-Net"
-        ),
-        *(
-            pytest.param(traced(*FOUR, schedule=name), id=name, marks=pytest.mark.slow)
-            for name in ("interleaved1f1b", "zbvzerobubble")
-        ),
-    ],
-)
+LAYOUTS = {"U-Net": of_images("UNet", 2, 1, "zbvzerobubble", split=TraceSplit(points=SKIPS))}
+MORE_LAYOUTS = {
+    "1f1b": traced("layers.1.attention.wk", tied=True),
+    "interleaved1f1b": traced(*FOUR, schedule="interleaved1f1b"),
+    "zbvzerobubble": traced(*FOUR, schedule="zbvzerobubble"),
+}
+
+
+@pytest.mark.parametrize("config", cells(LAYOUTS, MORE_LAYOUTS))
 def test_traced_models_in_layouts(config: Config, tmp_path: Path) -> None:
     assert_proven(config, tmp_path)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from support.cells import slow
 from support.launched import Launched
 from support.paths import ROOT
 from support.run_files import result
@@ -71,7 +72,7 @@ def test_a_rank_that_was_killed_is_named_with_its_signal(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "signum, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+    "signum, code", [(signal.SIGTERM, 143), *slow((signal.SIGINT, 130), (signal.SIGKILL, -9))]
 )
 def test_a_signal_to_the_driver_ends_all_workers(
     tmp_path: Path, signum: signal.Signals, code: int
@@ -85,9 +86,8 @@ def test_a_signal_to_the_driver_ends_all_workers(
         assert result(tmp_path)["status"] == "interrupted"
 
 
-@pytest.mark.parametrize(
-    "signum", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_to_torchrun_ends_all_ranks_and_is_in_the_result(
     tmp_path: Path, signum: signal.Signals
 ) -> None:
@@ -100,6 +100,7 @@ def test_a_signal_to_torchrun_ends_all_ranks_and_is_in_the_result(
     assert result(tmp_path)["status"] == "interrupted"
 
 
+@pytest.mark.slow
 def test_a_process_that_is_stuck_in_c_ends_soon_and_leaves_its_result(tmp_path: Path) -> None:
     launched = Launched("deadlocks_in_c", f"run_dir={tmp_path}", real=True)
     until(lambda: (tmp_path / "ready0").exists())

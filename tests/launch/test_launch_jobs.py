@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.cells import slow
 from support.launched import Launched
 from titanlike.launch.environment import import_path, workers_environment
 from titanlike.launch.signals import GRACE
@@ -20,7 +21,7 @@ def results(folder: Path) -> list[str]:
     return [json.loads(path.read_text())["status"] for path in paths]
 
 
-@pytest.mark.parametrize("torchrun", [0, pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("torchrun", [0, *slow(1, 2)])
 def test_two_ranks_have_one_run_directory_and_a_log_each(tmp_path: Path, torchrun: int) -> None:
     """The driver starts them, also under torchrun's default of one process; or torchrun does."""
     code, out, _ = Launched("hello", "pp=2", torchrun=torchrun, cwd=tmp_path, real=True).wait()
@@ -33,7 +34,7 @@ def test_two_ranks_have_one_run_directory_and_a_log_each(tmp_path: Path, torchru
     assert results(tmp_path) == ["completed"]
 
 
-@pytest.mark.parametrize("torchrun", [0, 2])
+@pytest.mark.parametrize("torchrun", [*slow(0), 2])
 def test_a_failing_job_does_not_stop_a_sweep(tmp_path: Path, torchrun: int) -> None:
     mesh = "pp=2" if torchrun else "pp=1"
     sweep = Launched(

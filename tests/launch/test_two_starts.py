@@ -28,13 +28,14 @@ TRAIN = ROOT / "train.py"
 SAVING = [*TINY, "model.layers=2", "checkpoint.every=1", "checkpoint.keep=2", "run_dir=run"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("starts", "layout"),
     [
         (2, ["steps=100"]),
-        pytest.param(4, ["pp=2", "steps=200"], marks=pytest.mark.slow),
-        pytest.param(8, ["dp=2", "steps=400", "checkpoint.mode=sync"], marks=pytest.mark.slow),
-        pytest.param(8, ["steps=600"], marks=pytest.mark.slow),
+        (4, ["pp=2", "steps=200"]),
+        (8, ["dp=2", "steps=400", "checkpoint.mode=sync"]),
+        (8, ["steps=600"]),
     ],
 )
 def test_of_many_starts_during_saves_the_newest_completes_and_the_others_say_why_they_end(

@@ -11,10 +11,9 @@ import pytest
 from support import forked
 from support.models import tiny
 from support.paths import ROOT
-from support.world import run_world
+from support.proven import assert_proven
 from titanlike.config.schema import Custom, PointSplit
 from titanlike.metrics.sinks import read_jsonl
-from titanlike.proof.verification import verify
 from titanlike.training.draft import preflight
 
 EXAMPLES = ROOT / "examples"
@@ -54,8 +53,7 @@ def test_it_is_proven_with_stages_that_begin_inside_of_blocks(
         loss=Custom("my_models.losses.focal", {"gamma": 1.0}),
         split=PointSplit(points=["trunk.blocks.0.mlp", "trunk.blocks.2.mix", "write"]),
     )
-    results = run_world(verify, config, tmp_path)
-    assert {result["exit_code"] for result in results} == {0}, (tmp_path / "rank0.out").read_text()
+    assert_proven(config, tmp_path)
 
 
 def test_mistakes_are_told_all_at_once(tmp_path: Path) -> None:

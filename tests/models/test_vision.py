@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from support.cells import cells
 from support.models import SCHEDULES
 from support.proven import assert_proven
 from support.vision_configs import of_images
@@ -23,30 +24,29 @@ STAGES = PointSplit(points=["down.2", "up.0", "up.2"])  # 3 skips: over 1, 2 and
 LATE = PointSplit(points=["blocks.1", "blocks.3", "blocks.5"])
 
 
-@pytest.mark.parametrize(
-    "config",
-    {
-        "U-Net": of_images("UNet", 4, 2, split=STAGES),
-        "U-Net, interleaved": of_images("UNet", 2, 2, "interleaved1f1b", split=STAGES),
-        "U-Net, zero bubble": of_images("UNet", 2, 2, "zbvzerobubble", split=STAGES),
-        "ResNet": of_images("ResNet", 2, 2),
-        "ResNet, interleaved": of_images("ResNet", 3, 2, "interleaved1f1b", batch_size=12),
-        "ResNet, zero bubble": of_images("ResNet", 2, 2, "zbvzerobubble"),
-        "ResNet, replicas of shards": of_images("ResNet", 1, 4, Schedule("1f1b", 2), replicate=2),
-        "average of all steps": of_images("ResNet", 2, 2, args={"momentum": None}),
-        "recomputed": of_images("Tower", 2, 2, args={"recompute": True}),
-        "recomputed, zero bubble": of_images(
-            "Tower", 2, 1, "zbvzerobubble", args={"recompute": True}
-        ),
-        "used late": of_images("Late", 4, 1, split=LATE),
-        "Sequential": of_images(
-            "sequential", 3, 2, split=BalanceSplit(balance=[3, 2, 3]), batch_size=12
-        ),
-    }.items(),
-    ids=lambda item: item[0],
-)
-def test_models_of_images_in_layouts(config: tuple[str, Config], tmp_path: Path) -> None:
-    assert_proven(config[1], tmp_path)
+LAYOUTS = {
+    "U-Net, zero bubble": of_images("UNet", 2, 2, "zbvzerobubble", split=STAGES),
+    "ResNet": of_images("ResNet", 2, 2),
+    "average of all steps": of_images("ResNet", 2, 2, args={"momentum": None}),
+    "recomputed, zero bubble": of_images("Tower", 2, 1, "zbvzerobubble", args={"recompute": True}),
+    "used late": of_images("Late", 4, 1, split=LATE),
+    "Sequential": of_images(
+        "sequential", 3, 2, split=BalanceSplit(balance=[3, 2, 3]), batch_size=12
+    ),
+}
+MORE_LAYOUTS = {
+    "ResNet, replicas of shards": of_images("ResNet", 1, 4, Schedule("1f1b", 2), replicate=2),
+    "U-Net": of_images("UNet", 4, 2, split=STAGES),
+    "U-Net, interleaved": of_images("UNet", 2, 2, "interleaved1f1b", split=STAGES),
+    "ResNet, interleaved": of_images("ResNet", 3, 2, "interleaved1f1b", batch_size=12),
+    "ResNet, zero bubble": of_images("ResNet", 2, 2, "zbvzerobubble"),
+    "recomputed": of_images("Tower", 2, 2, args={"recompute": True}),
+}
+
+
+@pytest.mark.parametrize("config", cells(LAYOUTS, MORE_LAYOUTS))
+def test_models_of_images_in_layouts(config: Config, tmp_path: Path) -> None:
+    assert_proven(config, tmp_path)
 
 
 @pytest.mark.slow

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from support.cells import cells
 from support.models import tiny
+from support.proven import assert_proven
 from support.world import run_world
 from titanlike.config.schema import (
     BalanceSplit,
@@ -25,7 +27,6 @@ from titanlike.config.schema import (
 )
 from titanlike.launch.worker import Worker
 from titanlike.parallel.mesh import close_mesh, open_mesh
-from titanlike.proof.verification import verify
 from titanlike.training.build import build
 from titanlike.training.draft import draft, preflight
 
@@ -47,33 +48,27 @@ def ended(end: str, *mesh: Any, **changes: Any) -> Config:
     return tiny(*mesh, **{"model": model, "loss": CHUNKED, **changes})
 
 
-def assert_proven(config: Config, folder: Path) -> None:
-    results = run_world(verify, config, folder)
-    assert {result["exit_code"] for result in results} == {0}, (folder / "rank0.out").read_text()
+LAYOUTS = {
+    "chunked 1f1b": tiny(2, 2, loss=CHUNKED, data=UNEVEN),
+    "chunked, soft cap, in a dict": ended("cap", 2, 1, "interleavedzerobubble"),
+    "chunked, norm and head in one module": ended("inside", 2, 1),
+    "mse": regression(Mse(), 2, 2, returns="dict"),
+    "own with arguments": regression(own("huber", delta=0.3), 2, 2, "zbvzerobubble"),
+    "own of a dataclass": regression(own("likelihood"), 2, 1, returns="dataclass"),
+    "own that counts": tiny(2, 2, data=UNEVEN, loss=own("Smoothed", amount=0.1)),
+    "torch's own": regression(Custom("torch.nn.functional.l1_loss", {"reduction": "none"}), 1, 2),
+}
+MORE_LAYOUTS = {
+    "chunked, tied by the forward": ended("tied", 2, 2),
+    "chunked zero 3": tiny(2, 2, "interleaved1f1b", loss=CHUNKED, fsdp=Fsdp(3)),
+    "chunked zero bubble, tied": tiny(2, 2, "zbvzerobubble", family="gpt2", loss=CHUNKED),
+    "chunked bf16": tiny(1, 2, loss=CHUNKED, precision=Precision("bf16")),
+}
 
 
-@pytest.mark.parametrize(
-    "config",
-    {
-        "chunked 1f1b": tiny(2, 2, loss=CHUNKED, data=UNEVEN),
-        "chunked zero 3": tiny(2, 2, "interleaved1f1b", loss=CHUNKED, fsdp=Fsdp(3)),
-        "chunked zero bubble, tied": tiny(2, 2, "zbvzerobubble", family="gpt2", loss=CHUNKED),
-        "chunked bf16": tiny(1, 2, loss=CHUNKED, precision=Precision("bf16")),
-        "chunked, soft cap, in a dict": ended("cap", 2, 1, "interleavedzerobubble"),
-        "chunked, tied by the forward": ended("tied", 2, 2),
-        "chunked, norm and head in one module": ended("inside", 2, 1),
-        "mse": regression(Mse(), 2, 2, returns="dict"),
-        "own with arguments": regression(own("huber", delta=0.3), 2, 2, "zbvzerobubble"),
-        "own of a dataclass": regression(own("likelihood"), 2, 1, returns="dataclass"),
-        "own that counts": tiny(2, 2, data=UNEVEN, loss=own("Smoothed", amount=0.1)),
-        "torch's own": regression(
-            Custom("torch.nn.functional.l1_loss", {"reduction": "none"}), 1, 2
-        ),
-    }.items(),
-    ids=lambda item: item[0],
-)
-def test_losses_in_layouts(config: tuple[str, Config], tmp_path: Path) -> None:
-    assert_proven(config[1], tmp_path)
+@pytest.mark.parametrize("config", cells(LAYOUTS, MORE_LAYOUTS))
+def test_losses_in_layouts(config: Config, tmp_path: Path) -> None:
+    assert_proven(config, tmp_path)
 
 
 @pytest.mark.slow

@@ -12,11 +12,10 @@ from support.command_lines import examined
 from support.commands import TINY, command
 from support.models import tiny
 from support.paths import ROOT
-from support.world import run_world
+from support.proven import assert_proven
 from titanlike.config.schema import Config, Custom, OwnOptimizer
 from titanlike.optim.learning_rate import learning_rate
 from titanlike.optim.own import problems
-from titanlike.proof.verification import verify
 
 LION = "my_models.optimizers.Lion"
 SQUARE_ROOT = "my_models.optimizers.inverse_square_root"
@@ -89,8 +88,7 @@ def test_an_optimizer_of_elements_is_exact_in_a_layout_and_its_state_is_resumed(
 ) -> None:
     optimizer = OwnOptimizer(LION, {"weight_decay": 0.1}, lr=1e-3)
     config = tiny(2, 2, optimizer=optimizer, lr=Custom(SQUARE_ROOT, {"warmup": 2}))
-    results = run_world(verify, config, tmp_path)
-    assert {result["exit_code"] for result in results} == {0}, (tmp_path / "rank0.out").read_text()
+    assert_proven(config, tmp_path)
 
 
 @pytest.mark.slow

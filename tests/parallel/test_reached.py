@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from support.cells import cells, slow
 from support.models import tiny
 from support.proven import assert_proven
 from support.records import numbers
@@ -41,19 +42,19 @@ def sparse(
 ALTERNATING = {"block": "Alternating"}
 LAYOUTS = {
     "one process, gradient accumulation": sparse(schedule=Schedule("1f1b", 4)),
-    "ZeRO 3": sparse(dp=2),
     "ZeRO 2": sparse(dp=2, fsdp=Fsdp(2), schedule=Schedule("1f1b", 2)),
-    "HSDP, ZeRO 3, several microbatches": sparse(
-        dp=4, replicate=2, fsdp=Fsdp(3), schedule=Schedule("1f1b", 2)
-    ),
     "zero bubble": sparse(2, 2, "zbvzerobubble"),
-    "tied weights in a V": sparse(2, 2, "zbvzerobubble", {"shared": True}),
     "tied weights without data parallelism": sparse(2, 1, model={"shared": True}),
-    "bf16": sparse(2, 2, precision=Precision("bf16")),
     "a branch in every other step": sparse(1, 2, ONE, ALTERNATING),
     "a branch in every other step of a pipeline": sparse(2, 2, ONE, ALTERNATING, fsdp=Fsdp(1)),
 }
 MORE_LAYOUTS = {
+    "HSDP, ZeRO 3, several microbatches": sparse(
+        dp=4, replicate=2, fsdp=Fsdp(3), schedule=Schedule("1f1b", 2)
+    ),
+    "ZeRO 3": sparse(dp=2),
+    "tied weights in a V": sparse(2, 2, "zbvzerobubble", {"shared": True}),
+    "bf16": sparse(2, 2, precision=Precision("bf16")),
     "replication": sparse(dp=2, replicate=2),
     "momentum": sparse(2, 2, optimizer=Sgd(lr=0.1, momentum=0.9, weight_decay=0.1)),
     "a pipeline": sparse(2, 2),
@@ -66,16 +67,7 @@ MORE_LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        *(pytest.param(config, id=name) for name, config in LAYOUTS.items()),
-        *(
-            pytest.param(config, id=name, marks=pytest.mark.slow)
-            for name, config in MORE_LAYOUTS.items()
-        ),
-    ],
-)
+@pytest.mark.parametrize("config", cells(LAYOUTS, MORE_LAYOUTS))
 def test_parameters_that_no_rank_reaches_are_left_alone(config: Config, tmp_path: Path) -> None:
     assert_proven(config, tmp_path)
 
@@ -90,9 +82,11 @@ def verify_with_zeros(config: Config, worker: Worker) -> dict:
     "config",
     [
         sparse(dp=2),
-        sparse(dp=2, replicate=2, fsdp=Fsdp(1)),
-        pytest.param(sparse(2, 2, "zbvzerobubble"), marks=pytest.mark.slow),
-        pytest.param(sparse(2, 2, fsdp=Fsdp(2)), marks=pytest.mark.slow),
+        *slow(
+            sparse(dp=2, replicate=2, fsdp=Fsdp(1)),
+            sparse(2, 2, "zbvzerobubble"),
+            sparse(2, 2, fsdp=Fsdp(2)),
+        ),
     ],
 )
 def test_verify_finds_that_zeros_are_no_missing_gradients(config: Config, tmp_path: Path) -> None:

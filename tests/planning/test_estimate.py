@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from support.cells import slow
 from support.models import LLAMA, tiny
 from support.world import run_world
 from titanlike.config.schema import Config, Custom, LoopedSchedule, Schedule, SyntheticData
@@ -58,12 +59,12 @@ def grown(config: Config, worker: Worker) -> int:
     [
         ("many activations", {"pp": 2, "schedule": Schedule("gpipe", 4)}),
         ("few in flight", {"pp": 2, "schedule": Schedule("1f1b", 4)}),
-        ("sharded", {"dp": 2}),
+        *slow(("sharded", {"dp": 2})),
         ("large logits", {"data": SyntheticData(vocab_size=32000), "batch_size": 4,
                           "model": Custom("llama", {**LLAMA, "layers": 2, "vocab_size": None})}),
-        ("state", {"model": Custom("llama", {"dim": 512, "heads": 8, "kv_heads": 8,
-                   "ffn_dim": 1408, "layers": 8, "vocab_size": None}), "batch_size": 1, "pp": 2,
-                   "schedule": Schedule("1f1b", 1)}),
+        *slow(("state", {"model": Custom("llama", {"dim": 512, "heads": 8, "kv_heads": 8,
+                         "ffn_dim": 1408, "layers": 8, "vocab_size": None}), "batch_size": 1,
+                         "pp": 2, "schedule": Schedule("1f1b", 1)})),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip

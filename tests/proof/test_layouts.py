@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.cells import cells, slow
 from support.hf_tiny import model_of, tiny_hf
 from support.models import SCHEDULES, schedule_of, tiny
 from support.proven import assert_proven
@@ -45,16 +46,17 @@ BF16 = Precision("bf16")
 UNEVEN = Custom("support.data.uneven", {"vocab_size": 64})
 
 
+MESHES = ((2, 1), (2, 2), (4, 2))
+QUICK = {  # of one stage a rank, of a V, and a table; WAYS and other rooms have those in loops
+    ("1f1b", 4, 2),
+    ("zbvzerobubble", 4, 2),
+    ("csv", 2, 2),
+}
+EVERY = [(name, *mesh) for name in SCHEDULES for mesh in MESHES]
+
+
 @pytest.mark.parametrize(
-    "pp, dp", [pytest.param(2, dp, marks=pytest.mark.slow) for dp in (1, 2)] + [(4, 2)]
-)
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        # these two have one stage a rank as 1f1b has, or loop as interleaved1f1b does
-        pytest.param(name, marks=pytest.mark.slow) if name in ("gpipe", "loopedbfs") else name
-        for name in SCHEDULES
-    ],
+    "schedule, pp, dp", [*sorted(QUICK), *slow(*(case for case in EVERY if case not in QUICK))]
 )
 def test_every_schedule_on_a_mesh(schedule: str, pp: int, dp: int, tmp_path: Path) -> None:
     # tied: in a V embedding and head are on one rank, else on two
@@ -64,35 +66,35 @@ def test_every_schedule_on_a_mesh(schedule: str, pp: int, dp: int, tmp_path: Pat
 
 WAYS = {
     "one process": tiny(),
-    "FSDP": tiny(dp=4),
-    "HSDP": tiny(dp=4, replicate=2),
     "HSDP and zero bubble": tiny(2, 4, "zbvzerobubble", replicate=2),
-    "ZeRO 3 in a pipeline": tiny(2, 2, "interleaved1f1b", fsdp=Fsdp(3)),
     "CPU offload": tiny(2, 2, fsdp=Fsdp(cpu_offload=True)),
     "three stages a rank, uneven": tiny(2, 2, LoopedSchedule("loopedbfs", None, 3), layers=7),
-    "split by balance": tiny(2, 2, split=BalanceSplit(balance=[5, 3])),
     "fewer microbatches than stages": tiny(4, 1, Schedule("1f1b", 2)),
     "several stages in one process": tiny(1, 1, "interleaved1f1b"),
     "gradient accumulation": tiny(1, 2, Schedule("1f1b", 4)),
-    "SGD": tiny(2, 2, optimizer=Sgd(momentum=0.9)),
-    "GPT-2": tiny(2, 2, family="gpt2"),
     "clipping and HSDP": tiny(dp=4, replicate=2, optimizer=Sgd(clip=0.01)),
-    "unequal valid tokens": tiny(2, 2, data=UNEVEN),
     "tied and FSDP": tiny(dp=2, tied=True),
-    "tied and HSDP in a V": tiny(2, 4, "zbvzerobubble", replicate=2, tied=True),
     "tied and ZeRO 3": tiny(2, 2, "interleaved1f1b", fsdp=Fsdp(3), tied=True),
-    "tied in bf16": tiny(2, 2, precision=BF16, tied=True),
     "two blocks on four ranks": tiny(4, 1, layers=2),
     "two blocks in eight stages": tiny(4, 1, "interleaved1f1b", layers=2),
     "an empty stage": tiny(3, 2, layers=2, split=BalanceSplit(balance=[1, 0, 1])),
+    "bf16": tiny(precision=BF16),
+    "bf16 in a pipeline": tiny(2, 2, precision=BF16),
+}
+MORE_WAYS = {  # of the same kinds
+    "unequal valid tokens": tiny(2, 2, data=UNEVEN),
     "split inside of blocks": tiny(
         3, 2, split=PointSplit(points=["layers.2.ffn", "layers.5.attention.wo"])
     ),
-    "bf16": tiny(precision=BF16),
-    "bf16 in a pipeline": tiny(2, 2, precision=BF16),
+    "FSDP": tiny(dp=4),
+    "HSDP": tiny(dp=4, replicate=2),
+    "ZeRO 3 in a pipeline": tiny(2, 2, "interleaved1f1b", fsdp=Fsdp(3)),
+    "split by balance": tiny(2, 2, split=BalanceSplit(balance=[5, 3])),
+    "SGD": tiny(2, 2, optimizer=Sgd(momentum=0.9)),
+    "GPT-2": tiny(2, 2, family="gpt2"),
+    "tied and HSDP in a V": tiny(2, 4, "zbvzerobubble", replicate=2, tied=True),
+    "tied in bf16": tiny(2, 2, precision=BF16, tied=True),
     "bf16 and HSDP": tiny(dp=4, replicate=2, precision=BF16),
-}
-MORE_WAYS = {  # of the same kinds
     "replication": tiny(dp=4, replicate=4),
     "HSDP in a pipeline": tiny(pp=2, dp=4, replicate=2),
     "replication in a pipeline": tiny(pp=2, dp=2, replicate=2),
@@ -114,16 +116,7 @@ MORE_WAYS = {  # of the same kinds
 }
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        *(pytest.param(config, id=name) for name, config in WAYS.items()),
-        *(
-            pytest.param(config, id=name, marks=pytest.mark.slow)
-            for name, config in MORE_WAYS.items()
-        ),
-    ],
-)
+@pytest.mark.parametrize("config", cells(WAYS, MORE_WAYS))
 def test_every_way_to_lay_out_a_model(config: Config, tmp_path: Path) -> None:
     assert_proven(config, tmp_path)
 
@@ -170,7 +163,7 @@ def test_a_wrong_gradient_or_loss_is_caught_and_named(fault: str, tmp_path: Path
     assert verdict.startswith("FAIL") and wrong in verdict
 
 
-@pytest.mark.parametrize("fault", ["missing", "scaled", "microbatch", "dp rank"])
+@pytest.mark.parametrize("fault", ["scaled", "dp rank", *slow("missing", "microbatch")])
 def test_a_wrong_gradient_is_named_in_bf16_too(fault: str, tmp_path: Path) -> None:
     config = tiny(2, 2, optimizer=Sgd(), precision=BF16)
     results = run_world(verify_with_a_fault, config, tmp_path, fault)
@@ -207,6 +200,7 @@ def losses(folder: Path) -> list[tuple[float, float]]:
     return [(row["loss"], row["grad_norm"]) for row in read_jsonl(folder / "metrics.jsonl")]
 
 
+@pytest.mark.slow
 def test_five_steps_in_any_two_layouts_give_the_same_curve(tmp_path: Path) -> None:
     layouts = {
         "one": tiny(),
@@ -239,6 +233,7 @@ class Stop(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_random_numbers_of_a_model_are_resumed(tmp_path: Path) -> None:
     """Dropout: masks differ from step to step, and a resumed run draws what it would have drawn."""
     settings = {"dim": 32, "layers": 4, "vocab_size": None}

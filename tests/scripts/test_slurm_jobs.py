@@ -75,6 +75,7 @@ def log(folder: Path) -> str:
     return (folder / "log").read_text()
 
 
+@pytest.mark.slow
 def test_a_preempted_job_on_two_nodes_comes_back_and_goes_on(
     cluster: Cluster, folder: Path
 ) -> None:

@@ -6,11 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-V, D = 64, 16
+from support.any_models import Block as Plain
+from support.any_models import D, V
 
 
 class Net(nn.Module):
-    """Four blocks, of a class of this file."""
+    """Four blocks, of a class that this file names."""
 
     def __init__(self, *, block: str = "Plain", **arguments: float) -> None:
         super().__init__()
@@ -23,15 +24,6 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.write(x)
-
-
-class Plain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(D), nn.Linear(D, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(self.norm(x)))
 
 
 class Centered(Plain):

@@ -321,6 +321,7 @@ def test_a_folder_with_a_run_takes_no_sweep_and_one_with_a_sweep_no_run(tmp_path
     assert code == 2 and "has the sweep of another program" in err
 
 
+@pytest.mark.slow
 def test_a_listener_that_leaves_does_not_end_the_sweep(tmp_path: Path) -> None:
     """`train.py -m ... | head -1`, or a tee that died."""
     words = shlex.join(["where", "-m", *TINY, "seed=1,2", f"run_dir={tmp_path}"])

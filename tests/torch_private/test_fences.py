@@ -42,6 +42,7 @@ def verify_without_checks(config: Config, worker: Worker) -> dict:
     return verify(config, worker)
 
 
+@pytest.mark.slow
 def test_a_split_backward_still_loses_gradients_when_blocks_are_resharded(tmp_path: Path) -> None:
     """If this passes in torch, `fsdp.zero=3` may be allowed under zero-bubble schedules."""
     config = tiny(2, 2, "zbvzerobubble", fsdp=Fsdp(3))
@@ -143,6 +144,7 @@ def groups_that_outlive_their_job(config: Config, worker: Worker) -> bool:
     return any(getattr(mesh, "_pg_registry", {}) for mesh in meshes)
 
 
+@pytest.mark.slow
 def test_meshes_still_keep_the_groups_of_a_job_that_has_ended(tmp_path: Path) -> None:
     """If not, `forget_groups_of_meshes` may go."""
     kept = run_world(groups_that_outlive_their_job, tiny(1, 2, "1f1b"), tmp_path, timeout=60)
@@ -266,6 +268,7 @@ def test_fsdp_mixes_up_gradients_that_one_rank_alone_has(tmp_path: Path) -> None
     assert run_world(gradient_of_rank_0, config, tmp_path / "fenced", True) == [0.5, 0.5]
 
 
+@pytest.mark.slow
 def test_torchs_stage_accumulates_unsharded_gradients(tmp_path: Path) -> None:
     """If it reduces in each backward, `_ShardingStage` may go."""
     config = tiny(2, 2, "1f1b", fsdp=Fsdp(2))

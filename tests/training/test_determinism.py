@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.cells import slow
 from support.data import Dropping
 from support.models import tiny
 from support.saved_tensors import saved
@@ -42,7 +43,7 @@ def test_a_model_that_cannot_be_deterministic_is_an_error_and_not_silence(tmp_pa
         run_world(train, tiny(model=model, steps=1, deterministic=True), tmp_path / "fixed")
 
 
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("pp", [1, *slow(2)])
 def test_two_runs_are_equal_to_the_last_bit_in_bf16_with_dropout(pp: int, tmp_path: Path) -> None:
     config = tiny(
         pp,

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from support.cells import slow
 from support.models import tiny
 from support.records import numbers
 from support.vision_configs import of_images
@@ -80,7 +81,7 @@ def test_no_two_masks_are_equal(tmp_path: Path) -> None:
     assert not any(torch.equal(one, other) for one, other in combinations(masks, 2))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbvzerobubble"])
+@pytest.mark.parametrize("schedule", ["zbvzerobubble", *slow("1f1b")])
 def test_recomputation_changes_no_gradient_and_no_statistics(schedule: str, tmp_path: Path) -> None:
     found = []
     for recompute in (False, True):

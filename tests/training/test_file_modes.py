@@ -36,13 +36,14 @@ def _run(names: list[str], umask: int, cwd: Path) -> list[Path]:
     return [path for path in (cwd / "all").rglob("*") if not path.is_symlink()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "umask"),
     [
         (["train"], 0o077),
-        pytest.param(list(COMMANDS), 0o077, marks=pytest.mark.slow),
-        pytest.param(list(COMMANDS), 0o022, marks=pytest.mark.slow),
-        pytest.param(["train", "resume", "sweep", "export"], 0o007, marks=pytest.mark.slow),
+        (list(COMMANDS), 0o077),
+        (list(COMMANDS), 0o022),
+        (["train", "resume", "sweep", "export"], 0o007),
     ],
 )
 def test_every_file_of_a_run_follows_the_umask(

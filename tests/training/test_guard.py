@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from support.bad_numbers import sample_of
+from support.cells import slow
 from support.models import tiny
 from support.saved_tensors import saved
 from support.world import RankError, run_world
@@ -161,7 +162,10 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+QUICK = ("one process", "FSDP", "pipeline, ZeRO 2", "zero bubble in a V")
+
+
+@pytest.mark.parametrize("layout", [*QUICK, *slow(*(x for x in LAYOUTS if x not in QUICK))])
 def test_a_skipped_step_leaves_no_trace_but_its_record(layout: str, tmp_path: Path) -> None:
     end = Checkpoint(every=0, last=True)
     config = replace(LAYOUTS[layout], on_nonfinite="skip", checkpoint=end)
@@ -177,7 +181,7 @@ def test_a_skipped_step_leaves_no_trace_but_its_record(layout: str, tmp_path: Pa
     assert "not finite on rank 0: gradient of " in event["text"]
 
 
-@pytest.mark.parametrize("layout", ["one process", "pipeline, ZeRO 2"])
+@pytest.mark.parametrize("layout", ["one process", *slow("pipeline, ZeRO 2")])
 def test_a_rollback_ends_where_a_run_without_those_batches_ends(layout, tmp_path: Path) -> None:
     """Also after the run was killed behind the rollback: bitwise as if it had not been."""
     config = replace(LAYOUTS[layout], on_nonfinite="rollback", steps=7)

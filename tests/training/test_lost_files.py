@@ -41,17 +41,15 @@ LOSSES = {
     "run_dir deleted": ("", lambda path: shutil.rmtree(path, ignore_errors=True), ""),
     "a file in place of run_dir": ("", _by_a_file, ""),
 }
-QUICK = ("metrics.jsonl deleted", "run_dir deleted")
+QUICK = {("metrics.jsonl deleted", "pp=2"), ("run_dir deleted", "dp=1")}
 
 
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        pytest.param(name, layout, marks=() if index == QUICK.index(name) else pytest.mark.slow)
-        if name in QUICK
-        else pytest.param(name, layout, marks=pytest.mark.slow)
+        pytest.param(name, layout, marks=[pytest.mark.slow] * ((name, layout) not in QUICK))
         for name in LOSSES
-        for index, layout in enumerate(["dp=1", "pp=2"])
+        for layout in ("dp=1", "pp=2")
     ],
 )
 def test_a_run_whose_files_are_lost_ends_soon_and_says_which(

@@ -23,6 +23,7 @@ def losses(run_dir: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").open()]
 
 
+@pytest.mark.slow
 def test_the_main_job_learns_in_two_minutes_and_prints_how_to_continue(tmp_path: Path) -> None:
     before = os.times()
     done = subprocess.run(

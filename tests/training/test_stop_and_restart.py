@@ -70,13 +70,8 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], 
     return numbers_of
 
 
-@pytest.mark.parametrize(
-    "mesh, signum",
-    [
-        pytest.param("pp=1", signal.SIGTERM, marks=pytest.mark.slow),
-        ("pp=2", signal.SIGINT),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh, signum", [("pp=1", signal.SIGTERM), ("pp=2", signal.SIGINT)])
 def test_a_signal_stops_a_run_after_its_step_with_a_checkpoint(
     mesh: str, signum: signal.Signals, tmp_path: Path, uninterrupted
 ) -> None:

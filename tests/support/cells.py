@@ -1,0 +1,21 @@
+"""Tables of cases, of which the default tests run a sample and `pytest -m slow` the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+Cells = list[Any]  # values, or what pytest.param returns
+
+
+def cells(default: dict[str, Any], more: dict[str, Any]) -> Cells:
+    """Cases with their names; those of `more` are slow."""
+    slow_ones = [pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in more.items()]
+    return [pytest.param(case, id=name) for name, case in default.items()] + slow_ones
+
+
+def slow(*cases: Any) -> Cells:
+    """Cases without names; a tuple holds the values of several arguments."""
+    values = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*value, marks=pytest.mark.slow) for value in values]
