@@ -34,6 +34,7 @@ from titanlike.config.schema import (
     Precision,
     Schedule,
     Sgd,
+    Verify,
 )
 from titanlike.data.sources import IGNORE
 from titanlike.launch.worker import Worker
@@ -44,7 +45,6 @@ from titanlike.training.train import train
 
 BF16 = Precision("bf16")
 UNEVEN = Custom("support.data.uneven", {"vocab_size": 64})
-
 
 MESHES = ((2, 1), (2, 2), (4, 2))
 QUICK = {  # of one stage a rank, of a V, and a table; WAYS and other rooms have those in loops
@@ -128,7 +128,11 @@ def verify_with_a_fault(config: Config, worker: Worker, fault: str) -> dict:
     """`verify`, on a pipeline whose backward does something wrong on one rank."""
     train_right = Pipeline.train
 
+    steps = 0
+
     def train_wrong(self: Pipeline, batch: dict[str, torch.Tensor]):
+        nonlocal steps
+        steps += 1
         targets = batch["targets"].clone()
         if fault == "microbatch":
             targets[: len(targets) // self._order.microbatches] = IGNORE
@@ -139,7 +143,7 @@ def verify_with_a_fault(config: Config, worker: Worker, fault: str) -> dict:
         if self._mesh.pp_rank == 1:
             named = dict(self._stages[1].named_parameters())
             parameter = named["layers.5.ffn.up.weight"]
-            if fault == "scaled":
+            if fault == "scaled" or (fault == "scaled later" and steps > 1):
                 parameter.grad *= 1.02 if config.precision == BF16 else 1.01
             elif fault == "missing":
                 parameter.grad = None
@@ -161,6 +165,27 @@ def test_a_wrong_gradient_or_loss_is_caught_and_named(fault: str, tmp_path: Path
     verdict = (tmp_path / "rank0.out").read_text().splitlines()[-1]
     wrong = "loss of loss" if fault == "loss" else "gradient of layers.5.ffn.up.weight"
     assert verdict.startswith("FAIL") and wrong in verdict
+
+
+def test_a_wrong_gradient_of_a_later_step_is_not_taken_for_rounding(tmp_path: Path) -> None:
+    config = tiny(2, 1, optimizer=Sgd())
+    results = run_world(verify_with_a_fault, config, tmp_path, "scaled later")
+    assert {result["exit_code"] for result in results} == {1}
+    verdict = (tmp_path / "rank0.out").read_text().splitlines()[-1]
+    assert verdict.startswith("FAIL") and "update of layers.5.ffn.up.weight" in verdict
+
+
+@pytest.mark.parametrize("pp", [1, *slow(2)])
+def test_rounding_that_a_model_amplifies_from_step_to_step_is_no_fault(
+    pp: int, tmp_path: Path
+) -> None:
+    """With such a learning rate the loss is 1e5 after five steps, and its fourth digit is chance."""
+    exploding = Sgd(lr=10.0, clip=None), ConstantLr(warmup=0)
+    config = tiny(pp, 2, optimizer=exploding[0], lr=exploding[1], verify=Verify(steps=5))
+    assert_proven(config, tmp_path)
+    assert re.search(
+        r"loss +loss after the last .* rounding\n", (tmp_path / "rank0.out").read_text()
+    )
 
 
 @pytest.mark.parametrize("fault", ["scaled", "dp rank", *slow("missing", "microbatch")])

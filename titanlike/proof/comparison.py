@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from torch import Tensor
@@ -14,8 +14,8 @@ from titanlike.torch_private.dtensor import local_slices
 LOSS_TOLERANCE = 1e-6  # relative, fp32
 GRADIENT_TOLERANCE = 1e-6  # absolute at gradients of order one, fp32
 RELATIVE_TOLERANCE = 1e-4  # norm against norm, so that small gradients are compared, too
-# bf16: times the error that one process makes in bf16; Adam's updates, of the size of the learning
-# rate whatever a gradient is, differ more
+# times the error that one process makes by rounding: in bf16, in fp32 where it grows (`explain`);
+# Adam's updates, of the size of the learning rate whatever a gradient is, differ more
 ROUNDING = {"update": 5.0, "gradient": 3.0, "state": 3.0, "buffer": 3.0, "loss": 3.0}
 BF16_FLOOR = 2.0**-8  # bf16: half of its last digit, relative
 SIZE_TOLERANCE = 1e-2  # bf16: of a gradient's part along the right one
@@ -41,6 +41,7 @@ class Comparison:
     along: float  # sum of the differences times what they are relative to
     rounding: float | None  # as `squared`, of one process in bf16
     rounding_along: float  # as `along`
+    amplified: bool = False  # fp32: rounding alone differs as much by now (see `explain`)
 
     def __add__(self, other: Comparison) -> Comparison:
         return Comparison(
@@ -65,6 +66,8 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
+        if self.amplified:
+            return True
         if self.kind == "initial":
             return self.difference == 0
         if self.rounding is not None:
@@ -78,6 +81,13 @@ class Comparison:
             return self.difference <= LOSS_TOLERANCE * max(1.0, self.largest)
         close = self.difference <= GRADIENT_TOLERANCE * max(1.0, self.largest)
         return close and (self.relative <= RELATIVE_TOLERANCE or self.difference <= NEGLIGIBLE)
+
+    def explain(self, squared: float) -> Comparison:
+        """This one, `amplified` if it differs no more than ROUNDING allows, where `squared` is the
+        sum of squares by which rounding alone changes the reference."""
+        allowed = ROUNDING[self.kind] * math.sqrt(squared)
+        near = math.sqrt(self.squared) <= allowed < math.inf
+        return replace(self, amplified=near and not self.agrees)
 
     def _has_the_right_size(self, rounding: float) -> bool:
         """Whether a gradient in bf16 is as large as it should be: its rounding errors point in all

@@ -22,10 +22,15 @@ from titanlike.optim.learning_rate import set_lr
 from titanlike.optim.loss import build_loss
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallel.initialize import initialize
-from titanlike.proof.comparison import reliable
+from titanlike.proof.comparison import compare, reliable
 from titanlike.torch_private.base_classes import BatchNorm
 from titanlike.training.draft import draft
 
+# Relative change of the weights by which the growth of rounding is measured: layouts' gradients
+# differ from the reference's by some 1e-7 to 1e-6 of their norm.
+_NUDGE = 2.0**-22
+_NUDGES = 3
+VALIDATION_LOSS = "validation loss"
 REFERENCE_TIMEOUT = 24 * 3600.0  # seconds for one process to compute while the others wait
 
 
@@ -47,25 +52,72 @@ def reference_steps(
     config: Config, data: Data, device: torch.device
 ) -> tuple[Reference, Reference | None]:
     """(in fp32, in bf16 if the config asks for it), each by one process."""
-    alone = replace(config, dp=1, replicate=1)
     groups = 1
     if config.mixes_samples or _batch_norms(build_model(resolve_model(config))):
         groups = config.dp * draft(config, data).microbatches
-    exact = single_process(alone, data, device, torch.float32, groups)
+    exact = _single_process(config, data, device, torch.float32, groups)
     bf16 = config.precision.name == "bf16"
-    return exact, single_process(alone, data, device, torch.bfloat16, groups) if bf16 else None
+    return exact, _single_process(config, data, device, torch.bfloat16, groups) if bf16 else None
 
 
-def single_process(
-    config: Config, data: Data, device: torch.device, dtype: torch.dtype, groups: int = 1
+def growth_of_rounding(
+    config: Config, data: Data, device: torch.device, exact: Reference
+) -> dict[tuple[str, str], float]:
+    """How far rounding alone has moved one process in fp32 by the end: (kind, name) -> sum of
+    squares, of updates, optimizer state and the losses after the first step.
+
+    The same steps from weights that differ by _NUDGE, several times; the largest differences. One
+    figure for all losses, since that of a single number may be small by chance.
+    """
+    found: dict[tuple[str, str], float] = {}
+    for seed in range(_NUDGES):
+        nudged = _single_process(config, data, device, torch.float32, exact.groups, nudge=seed)
+        rows = [
+            compare("update", name, _moved(exact, nudged, name), right, mask=exact.reliable[name])
+            for name, right in exact.updated.items()
+        ]
+        rows += [
+            compare("state", name, value, exact.state[name])
+            for name, value in nudged.state.items()
+            if name in exact.state
+        ]
+        for row in rows:
+            found[row.kind, row.name] = max(found.get((row.kind, row.name), 0.0), row.squared)
+        late = exact.losses.keys() - EARLY_LOSSES
+        moved = max(abs(nudged.losses[name] - exact.losses[name]) for name in late) ** 2
+        for name in late:
+            found["loss", name] = max(found.get(("loss", name), 0.0), moved)
+    return found
+
+
+def _moved(exact: Reference, nudged: Reference, name: str) -> Tensor:
+    """`exact`'s initial weights with the update that they have in `nudged`."""
+    update = nudged.updated[name].double() - nudged.initial[name].double()
+    return exact.initial[name].double() + update
+
+
+def _single_process(
+    config: Config,
+    data: Data,
+    device: torch.device,
+    dtype: torch.dtype,
+    groups: int,
+    nudge: int | None = None,
 ) -> Reference:
     """Training steps of the whole model on whole batches, computing in `dtype`.
 
-    groups: equal parts of the batch that go through the model one after the other.
+    groups: equal parts of the batch that go through the model one after the other. nudge: a seed of
+    random changes of the initial weights, of the size _NUDGE.
     """
+    config = replace(config, dp=1, replicate=1)
     resolved = resolve_model(config)
     model = build_model(resolved)
     initialize(model, initial_weights_of(resolved, config.seed), device)
+    if nudge is not None:
+        generator = torch.Generator().manual_seed(nudge)
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator).to(device)
+            parameter.data.mul_(1 + _NUDGE * noise)
     loss = build_loss(config.loss, device)
 
     def loss_of(batch: dict[str, Tensor]) -> tuple[Tensor, float]:
@@ -101,7 +153,7 @@ def single_process(
     model.train()
     norms = _WholeBatchStatistics(model)
     optimizer = build_optimizer(model, config.optimizer)
-    losses = {"validation loss": validation}
+    losses = {VALIDATION_LOSS: validation}
     first: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     masks: dict[str, Tensor] = {}
@@ -132,6 +184,9 @@ def single_process(
 
 def loss_name(step: int) -> str:
     return f"loss of step {step}"
+
+
+EARLY_LOSSES = {VALIDATION_LOSS, loss_name(1)}  # before the first update
 
 
 def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
