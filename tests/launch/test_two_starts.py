@@ -22,10 +22,19 @@ from support.paths import ROOT
 from support.waiting import until
 from titanlike.checkpoint.integrity import delete_checkpoint
 from titanlike.checkpoint.storage import Storage
+from titanlike.launch.failures import Failure, root_cause, write_failure
 from titanlike.launch.run_dir_owner import FILE, Owner, claim, held
 
 TRAIN = ROOT / "train.py"
 SAVING = [*TINY, "model.layers=2", "checkpoint.every=1", "checkpoint.keep=2", "run_dir=run"]
+
+
+def test_what_fails_beside_a_takeover_is_not_its_cause(tmp_path: Path) -> None:
+    """A start that takes over removes files of the other's unfinished save."""
+    write_failure(tmp_path, Failure(1, "FileNotFoundError: step-00000007", "frames", False, 1.0))
+    write_failure(tmp_path, Failure(0, "taken over", "", False, 2.0, taken_over=True))
+    cause = root_cause(tmp_path)
+    assert cause is not None and cause.rank == 0
 
 
 @pytest.mark.slow

@@ -180,7 +180,12 @@ def root_cause(
     for rank, code in (deaths or {}).items():
         if rank not in reported:
             failures.append(Failure(rank, describe_exit(code), "", code >= 0, time.time()))
-    return min(failures, key=lambda failure: (failure.transport, failure.time), default=None)
+
+    def order(failure: Failure) -> tuple[bool, bool, float]:
+        # a start that takes over removes unfinished files, which may fail first elsewhere
+        return not failure.taken_over, failure.transport, failure.time
+
+    return min(failures, key=order, default=None)
 
 
 def describe_exit(code: int) -> str:

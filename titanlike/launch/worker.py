@@ -170,7 +170,8 @@ def main(scratch: str, driver: int) -> None:
         except BaseException as error:
             failure = describe(rank, error)
             if not failure.transport:  # run_dir may be lost, or be a later start's
-                write_failure(folder, failure)
+                with contextlib.suppress(OSError):  # removed: the driver has the cause from a peer
+                    write_failure(folder, failure)
             exit_now(1)  # destroying the process groups would look like the root cause to peers
         # none exits before all have finished: see `_peer_ended`
         with contextlib.suppress(RuntimeError):  # the driver finds the rank that failed
