@@ -96,3 +96,10 @@ def test_a_problem_reads_as_key_value_reason_and_remedy() -> None:
     assert Problem.parse("model", str(problem)) == Problem("pp", "3", problem.reason, "pp=2")
     assert Problem.parse("model", "odd words") == Problem("model", "", "odd words")
     assert str(ConfigError([problem, problem])).count("\n") == 1
+
+
+def test_write_stands_before_what_can_be_written_and_not_before_a_sentence() -> None:
+    for fix in ("pp=2", "-m pp=1,2", "'run_dir=a b'", "\"data.path='a'\"", "pp=2 or dp=2"):
+        assert str(Problem("pp", 3, "is odd", fix)) == f"pp=3: is odd; write {fix}"
+    sentence = "give a path, or data.path=null"
+    assert str(Problem("pp", 3, "is odd", sentence)) == f"pp=3: is odd; {sentence}"

@@ -28,7 +28,8 @@ class Problem:
         if [value] != [self.value]:  # a secret, which the reason may quote
             reason, fix = reason.replace(str(self.value), REDACTED), ""
         shown = self.key if self.value == "" else f"{self.key}={override_text(value)}"
-        write = "write " if "=" in fix else ""  # an override, or a sentence
+        # an override, or a sentence
+        write = "write " if re.match(r"['\"]?(-m )?[~+]*[\w./@]+=", fix) else ""
         return redact(f"{shown}: {reason}" + (f"; {write}{fix}" if fix else ""))
 
     def hiding(self, values: Mapping[str, str]) -> Problem:
