@@ -110,12 +110,16 @@ def _unknown_keys(model: Custom, parameters: Mapping[str, inspect.Parameter]) ->
     problems = []
     for key in model.args.keys() - parameters.keys():
         value = override_text(model.args[key])
-        here, _ = translate(key, value, Context()) or ([], "")
+        here, note = translate(key, value, Context()) or ([], "")
         usual = "".join(here).partition("=")[0].removeprefix("model.")
         near = usual if usual in parameters else nearest(key, parameters)
-        known = f"a key of {model.name}: {', '.join(parameters)}"
-        fix = f"model.{near}={value}" if near else known
         reason = f"{model.name} has no such argument"
+        if near:
+            fix = f"model.{near}={value}"
+        elif here:
+            reason, fix = f"{reason}; {note}", " ".join(here)
+        else:
+            fix = note or f"a key of {model.name}: {', '.join(parameters)}"
         problems.append(Problem(f"model.{key}", model.args[key], reason, fix))
     return problems
 

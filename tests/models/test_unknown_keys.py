@@ -1,0 +1,25 @@
+"""Keys that a model does not take: what is said about those of other frameworks."""
+
+from __future__ import annotations
+
+import pytest
+
+from titanlike.config.errors import ConfigError
+from titanlike.config.schema import Custom
+from titanlike.models.registry import build_model
+
+
+@pytest.mark.parametrize(
+    "key, value, said",
+    [
+        ("n_layers", 8, "no such argument; write model.layers=8"),
+        ("converters", "float8", "float8 is not in this version (docs/limits.md); write prec"),
+        ("compile", True, "torch.compile is not in this version (docs/limits.md): leave it out"),
+        ("flavor", "8B", "llama3_8b, gpt2, hf, own, ...; write model=llama_tiny"),
+        ("mlp_ratio", 4, "no such argument; a key of llama: vocab_size, dim, layers"),
+    ],
+)
+def test_a_key_of_another_framework_is_answered(key: str, value: object, said: str) -> None:
+    with pytest.raises(ConfigError) as found:
+        build_model(Custom("llama", {"vocab_size": 64, key: value}))
+    assert said in str(found.value)
