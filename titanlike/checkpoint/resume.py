@@ -79,9 +79,11 @@ def incompatibility(path: Storage, config: Config) -> str | None:
     identity = run_identity(config)
     for key, value in read_state(path)["same"].items():
         if value != identity.get(key):
+            # a name without its model's keys would be the next mistake
+            fix = "leave the model as it was" if key == "model.name" else f"write {key}={value}"
             return (
                 f"{key}={identity.get(key)}: {path} was saved with {value}, so this would be "
-                f"another run; write {key}={value}, or another run_dir"
+                f"another run; {fix}, or another run_dir"
             )
     return None
 

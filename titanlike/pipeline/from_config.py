@@ -66,7 +66,7 @@ def microbatch_problem(schedule: AnySchedule, pp: int, microbatches: int) -> str
     """
     key = f"schedule.microbatches={microbatches}"
     if microbatches < 1:
-        return f"{key}: a batch has at least 1 microbatch"
+        return f"{key}: a batch has at least 1 microbatch; write schedule.microbatches=1"
     if isinstance(schedule, Custom):
         try:
             _custom_order(schedule, pp, microbatches)
