@@ -49,8 +49,8 @@ JOBS = {
     "verify": Command(
         "titanlike.proof.verification.verify",
         "compare a layout with one process of plain torch",
-        "Trains one step in the layout and one in a single process of plain torch, and compares "
-        "loss, gradients and updated parameters by name. Exit code 1 if they differ.",
+        "Trains verify.steps steps in the layout and in a single process of plain torch, and compares "
+        "loss, gradients, updated parameters and optimizer state by name. Exit code 1 if they differ.",
         folder="verify",
     ),
     "bench": Command(
