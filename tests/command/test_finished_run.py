@@ -39,6 +39,15 @@ def test_the_keys_of_the_run_are_kept_without_a_choice(run_folder: Path) -> None
     assert checked.config.schedule == LoopedSchedule(microbatches=4, stages_per_rank=4)
 
 
+def test_the_folder_is_named_where_a_file_or_another_folder_is_given(run_folder: Path) -> None:
+    (run_folder / "checkpoints").mkdir()
+    for part in ("config.yaml", "checkpoints"):
+        (problem,) = examined("--config-path", str(run_folder / part)).problems
+        assert problem.fix == f"give --config-path {run_folder}"
+    (problem,) = examined("--config-path", str(run_folder / "nothing")).problems
+    assert "no such folder" in str(problem)
+
+
 @pytest.mark.parametrize(
     "word, said",
     [

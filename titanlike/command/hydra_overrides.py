@@ -16,7 +16,8 @@ import argparse
 import copy
 import itertools
 import re
-from dataclasses import dataclass, field
+import shlex
+from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from titanlike.command.parsed_override import (
 )
 from titanlike.command.sweep_settings import SweepSettings
 from titanlike.command.words import NoOverride
+from titanlike.config import validate
 from titanlike.config.errors import Problem, quoted
 from titanlike.config.imports import outside
 from titanlike.config.overrides import from_hydra, key_of, to_hydra
@@ -99,8 +101,8 @@ def check_overrides(args: argparse.Namespace) -> CheckedOverrides:
     """Check arguments after `complete_args`."""
     setup_globals()
     checked = CheckedOverrides(multirun=args.multirun)
-    if not Path(args.config_path).is_dir():
-        checked.add(Problem(f"--config-path {args.config_path}", "", "no such folder"))
+    if problem := _config_path_problem(Path(args.config_path), args.config_name):
+        checked.add(problem)
         return checked
     search_path = create_config_search_path(args.config_path)
     if args.config_dir is not None:
@@ -113,6 +115,22 @@ def check_overrides(args: argparse.Namespace) -> CheckedOverrides:
     checked.environment |= environment(" ".join(args.overrides))
     _OverrideChecker(args.config_name, loader, checked).run(args.overrides, args.no_overrides)
     return checked
+
+
+def _config_path_problem(path: Path, name: str) -> Problem | None:
+    """Why --config-path cannot be read; Hydra's words for it are its whole search path."""
+    file = f"{name}.yaml"
+    if not path.exists():
+        reason = "no such folder"
+    elif not path.is_dir():
+        reason = "is a file; its folder is what is given"
+    elif name == "config" and not (path / file).exists():
+        reason = f"no {file} is in it: it is the folder of a run, or a copy of conf/"
+    else:
+        return None
+    found = next((parent for parent in path.parents if (parent / file).is_file()), None)
+    fix = f"give --config-path {shlex.quote(str(found))}" if found else ""
+    return Problem(f"--config-path {shlex.quote(str(path))}", "", reason, fix)
 
 
 class _OverrideChecker:
@@ -230,8 +248,13 @@ class _OverrideChecker:
             return False
         unknown = [choice for choice in values_of(override) if not self._exists(group, choice)]
         options = self.repository.get_group_options(group)
-        for choice in unknown:
-            problem = override_errors.wrong_choice(group, choice, options, self._advice())
+        wrong = [override_errors.wrong_choice(group, c, options, self._advice()) for c in unknown]
+        if override.is_choice_sweep():  # the fix keeps the other values
+            right = {str(p.value): p.fix.removeprefix(f"{group}=") for p in wrong}
+            values = [right.get(str(value), str(value)) for value in values_of(override)]
+            fix = f"{group}={','.join(dict.fromkeys(values))}"
+            wrong = [replace(p, fix=fix) if p.fix.startswith(f"{group}=") else p for p in wrong]
+        for problem in wrong:
             self.checked.add(problem)
         return not unknown
 
@@ -262,9 +285,12 @@ class _OverrideChecker:
                 chosen = [str(o.input_line) for o in new.values()]
                 composed = self._compose([*self.lines, *others, *chosen])
             ConfigLoaderImpl._apply_overrides_to_config(values, composed)
-            _, problems = parse(plain_config(composed))
+            config, problems = parse(plain_config(composed))
         except Exception:  # of Hydra, of OmegaConf's resolvers
             return []
+        # an impossible number, too, where its own fix is one override
+        single = re.compile(r"[\w.]+=\S+")
+        problems += [p for p in validate.problems(config) if single.fullmatch(p.fix)]
         for problem in problems:
             keys = [o.key_or_group for o in values]
             if any(problem.key.startswith(k) or k.startswith(f"{problem.key}.") for k in keys):
@@ -351,4 +377,10 @@ class _OverrideChecker:
         self.checked.config, problems = parse(plain)
         for problem in problems:
             if problem.key not in swept:
-                self.checked.add(problem)
+                self.checked.add(self._with_applied_fix(problem))
+
+    def _with_applied_fix(self, problem: Problem) -> Problem:
+        """The problem, with a fix that is right by the rules for numbers, too."""
+        fix = problem.fix if problem.fix.startswith(f"{problem.key}=") else ""
+        applied = self._applied([fix]) if "'" not in fix and fix else []
+        return replace(problem, fix=applied[0]) if applied else problem

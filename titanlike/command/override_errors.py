@@ -29,8 +29,11 @@ def syntax_error(text: str, applied: Applied) -> Problem:
     """An override that Hydra's parser does not accept."""
     key, _, value = from_hydra(text).partition("=")
     reason = "not of the form key=value; a value with spaces or , : { } needs quotes"
-    several, one = text.split(), [f"{key}={quoted(value)}"]
-    fix = next((words for words in (several, one) if applied(words)), [])
+    bare = value.rstrip(",;")  # copied from a list or from code
+    tried = [[f"{key}={bare}"]] if bare != value else []
+    tried += [text.split(), [f"{key}={quoted(value)}"]]
+    fix = next((words for words in tried if applied(words) == words), [])
+    fix = fix or next(filter(None, map(applied, tried)), [])
     return Problem(key, value, reason, _shell(fix) or _HELP)
 
 
@@ -84,6 +87,9 @@ def no_override(words: NoOverride, advice: Advice) -> Problem:
     for group, choices in advice.choices.items():
         if key in choices and value == "true":
             return Problem(words.typed, "", reason, f"{group}={key}")
+    below = [name for name in advice.known if name.startswith(f"{key}.")]
+    if below and key not in advice.choices:
+        return Problem(words.typed, "", f"has keys below it: {', '.join(below)}")
     if own := advice.applied([f"{key}={value}"]):
         return Problem(words.typed, "", reason, _shell(own))
     fix, note = advice.for_unknown(key, value)

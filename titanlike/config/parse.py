@@ -14,6 +14,7 @@ import math
 import re
 import types
 import typing
+from dataclasses import replace
 from typing import Any, Literal, Union
 
 from titanlike.config.errors import Problem, nearest, override_text
@@ -27,6 +28,7 @@ from titanlike.config.schema import (
 )
 
 MISSING = "???"  # how YAML files mark a value that the user must give
+_NULL = ("none", "nil", "off", "no", "false", "disabled", "")  # how others write null
 
 
 def parse(plain: dict[str, Any]) -> tuple[Config, list[Problem]]:
@@ -139,7 +141,12 @@ def convert(
         if value is None:
             return None
         (annotation,) = (argument for argument in arguments if argument is not type(None))
-        return convert(annotation, value, key, problems, default)
+        before = len(problems)
+        converted = convert(annotation, value, key, problems, default)
+        if str(value).lower() in _NULL:  # optimizer.clip=none
+            fixed = (replace(problem, fix=f"{key}=null") for problem in problems[before:])
+            problems[before:] = [*fixed]
+        return converted
     example = ""
     if dataclasses.is_dataclass(annotation):
         if isinstance(value, dict):
@@ -168,11 +175,15 @@ def convert(
         if isinstance(value, int) and not isinstance(value, bool):
             return value
         expected, number = "must be an integer", _number(value)
-        example = str(round(number)) if number is not None and abs(number) < 1e15 else ""
+        whole = round(number) if number is not None and abs(number) < 1e15 else None
+        # 0.1 is a share, as others take it: 0 would mean never
+        example = str(whole) if whole or number == 0 else ""
     elif annotation is Seconds:
         if (seconds := _seconds(value)) is not None:
             return seconds
-        expected, example = "must be a time: seconds, 90m, 11h30m or 11:30:00", "90m"
+        short = re.sub(r"\s*([dhms])[a-z]*\s*", r"\1", str(value).strip().lower())  # 2 days
+        expected = "must be a time: seconds, 90m, 11h30m or 11:30:00"
+        example = short if _seconds(short) is not None else "90m"
     elif annotation is float:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return _float(value)
@@ -185,6 +196,14 @@ def convert(
         expected = "is empty" if value == "" else "must be text"
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             example = f"\"'{override_text(value)}'\""
+    if isinstance(value, (list, tuple)) and value and not example:
+        wrong = []
+        for item in value:
+            convert(annotation, item, key, wrong)
+        if not wrong:  # the values of a sweep
+            fix = f"-m {key}={','.join(map(override_text, value))}"
+            problems.append(Problem(key, value, f"{expected}; several are a sweep", fix))
+            return None
     if not example and default is not dataclasses.MISSING:
         example = override_text(default() if callable(default) else default)
     problems.append(Problem(key, value, expected, f"{key}={example}" if example else ""))
