@@ -29,8 +29,10 @@ def translate(key: str, value: str, context: Context) -> tuple[list[str], str] |
 
     No overrides: nothing here does what the key did. "": there is nothing to explain.
     """
-    table = _table()
-    names = _normalized(key), _normalized(key.rpartition(".")[2])
+    table, parts = _table(), _normalized(key).split(".")
+    if parts[-1] in ("enable", "enabled"):  # fp16.enabled, callbacks.wandb.enabled
+        parts.pop()
+    names = _normalized(key), *(".".join(parts[start:]) for start in range(len(parts)))
     entry = next((table[name] for name in names if name in table), None)
     if entry is None:
         return None
