@@ -23,3 +23,12 @@ def test_a_key_of_another_framework_is_answered(key: str, value: object, said: s
     with pytest.raises(ConfigError) as found:
         build_model(Custom("llama", {"vocab_size": 64, key: value}))
     assert said in str(found.value)
+
+
+@pytest.mark.parametrize("key", ["dim", "layers", "heads", "kv_heads", "ffn_dim"])
+def test_the_size_that_is_proposed_fits_the_others(key: str) -> None:
+    sizes = {"vocab_size": 64, key: 0}
+    with pytest.raises(ConfigError) as found:
+        build_model(Custom("llama", sizes))
+    (problem,) = found.value.problems
+    build_model(Custom("llama", sizes | {key: int(problem.fix.partition("=")[2])}))
