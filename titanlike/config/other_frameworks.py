@@ -68,7 +68,8 @@ def _normalized(text: str) -> str:
 
 def _fill(template: str, value: str, context: Context) -> str:
     """The template with its values; where it computes with what is no number, with that itself."""
-    numbers = {"60": 60.0} | asdict(context)
+    # sharded: a dp among whose ranks there is something to shard
+    numbers = {"60": 60.0, "sharded": max(context.dp, 2)} | asdict(context)
 
     def filled(found: re.Match[str]) -> str:
         name, operator, number = found.groups()
