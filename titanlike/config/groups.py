@@ -104,12 +104,42 @@ class LoopedSchedule(Schedule):
     stages_per_rank: int = key(2, "stages (model chunks) on each pipeline rank")
 
 
+_WEIGHT_GRADIENTS = (
+    "deferred = of linear layers in W, which fills the bubble; together = all in I, with the least "
+    "memory"
+)
+
+
+@dataclass
+class ZeroBubbleSchedule(Schedule):
+    """A schedule with two stages a rank in a V that splits the backward."""
+
+    name: str = key("zbvzerobubble", "choice")
+    weight_gradients: Literal["deferred", "together"] = key("deferred", _WEIGHT_GRADIENTS)
+
+
+@dataclass
+class LoopedZeroBubbleSchedule(LoopedSchedule):
+    """A schedule with several stages on each pipeline rank that splits the backward."""
+
+    name: str = key("interleavedzerobubble", "choice")
+    weight_gradients: Literal["deferred", "together"] = key("deferred", _WEIGHT_GRADIENTS)
+
+
 @dataclass(kw_only=True)
 class CsvSchedule:
     """An order read from a file: a row a pipeline rank, cells like 0F0, 0B0, 0I0, 0W0."""
 
     name: str = key("csv", "choice")
     path: str = required("CSV file; microbatches and stages are counted in it")
+    weight_gradients: Literal["deferred", "together"] = key("deferred", _WEIGHT_GRADIENTS)
+
+
+@dataclass
+class OwnSchedule(Custom):
+    """The user's own order: a function (pp, microbatches, **args) -> Order."""
+
+    weight_gradients: Literal["deferred", "together"] = key("deferred", _WEIGHT_GRADIENTS)
 
 
 # --- data --------------------------------------------------------------------------------------
@@ -249,6 +279,40 @@ class Precision:
     """fp32, or bf16: compute and activations in bf16, master weights and reductions in fp32."""
 
     name: Literal["fp32", "bf16"] = key("fp32", "choice")
+
+
+# --- activation checkpointing -------------------------------------------------------------------
+
+
+@dataclass
+class ActivationCheckpoint:
+    """Activations are kept for the backward (none), or computed again in it (full)."""
+
+    name: str = key("none", "choice")
+
+
+@dataclass
+class SelectiveActivationCheckpoint(ActivationCheckpoint):
+    """Every block is recomputed but for what takes longest: matrix products, attention."""
+
+    name: str = key("selective", "choice")
+    save: list[str] = key(
+        [
+            *("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convolution"),
+            *("aten._scaled_dot_product*", "aten._flash_attention_forward"),
+            *("aten._efficient_attention_forward", "aten._grouped_mm", "aten.topk"),
+            *("flex_attention", "_c10d_functional.*"),
+        ],
+        "operators whose results are kept, by name or pattern",
+    )
+
+
+@dataclass
+class EveryActivationCheckpoint(ActivationCheckpoint):
+    """One block in so many is recomputed."""
+
+    name: str = key("every", "choice")
+    every: int = key(2, "1 = every block, 2 = every second one, ...")
 
 
 # --- logger -------------------------------------------------------------------------------------

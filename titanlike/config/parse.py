@@ -24,6 +24,7 @@ from titanlike.config.schema import (
     Config,
     Custom,
     OwnOptimizer,
+    OwnSchedule,
     Seconds,
 )
 
@@ -109,7 +110,7 @@ def _group(group: str, plain: Any, problems: list[Problem]) -> Any:
         problems.append(Problem(f"{group}.name", name, "required: where your own code is", fix))
         return Custom(name) if group not in VARIANTS else None
     if group in OPEN_GROUPS and (group not in VARIANTS or "." in name):
-        own: type[Custom] = OwnOptimizer if group == "optimizer" else Custom
+        own = {"optimizer": OwnOptimizer, "schedule": OwnSchedule}.get(group, Custom)
         fields = {field.name for field in dataclasses.fields(own)} - {"args"}
         known = {key: value for key, value in plain.items() if key in fields}
         made = _dataclass(own, known, f"{group}.", problems)

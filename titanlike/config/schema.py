@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from titanlike.config.groups import (
+    ActivationCheckpoint,
     AdamW,
     AutoSplit,
     BalanceSplit,
@@ -21,14 +22,18 @@ from titanlike.config.groups import (
     Custom,
     DecayLr,
     EvenSplit,
+    EveryActivationCheckpoint,
     LoopedSchedule,
+    LoopedZeroBubbleSchedule,
     Mse,
     NoLogger,
     OwnOptimizer,
+    OwnSchedule,
     PointSplit,
     Precision,
     Schedule,
     Seconds,
+    SelectiveActivationCheckpoint,
     Sgd,
     SyntheticData,
     TensorBoard,
@@ -37,6 +42,7 @@ from titanlike.config.groups import (
     TraceSplit,
     Wandb,
     WsdLr,
+    ZeroBubbleSchedule,
     key,
 )
 
@@ -165,12 +171,15 @@ class Config:
     # the model's keys are its constructor's arguments: see titanlike/models
     model: Custom = key(lambda: Custom("llama"), "model family or import path, and its arguments")
     split: EvenSplit | PointSplit | BalanceSplit | AutoSplit = key(EvenSplit, "where stages begin")
-    schedule: Schedule | LoopedSchedule | CsvSchedule | Custom = key(Schedule, "pipeline schedule")
+    schedule: Schedule | CsvSchedule | OwnSchedule = key(Schedule, "pipeline schedule")
     data: TextData | TokenData | SyntheticData | Custom = key(TextData, "training data")
     optimizer: AdamW | Sgd | OwnOptimizer = key(AdamW, "optimizer")
     lr: ConstantLr | DecayLr | WsdLr | Custom = key(WsdLr, "learning-rate schedule")
     loss: CrossEntropy | ChunkedCrossEntropy | Mse | Custom = key(CrossEntropy, "loss function")
     precision: Precision = key(Precision, "compute precision")
+    activation_checkpoint: ActivationCheckpoint = key(
+        ActivationCheckpoint, "which activations are computed again in the backward"
+    )
     fsdp: Fsdp = key(Fsdp, "sharding inside a stage")
     validation: Validation = key(Validation, "loss on the validation data")
     verify: Verify = key(Verify, "the comparison with one process")
@@ -199,9 +208,9 @@ VARIANTS: dict[str, dict[str, type]] = {
         "1f1b": Schedule,
         "interleaved1f1b": LoopedSchedule,
         "loopedbfs": LoopedSchedule,
-        "interleavedzerobubble": LoopedSchedule,
-        "zbvzerobubble": Schedule,
-        "dualpipev": Schedule,
+        "interleavedzerobubble": LoopedZeroBubbleSchedule,
+        "zbvzerobubble": ZeroBubbleSchedule,
+        "dualpipev": ZeroBubbleSchedule,
         "csv": CsvSchedule,
     },
     "data": {"text": TextData, "tokens": TokenData, "synthetic": SyntheticData},
@@ -213,6 +222,12 @@ VARIANTS: dict[str, dict[str, type]] = {
         "mse": Mse,
     },
     "precision": {"fp32": Precision, "bf16": Precision},
+    "activation_checkpoint": {
+        "none": ActivationCheckpoint,
+        "full": ActivationCheckpoint,
+        "selective": SelectiveActivationCheckpoint,
+        "every": EveryActivationCheckpoint,
+    },
     "logger": {"wandb": Wandb, "tensorboard": TensorBoard, "none": NoLogger},
 }
 

@@ -30,7 +30,6 @@ class StageGraph:
     output: Any  # of the last stage: what the model returns, with nodes in place of tensors
     differentiated: frozenset[Node]  # of `receives`: those whose gradients are sent back
     differentiated_later: frozenset[Node]  # of `sends`: those whose gradients come back
-    connected: bool  # whether each gradient that comes back reaches one that is sent back
 
     @property
     def fields(self) -> set[str]:
@@ -97,9 +96,8 @@ def cut(
         gradients.append(frozenset(back))
     messages.append(output)
     gradients.append(frozenset(output))
-    connected = map(recording.gradient_flow.connected, gradients[1:], gradients, starts)
     outputs = [None] * (len(stages) - 1) + [recording.output]
-    columns = (graphs, messages, messages[1:], outputs, gradients, gradients[1:], connected)
+    columns = (graphs, messages, messages[1:], outputs, gradients, gradients[1:])
     return [StageGraph(*parts) for parts in zip(*columns, strict=False)]
 
 

@@ -57,24 +57,6 @@ class GradientFlow:
                 found[node] = end  # its place in the graph changed: any later call may use it
         return found
 
-    def connected(self, sent: Iterable[Node], received: Iterable[Node], start: int) -> bool:
-        """Whether the gradient of each of `sent` also reaches one of `received`, through the calls
-        from the one at `start` on."""
-        edges = {self._edges[node] for node in received if node in self._edges}
-        values = [node.value for node in sent if node in self._edges]
-
-        def earlier(function: Any) -> bool:
-            # `received` are behind it, unless they are changed in place
-            return self._position.get(function, start) < start
-
-        return all(
-            _edge(value) in edges
-            or any(
-                edges.intersection(f.next_functions) for f in _functions_before([value], earlier)
-            )
-            for value in values
-        )
-
 
 def used_by(total: Tensor, outputs: Sequence[Tensor]) -> list[bool]:
     """For each output, whether `total` is computed of it, and not only of what is computed of it."""

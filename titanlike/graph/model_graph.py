@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -134,16 +133,6 @@ class ModelGraph:
         """Every name of every parameter -> its first; a tied parameter has several names."""
         everything = self.model.named_parameters(remove_duplicate=False)
         return {name: self._first_names[id(p)] for name, p in everything}
-
-    def reuses_weights(self, graph: StageGraph) -> bool:
-        """Whether a stage uses a weight more than once in a forward."""
-        used: Counter[int] = Counter()
-        for node in graph.nodes:
-            if node.kind == "unit":
-                used.update(id(p) for p in self.model.get_submodule(node.target).parameters())
-            weights = (use for use in node.input_nodes if use.kind == "weight")
-            used.update(id(weight.value) for weight in weights if weight.has_parameters)
-        return max(used.values(), default=0) > 1 or any(node.reuses_weight for node in graph.nodes)
 
 
 def fields_of(batch: Batch) -> Fields:

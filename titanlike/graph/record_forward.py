@@ -15,7 +15,6 @@ import contextlib
 import copy
 import os
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -127,7 +126,8 @@ class _Interceptor(TorchFunctionMode):
         # of the unit or custom function that is running
         self._running: list[str] = []  # its name; nested units after it
         self._arguments: tuple[Any, Any, list[Any]] = ((), {}, [])  # as they were at its call
-        self._weight_uses: Counter[int] = Counter()  # by the id of the parameter
+        self._versions: list[int] = []  # of the tensors among them
+        self._checkpoints_inside = False  # whether it called torch.utils.checkpoint
         self._random = False  # whether it drew random numbers
         self._on_cpu = False  # whether it had to run on the CPU
 
@@ -178,8 +178,6 @@ class _Interceptor(TorchFunctionMode):
             if torch.is_autocast_enabled(self._device.type) and not self._on_cpu:
                 raise NotImplementedError("meta tensors have no autocast")
             used = tensors(*args, *kwargs.values())
-            if name != "__get__":
-                self._weight_uses.update(id(t) for t in used if isinstance(t, nn.Parameter))
             if self._on_cpu:
                 return function(*args, **kwargs)
             self.builder.check_used(self._running[0], used)
@@ -235,10 +233,11 @@ class _Interceptor(TorchFunctionMode):
             if not self._running:
                 self._random = False
                 self._check_rng()
-                self._weight_uses.clear()
+                self._checkpoints_inside = False
                 # now: the unit may change a list that it is given
                 identities = side_effects.argument_identities(args, kwargs)
                 self._arguments = (*self.builder.with_nodes((args, kwargs)), identities)
+                self._versions = [tensor._version for tensor in tensors(args, kwargs)]
                 self.builder.hidden.enter(tree_flatten((args, kwargs))[0])
             self._running.append(name)
 
@@ -258,13 +257,17 @@ class _Interceptor(TorchFunctionMode):
                     "only while the forward is recorded",
                     "a block that returns what it computed",
                 )
-            self._rng.used_since_last_check()  # a unit may draw: it runs in each step
+            once = ""
+            if self._rng.used_since_last_check():  # a unit may draw: it runs in each step
+                once = "draws random numbers of Python or numpy, which differ the second time"
+            if self._versions != [t._version for t in tensors(args, kwargs)]:
+                once = "changes a tensor that it is given in place"
             self.builder.check_used(name, tensors(result))
             node = Node("unit", name, args_before, kwargs_before)
             node.has_parameters = next(module.parameters(), None) is not None
             node.checkpointed = self._checkpoint_depth > 0
-            node.data_dependent = self._on_cpu
-            node.reuses_weight = max(self._weight_uses.values(), default=0) > 1
+            node.checkpoints_inside = self._checkpoints_inside
+            node.once = once
             self._on_cpu = False
             self.builder.add_call(node, result, self._random)
 
@@ -298,6 +301,7 @@ class _Interceptor(TorchFunctionMode):
 
     def _change_checkpoint_depth(self, change: int) -> None:
         self._checkpoint_depth += change
+        self._checkpoints_inside |= bool(self._running)
 
     def _custom_function(self, kind: Any, call: Any, args: tuple[Any, ...]) -> Any:
         """Record a torch.autograd.Function as one call, since it defines its own backward."""

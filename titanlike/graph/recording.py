@@ -44,9 +44,10 @@ class Node:
     random: bool = False  # draws random numbers: computed twice it differs
     has_parameters: bool = False  # is a parameter, or a unit with parameters
     mutated: bool = False  # its result is later changed in place
-    data_dependent: bool = False  # a unit that meta tensors cannot run: it branches on values
-    reuses_weight: bool = False  # a unit that uses a weight more than once
-    checkpointed: bool = False  # its activations are recomputed in the backward
+    checkpointed: bool = False  # its activations are recomputed in the backward, by the model
+    checkpoints_inside: bool = False  # a unit whose forward does so with parts of itself
+    # why a unit cannot be computed twice: "draws random numbers of numpy", ...; "" if it can
+    once: str = ""
     chunked_head: Any = None  # of the last stage: computes the loss, see optim/chunked_loss.py
 
     is_pytree_leaf: ClassVar[bool] = True

@@ -23,9 +23,10 @@ from titanlike.parallel.batchnorm import BatchNorms
 from titanlike.parallel.mesh import Mesh
 from titanlike.parallel.reached import Reached
 from titanlike.parallel.tied import Tied
+from titanlike.parallel.weight_gradients import DeferredWeightGradients
 from titanlike.pipeline.order import Order
 from titanlike.torch_private.pipeline_runtime import OrderRuntime
-from titanlike.torch_private.pipeline_stage import make_stage, split_backward_is_exact
+from titanlike.torch_private.pipeline_stage import make_stage
 
 MOST_SHAPES = 32  # of batches whose runtimes, with their message buffers, are cached
 
@@ -48,11 +49,13 @@ class Pipeline:
         tied: Tied,
         norms: BatchNorms,
         reached: Reached,
+        deferred: Mapping[int, DeferredWeightGradients],
     ) -> None:
-        """stages: of this rank, by index; zero: see `parallel/sharding.py`."""
+        """stages: of this rank, by index; zero: see `parallel/sharding.py`; deferred: of the stages
+        that compute weight gradients later, in a schedule that splits the backward."""
         self._order, self._model_graph, self._stages = order, model_graph, stages
         self._loss, self._mesh, self._zero = loss, mesh, zero
-        self._tied, self._norms, self._reached = tied, norms, reached
+        self._tied, self._norms, self._reached, self._deferred = tied, norms, reached, deferred
         self._missing = torch.zeros(())  # gradients of the last step, over all ranks
         self._runtimes: OrderedDict[Any, OrderRuntime] = OrderedDict()
         self._on_action: Callable[[Any], None] | None = None
@@ -75,6 +78,8 @@ class Pipeline:
             loss, count, self._missing = self._step(
                 self._runtime(batch).train, batch, self._reached.count_missing
             )
+        for deferred in self._deferred.values():
+            deferred.check_all_taken()
         self._tied.add_gradients()
         return loss, count
 
@@ -209,16 +214,15 @@ class Pipeline:
             inputs=received,
             outputs=sent,
             zero=self._zero,
-            splits_weights=self._may_split_backward(stage, graph),
+            weight_gradients=self._weight_gradients(index),
         )
 
-    def _may_split_backward(self, stage: Stage, graph: StageGraph) -> bool:
-        """Whether a schedule may compute weight gradients later than input gradients."""
-        if not graph.connected:
-            return False  # torch finds weights on the way to the inputs alone
-        for node in graph.nodes:
-            if node.chunked_head is not None or node.checkpointed or node.data_dependent:
-                return False  # what both halves need would be computed twice
-        if next(stage.parameters(), None) is None or self._model_graph.reuses_weights(graph):
-            return False
-        return split_backward_is_exact(stage, self._model_graph.model)
+    def _weight_gradients(self, index: int) -> Callable[[], Callable[[], None]] | None:
+        if not self._order.splits_backward:
+            return None
+        deferred = self._deferred.get(index)
+        return (lambda: _nothing) if deferred is None else deferred.take
+
+
+def _nothing() -> None:
+    """W of a stage whose weight gradients are computed in I."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ def make_stage(
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
     zero: int,
-    splits_weights: bool,
+    weight_gradients: Callable[[], Callable[[], None]] | None,
 ) -> PipelineStage:
     """One stage of torch's pipeline runtime.
 
@@ -32,9 +32,9 @@ def make_stage(
     to None.
     zero: 1 = gather parameters and reduce gradients once a step; 2 = reduce in each backward;
     3 = also gather in each forward and backward, block by block.
-    splits_weights: whether a schedule that splits the backward may split this stage's. If not, the
-    whole backward runs in the first half: torch goes twice through the graph of a weight that is
-    used twice, and finds no weights in a stage that has none.
+    weight_gradients: called after each backward; returns what W does, in a schedule that splits
+    the backward. The backward itself is then whole, and runs in I. Without it torch would walk
+    through the graph twice, and through a checkpointed block for each of its weights.
     """
     kind = _Stage if zero == 1 else _ShardingStage
     stage = kind(
@@ -45,7 +45,7 @@ def make_stage(
         group=group,
         input_args=tuple(inputs),
         output_args=tuple(outputs),
-        dw_builder=None if splits_weights else lambda: lambda: None,
+        dw_builder=weight_gradients,
     )
     if zero > 1:
         stage.reshard_after_backward = zero == 3
@@ -108,17 +108,3 @@ class _ShardingStage(_Stage):
         self.submod.set_requires_all_reduce(last)
         names = ("stage_output", "output_grads", "input_values")
         return stage_backward(*(kwargs[name] for name in names)), None
-
-
-def split_backward_is_exact(stage: nn.Module, model: nn.Module) -> bool:
-    """Whether torch's split backward computes a stage's weight gradients right.
-
-    Symptom (2.11): they are wrong for a weight that is used in slices, as in an LSTM or torch's own
-    attention, and the backward raises where some weights of the model are frozen.
-    Test: `test_fences.py::test_the_split_backward_loses_a_grus_weight_gradients`.
-    """
-    if hasattr(PipelineStage, "_post_metadata_inference_cleanup"):  # 2.13
-        return True
-    in_parts = (nn.RNNBase, nn.MultiheadAttention)
-    frozen = not all(parameter.requires_grad for parameter in model.parameters())
-    return not (frozen or any(isinstance(module, in_parts) for module in stage.modules()))

@@ -15,18 +15,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titanlike.config.schema import Config
+from titanlike.config.schema import Config, SelectiveActivationCheckpoint
 from titanlike.data.sources import Data
 from titanlike.graph.stage import Stage, fsdp_groups
 from titanlike.models.registry import build_model, initial_weights_of
 from titanlike.optim.loss import build_loss
 from titanlike.optim.optimizer import StageState, build_optimizer
+from titanlike.parallel.activation_checkpoint import checkpoint_blocks
 from titanlike.parallel.batchnorm import BatchNorms
 from titanlike.parallel.initialize import initialize, piece_seed
 from titanlike.parallel.mesh import Mesh
 from titanlike.parallel.reached import Reached
 from titanlike.parallel.sharding import shard_stage
 from titanlike.parallel.tied import tie
+from titanlike.parallel.weight_gradients import DeferredWeightGradients
 from titanlike.pipeline.pipeline import Pipeline
 from titanlike.split.auto_split import measured_times
 from titanlike.training.draft import Draft, draft
@@ -77,8 +79,13 @@ def build(config: Config, mesh: Mesh, data: Data | None = None) -> Run:
     weights = initial_weights_of(plan.model, config.seed)
     canonical = plan.model_graph.canonical_names()
     stages: dict[int, Stage] = {}
+    deferred: dict[int, DeferredWeightGradients] = {}
     for index in local:
-        stage = stages[index] = _build_stage(config, plan, *plan.stage_modules[index], mesh)
+        stage = stages[index] = Stage(build_model(plan.model), *plan.stage_modules[index])
+        checkpoint_blocks(stage, plan.recomputed[index], _saved_operators(config))
+        if plan.order.splits_backward and _defers(config):
+            deferred[index] = DeferredWeightGradients(stage)
+        _shard(stage, config, plan, *plan.stage_modules[index], mesh)
         device = torch.device("cpu") if config.fsdp.cpu_offload else mesh.device
         initialize(stage, weights, device, canonical)
     origin = weights.origin
@@ -105,18 +112,26 @@ def build(config: Config, mesh: Mesh, data: Data | None = None) -> Run:
     loss = build_loss(config.loss, mesh.device)
     norms = BatchNorms(stages.values(), mesh)
     reached = Reached(stages.values(), canonical, mesh, plan.zero)
-    parts = {"tied": tied, "norms": norms, "reached": reached}
+    parts = {"tied": tied, "norms": norms, "reached": reached, "deferred": deferred}
     pipeline = Pipeline(plan.order, plan.model_graph, stages, loss, mesh, plan.zero, **parts)
     run = Run(mesh, plan, [*stages.values()], [*states.values()], pipeline, norms, origin)
     run.train_mode(True)
     return run
 
 
-def _build_stage(
-    config: Config, plan: Draft, modules: list[str], parameters: list[str], mesh: Mesh
-) -> Stage:
-    """A stage with its modules of the model and the parameters that it uses itself, sharded."""
-    stage = Stage(build_model(plan.model), modules, parameters)
+def _shard(
+    stage: Stage, config: Config, plan: Draft, modules: list[str], used: list[str], mesh: Mesh
+) -> None:
+    """modules: the stage's; used: weights that it uses outside of them."""
     units = [unit for unit in plan.model_graph.units if unit.name in modules]
-    shard_stage(stage, fsdp_groups(stage, units, parameters), config, mesh, plan.zero)
-    return stage
+    shard_stage(stage, fsdp_groups(stage, units, used), config, mesh, plan.zero)
+
+
+def _saved_operators(config: Config) -> list[str]:
+    """Whose results a recomputed block keeps."""
+    how = config.activation_checkpoint
+    return how.save if isinstance(how, SelectiveActivationCheckpoint) else []
+
+
+def _defers(config: Config) -> bool:
+    return getattr(config.schedule, "weight_gradients", "deferred") == "deferred"

@@ -35,6 +35,7 @@ from titanlike.split.auto_split import AutoSplitResult, MeasureTimes, find_auto_
 from titanlike.split.partition import SplitError, partition
 from titanlike.split.unit_costs import UnitCosts
 from titanlike.training import checks
+from titanlike.training.recomputed_blocks import recomputed_blocks
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Draft:
     stage_parameters: list[dict[str, int]]
     unused: list[str]  # parameters that the forward does not use: they stay as they are
     flops_per_token: float | None
+    recomputed: list[list[str]]  # blocks of each stage whose activations are not kept
     auto_split: AutoSplitResult | None = None  # how the stages were found, of split=auto
 
     @property
@@ -98,6 +100,7 @@ def draft(
     auto_split, graphs, evaluated = found
     if problems := checks.stage_problems(config, model_graph, graphs, evaluated):
         raise ConfigError(problems)
+    recomputed = recomputed_blocks(config, model_graph, graphs)
     stage_modules = model_graph.stage_modules(graphs, evaluated)
     parameters = [model_graph.parameters_of(*stage) for stage in stage_modules]
     used = {
@@ -114,6 +117,7 @@ def draft(
         stage_parameters=[{name: p.numel() for name, p in stage.items()} for stage in parameters],
         unused=[name for name, _ in model.named_parameters() if name not in used],
         flops_per_token=_flops_per_token(config, model, data),
+        recomputed=recomputed,
         auto_split=auto_split,
     )
 
