@@ -80,7 +80,9 @@ def schedules() -> str:
         for pp, microbatches in ((4, 8), (4, 16), (8, 32)):
             order = schedule(pp, microbatches, **({"stages_per_rank": 2} if looped else {}))
             chunks = order.stages // pp
-            time = step_time(order, [1 / chunks] * order.stages)
+            time = step_time(
+                order, [1 / 3 / chunks] * order.stages, [2 / 3 / chunks] * order.stages
+            )
             cells.append(f"{1 - microbatches / time:.0%}")
         hops = sum(a != b for a, b in zip(order.place, order.place[1:], strict=False))
         peak = max(map(_in_flight, order.ranks)) / chunks

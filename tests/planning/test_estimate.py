@@ -25,12 +25,12 @@ def test_the_most_promising_have_the_smallest_bubble_and_not_too_small_microbatc
     """Simulated as an order of computations: gpipe's bubble is (pp - 1) / (m + pp - 1)."""
     for pp, microbatches in (2, 4), (4, 8), (4, 1):
         ideal = 3.0 * microbatches
-        assert step_time(gpipe(pp, microbatches), [3.0] * pp) == pytest.approx(
+        assert step_time(gpipe(pp, microbatches), [1.0] * pp, [2.0] * pp) == pytest.approx(
             ideal * (microbatches + pp - 1) / microbatches
         )
     sizes = {"pp": 4, "microbatches": 4}
     times = {
-        name: step_time(build_order(kind, **sizes), [1.0] * stages)
+        name: step_time(build_order(kind, **sizes), [1.0] * stages, [2.0] * stages)
         for name, kind, stages in (
             ("gpipe", Schedule("gpipe"), 4),
             ("zbv", Schedule("zbvzerobubble"), 8),

@@ -129,8 +129,8 @@ def test_a_setting_that_makes_no_sense_names_its_key_and_one_that_does(key, valu
         ConfigError, match=rf"hydra\.sweeper\.{key}=.*; write hydra\.sweeper\.{key}="
     ):
         read_space({**plain, key: value})
-    assert read_space({**plain, "memory": "1.5GiB"}).bytes == 1.5 * 2**30
-    assert read_space({**plain, "memory": "80G"}).bytes == 80 * 2**30
+    assert read_space({**plain, "memory": "1.5GiB"}).memory == 1.5 * 2**30
+    assert read_space({**plain, "memory": "80G"}).memory == 80 * 2**30
 
 
 # --- which layouts -----------------------------------------------------------------------------

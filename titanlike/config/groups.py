@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NewType
 
 Seconds = NewType("Seconds", float)  # written as a number, or as 45s, 90m, 11h30m, 11:30:00
+Bytes = NewType("Bytes", int)  # written as a number, or as 75GiB, 75GB, 75G (all powers of 1024)
 
 
 def key(default: Any, doc: str) -> Any:
@@ -313,6 +314,16 @@ class EveryActivationCheckpoint(ActivationCheckpoint):
 
     name: str = key("every", "choice")
     every: int = key(2, "1 = every block, 2 = every second one, ...")
+
+
+@dataclass
+class FitActivationCheckpoint(ActivationCheckpoint):
+    """As few blocks are recomputed as fit into memory, on each rank its own number."""
+
+    name: str = key("fit", "choice")
+    memory: Bytes | None = key(
+        None, "what training may take on a device, such as 75GiB; null = what it has, less 8%"
+    )
 
 
 # --- logger -------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any, Literal, Union
 
 from titanlike.config.errors import Problem, nearest, override_text
+from titanlike.config.groups import Bytes
 from titanlike.config.schema import (
     OPEN_GROUPS,
     VARIANTS,
@@ -185,6 +186,10 @@ def convert(
         short = re.sub(r"\s*([dhms])[a-z]*\s*", r"\1", str(value).strip().lower())  # 2 days
         expected = "must be a time: seconds, 90m, 11h30m or 11:30:00"
         example = short if _seconds(short) is not None else "90m"
+    elif annotation is Bytes:
+        if (size := _bytes(value)) is not None:
+            return size
+        expected, example = "is no size", "80GiB"
     elif annotation is float:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return _float(value)
@@ -227,6 +232,14 @@ def _float(value: float) -> float:
         return float(value)
     except OverflowError:  # an integer of 400 digits
         return math.inf if value > 0 else -math.inf
+
+
+def _bytes(value: Any) -> int | None:
+    """A number of bytes, 512MiB, 75GB or 75G (powers of 1024); None for anything else."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", str(value), re.I)
+    if found is None or isinstance(value, bool):
+        return None
+    return int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " "))
 
 
 def _seconds(value: Any) -> float | None:

@@ -23,6 +23,7 @@ from titanlike.config.groups import (
     DecayLr,
     EvenSplit,
     EveryActivationCheckpoint,
+    FitActivationCheckpoint,
     LoopedSchedule,
     LoopedZeroBubbleSchedule,
     Mse,
@@ -227,6 +228,7 @@ VARIANTS: dict[str, dict[str, type]] = {
         "full": ActivationCheckpoint,
         "selective": SelectiveActivationCheckpoint,
         "every": EveryActivationCheckpoint,
+        "fit": FitActivationCheckpoint,
     },
     "logger": {"wandb": Wandb, "tensorboard": TensorBoard, "none": NoLogger},
 }

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from titanlike.graph.pytree import tree_flatten, tree_map
 from titanlike.graph.recording import DEVICE, Node
+from titanlike.torch_private.base_classes import TorchDispatchMode
 
 _META = torch.device("meta")
 
@@ -46,6 +48,44 @@ def saved_bytes(node: Node, model: nn.Module) -> int:
     with hooks, _FusedAttention():
         call.forward()
     return sum(storage.nbytes() for storage in saved.values())
+
+
+def recomputed_bytes(node: Node, model: nn.Module, save: Sequence[str]) -> int:
+    """Bytes that are kept of a unit whose forward runs again in the backward: what it is given, and
+    the results of the operators `save` (as "aten.mm")."""
+    call = _Call(node, _module(node, model), _META, _empty)
+    given = sum(use.value.nbytes for use in dict.fromkeys(node.input_nodes) if _is_made(use))
+    if not save:
+        return given
+    results = _Results(save)
+    attention = _FusedAttention()
+    with results, attention:
+        call.forward()
+    fused = any(fnmatchcase("aten._scaled_dot_product_attention", name) for name in save)
+    return given + results.nbytes + (attention.nbytes if fused else 0)
+
+
+def queued_bytes(node: Node, model: nn.Module) -> int:
+    """Bytes of the inputs of a unit's linear layers and of the gradients of their results."""
+    module = _module(node, model)
+    if module is None:
+        return 0
+    storages: dict[int, torch.UntypedStorage] = {}  # by id; keeps them alive, so ids stay unique
+
+    def add(_: nn.Module, args: tuple[Any, ...], result: Tensor) -> None:
+        for tensor in (args[0], result):
+            storage = tensor.untyped_storage()
+            storages[id(storage)] = storage
+
+    linear = [part for part in module.modules() if type(part) is nn.Linear]
+    handles = [part.register_forward_hook(add) for part in linear]
+    try:
+        with _FusedAttention():
+            _Call(node, module, _META, _empty).forward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def seconds(node: Node, model: nn.Module, device: torch.device, repeats: int = 5) -> float:
@@ -117,6 +157,11 @@ def _module(node: Node, model: nn.Module) -> nn.Module | None:
     return model.get_submodule(node.target) if node.kind == "unit" else None
 
 
+def _is_made(node: Node) -> bool:
+    """Whether it is a value of the forward whose gradient is computed: no weight, no mask."""
+    return node.value is not None and node.value.requires_grad and not _is_weight(node)
+
+
 def _is_weight(node: Node) -> bool:
     return isinstance(node.value, nn.Parameter)
 
@@ -142,8 +187,30 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+class _Results(TorchDispatchMode):
+    """Counts the bytes of the results of some operators."""
+
+    def __init__(self, operators: Sequence[str]) -> None:
+        super().__init__()
+        self.nbytes = 0
+        self._operators = operators
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if any(fnmatchcase(str(function.overloadpacket), name) for name in self._operators):
+            leaves = tree_flatten(result)[0]
+            self.nbytes += sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+        return result
+
+
 class _FusedAttention(TorchFunctionMode):
     """Replaces scaled_dot_product_attention, which on meta saves all probabilities."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0  # of its results, with a logsumexp for each query
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -153,7 +220,9 @@ class _FusedAttention(TorchFunctionMode):
             return function(*args, **kwargs)
         given = dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)) | kwargs
         mask = given.get("attn_mask")
-        return _Attention.apply(given["query"], given["key"], given["value"], mask)
+        result = _Attention.apply(given["query"], given["key"], given["value"], mask)
+        self.nbytes += result.nbytes + 4 * (result.numel() // result.shape[-1])
+        return result
 
 
 class _Attention(torch.autograd.Function):

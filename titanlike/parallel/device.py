@@ -58,6 +58,20 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
+def total_memory(device: torch.device, local_ranks: int) -> int | None:
+    """Bytes of a GPU, or a rank's share of the machine's (the container's) on the CPU; None = unknown."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        limit = Path("/sys/fs/cgroup/memory.max")
+        if limit.exists() and (text := limit.read_text().strip()) != "max":
+            total = min(total, int(text))
+    except (OSError, ValueError):
+        return None
+    return total // local_ranks
+
+
 def resident_memory(device: torch.device) -> int:
     """Bytes in use now, in the sense of `peak_memory`: on a CPU that is torch itself, at first."""
     if device.type == "cuda":

@@ -49,6 +49,11 @@ def stage_count(schedule: AnySchedule, pp: int, microbatches: int | None = None)
     return pp * (2 if schedule.name in V_SCHEDULES else 1)
 
 
+def defers_weight_gradients(schedule: AnySchedule) -> bool:
+    """Whether a backward that is split computes weight gradients in W where it can."""
+    return getattr(schedule, "weight_gradients", "deferred") == "deferred"
+
+
 def declared_microbatches(schedule: AnySchedule) -> int | None:
     """The microbatches that the user gave, or that are counted in the CSV; None = to be derived."""
     if isinstance(schedule, Custom):

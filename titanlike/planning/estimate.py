@@ -1,9 +1,7 @@
 """A layout's memory on its fullest rank, and its relative time of a step.
 
-Estimated from a draft: nothing is allocated, no process is started. Memory is what training adds to
-a process: parameters, gradients and optimizer state as `fsdp.zero` shards them, what FSDP gathers of
-one block at a time, the activations of all microbatches that are in flight at once,
-the messages between stages, and the buffers of one backward, mainly the logits' gradients.
+Estimated from a draft: nothing is allocated, no process is started. Memory (`split/rank_memory.py`) is
+what training adds to a process.
 
 Measured on 2 CPU cores, 15 layouts of models of 1M to 25M parameters, the fullest rank's growth was
 0.98 to 1.57 times the estimate, and 0.94 to 1.25 times without the 45 MiB that libraries and gloo
@@ -15,23 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
-from torch import Tensor
-
-from titanlike.config.schema import ChunkedCrossEntropy, Config, TraceSplit
-from titanlike.data.example_batch import example_batch
-from titanlike.graph.cut import messages
-from titanlike.optim.loss import build_loss
+from titanlike.config.schema import Config
 from titanlike.pipeline.order import Act, Order, awaited, needs, walk
-from titanlike.split.unit_costs import CostError, UnitCosts, state_bytes
+from titanlike.split.rank_memory import RankMemory, saved_operators, unit_costs_of
+from titanlike.split.unit_costs import CostError, state_bytes
 from titanlike.training.draft import Draft
 
 # An action reads its weights, whatever its number of tokens: that takes as long as computing this
 # many tokens (a GPU does 200 to 300 FLOPs per byte read). So small microbatches are slower.
 _TOKENS_TO_READ_WEIGHTS = 256
-# FSDP's buffers for a block: gathered, copied, the next one's, and its gradients, per parameter
-_GATHERED = {1: 10, 2: 10, 3: 20}
 
 
 @dataclass(frozen=True)
@@ -45,51 +36,28 @@ def estimate(config: Config, draft: Draft) -> Estimate:
 
     A unit whose costs cannot be measured alone counts only with its parameters.
     """
-    rows = config.batch_size // config.dp // draft.microbatches
-    stages = [draft.stage_numel(stage) for stage in range(draft.order.stages)]
-    edges = list(pairwise([0, *accumulate(map(len, draft.stages))]))
-    units = sum(map(len, draft.stages))
-    saved, flops = [0] * units, [0] * units
-    sharing = config.dp > 1 or config.precision.name == "bf16" or config.fsdp.cpu_offload
-    block = 0  # parameters of the largest unit
-    if not isinstance(config.split, TraceSplit):
-        targets = example_batch(config)["targets"].repeat_interleave(rows, 0)
-        unit_costs = UnitCosts(draft.model_graph, targets, build_loss(config.loss))
+    targets, unit_costs = unit_costs_of(config, draft.model_graph, draft.microbatches)
+    stages = range(draft.order.stages)
+    parameters = [draft.stage_numel(stage) for stage in stages]
+    parts = config, draft.model_graph, draft.order, draft.zero
+    memory = RankMemory(*parts, parameters, targets, unit_costs).of_ranks(draft.recomputed.blocks)
+    try:
+        flops = [0] if unit_costs is None else unit_costs.flops()
+    except CostError:
         numel = unit_costs.parameter_table(lambda parameter: parameter.numel())
-        block = max(int(numel[at, at + 1]) for at in range(units))
-        try:
-            saved, flops = unit_costs.saved_bytes(), unit_costs.flops()
-        except CostError:
-            flops = [int(numel[at, at + 1]) for at in range(units)]
-    each = state_bytes(config, draft.zero)
-    state = [parameters * each for parameters in stages]
-    graphs = draft.model_graph.graphs(draft.fields, True)
-    flows = [[sum(t.nbytes for t in flow) for flow in messages(graph)] for graph in graphs]
-    waiting = [sum(saved[a:b]) + flows[s][1] for s, (a, b) in enumerate(edges)]
-    working = [max(saved[a:b], default=0) // 2 for a, b in edges]
-    # of logits: their gradient, and that of their softmax
-    working[-1] = max(working[-1], 2 * saved[-1], _chunk_bytes(config, draft, rows))
-    memory = []
-    for rank in range(len(draft.order.ranks)):
-        local = draft.order.local(rank)
-        steady = sum(state[stage] for stage in local)
-        received = sum(flows[stage][0] for stage in local if stage)
-        answered = sum(flows[stage][1] for stage in local if stage < len(stages) - 1)
-        steady += (received + answered) * draft.microbatches
-        steady += _GATHERED[draft.zero] * block if sharing else 0
-        steady += max(working[stage] for stage in local)
-        memory.append(steady + _max_waiting(draft.order.ranks[rank], waiting))
-    read = 1 + _TOKENS_TO_READ_WEIGHTS / (rows * config.seq_len)
-    durations = [read * sum(flops[a:b]) for a, b in edges]
-    return Estimate(int(max(memory)), step_time(draft.order, durations))
-
-
-def _chunk_bytes(config: Config, draft: Draft, rows: int) -> int:
-    """Bytes of a chunk of logits in its backward: logits, softmax, gradient."""
-    logits = draft.model_graph.meta_output(draft.fields, True)
-    if not isinstance(config.loss, ChunkedCrossEntropy) or not isinstance(logits, Tensor):
-        return 0
-    return 3 * 4 * min(config.loss.chunk, rows * config.seq_len) * logits.shape[-1]
+        flops = [int(numel[at, at + 1]) for at in range(len(numel) - 1)]
+    names = [name for stage in draft.stages for name in stage]
+    of_unit = dict(zip(names, flops, strict=False))
+    read = 1 + _TOKENS_TO_READ_WEIGHTS / targets.numel()
+    forward, backward = [], []
+    for units, recomputed in zip(draft.stages, draft.recomputed.blocks, strict=True):
+        once = read * sum(of_unit.get(name, 0) for name in units) / 3
+        # what a selective recomputation leaves out is what takes longest
+        flops_again = 0 if saved_operators(config) else sum(of_unit.get(n, 0) for n in recomputed)
+        again = read * flops_again / 3
+        forward.append(once)
+        backward.append(2 * once + again)
+    return Estimate(max(memory), step_time(draft.order, forward, backward))
 
 
 def least_memory(config: Config, parameters: int) -> int:
@@ -98,27 +66,16 @@ def least_memory(config: Config, parameters: int) -> int:
     return int(parameters * state_bytes(config, zero) / config.pp)
 
 
-def step_time(order: Order, durations: Sequence[float]) -> float:
-    """When the last rank is done, if a stage's forward and backward take durations[stage].
+def step_time(order: Order, forward: Sequence[float], backward: Sequence[float]) -> float:
+    """When the last rank is done, if a microbatch takes forward[stage] and backward[stage].
 
-    A forward is a third of it, as is either half of a split backward. Messages take no time.
+    Half of a split backward is W. Messages take no time.
     """
     clock = [0.0] * len(order.ranks)
     done: dict[Act, float] = {}
     for rank, act in walk(order):
         start = max([clock[rank], *(done[need] for need in needs(act, order.stages - 1))])
-        clock[rank] = start + durations[act.stage] * (2 if act.kind == "B" else 1) / 3
+        whole = forward[act.stage] if act.kind == "F" else backward[act.stage]
+        clock[rank] = start + (whole / 2 if act.kind in "IW" else whole)
         done[awaited(act)] = clock[rank]
     return max(clock)
-
-
-def _max_waiting(acts: Sequence[Act], waiting: Sequence[int]) -> int:
-    """The most bytes that wait for backwards at once; waiting: bytes of a microbatch by stage."""
-    now = most = 0
-    for act in acts:
-        if act.kind == "F":
-            now += waiting[act.stage]
-            most = max(most, now)
-        elif act.kind in "BW":
-            now -= waiting[act.stage]
-    return most

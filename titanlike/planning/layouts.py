@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+from titanlike.config.groups import Bytes
 from titanlike.config.overrides import key_of
 from titanlike.config.schema import Config, CsvSchedule, LoopedSchedule
 from titanlike.pipeline.from_config import derive_microbatches, microbatch_problem
 from titanlike.pipeline.schedules import SCHEDULES
-
-_SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 Compose = Callable[[list[str]], Config]  # overrides -> config; raises ConfigError
 
@@ -26,18 +24,8 @@ class SearchSpace:
     schedules: list[str] = field(default_factory=lambda: list(SCHEDULES))
     microbatches: list[int] | None = None  # None: see `_microbatches`
     stages_per_rank: list[int] = field(default_factory=lambda: [2])
-    memory: str | None = None  # of a rank, "80GiB"; None: what is free
+    memory: Bytes | None = None  # of a rank, "80GiB"; None: what is free
     most: int = 24  # layouts that are run
-
-    @property
-    def bytes(self) -> int | None:
-        """`memory` in bytes. Raises ValueError where it is no size."""
-        if self.memory is None:
-            return None
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", self.memory, re.I)
-        if found is None:
-            raise ValueError(f"{self.memory!r} is no size")
-        return int(float(found[1]) * _SIZES[found[2].upper()])
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,22 @@ class UnitCosts:
         """Bytes of each unit that a microbatch saves for the backward. Raises CostError."""
         return self._sums(lambda node: node_cost.saved_bytes(node, self.model))
 
+    def recomputed_bytes(self, save: Sequence[str]) -> list[int]:
+        """As `saved_bytes`, where a unit is recomputed but for the results of the operators `save`.
+        Raises CostError."""
+
+        def kept(node: Node) -> int:
+            if node.kind == "unit":
+                return node_cost.recomputed_bytes(node, self.model, save)
+            return node_cost.saved_bytes(node, self.model)
+
+        return self._sums(kept)
+
+    def queued_bytes(self) -> list[int]:
+        """Bytes of each unit that wait for deferred weight gradients of a microbatch. Raises
+        CostError."""
+        return self._sums(lambda node: node_cost.queued_bytes(node, self.model))
+
     def nanoseconds(self, device: torch.device) -> list[int]:
         """Measured times of each unit, forward and backward of a microbatch. Raises CostError.
 

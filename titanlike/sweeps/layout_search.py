@@ -34,10 +34,9 @@ def read_space(plain: Mapping[str, Any]) -> SearchSpace:
     """From hydra.sweeper's plain values. Raises ConfigError with every mistake."""
     problems: list[Problem] = []
     examples = {"ranks": 8, "most": 24, "microbatches": [4, 8], "stages_per_rank": [2, 4]}
-    texts = {**plain, "memory": None if plain["memory"] is None else str(plain["memory"])}
     values = {
         name: convert(
-            hint, texts[name], f"hydra.sweeper.{name}", problems, examples.get(name, MISSING)
+            hint, plain[name], f"hydra.sweeper.{name}", problems, examples.get(name, MISSING)
         )
         for name, hint in get_type_hints(SearchSpace).items()
     }
@@ -52,13 +51,7 @@ def read_space(plain: Mapping[str, Any]) -> SearchSpace:
         problems.append(Problem(key, [], "names no schedule", f"{key}=[1f1b,gpipe]"))
     if problems:
         raise ConfigError(problems)
-    space = SearchSpace(**values)
-    try:
-        _ = space.bytes
-    except ValueError:
-        key = "hydra.sweeper.memory"
-        raise ConfigError([Problem(key, space.memory, "is no size", f"{key}=80GiB")]) from None
-    return space
+    return SearchSpace(**values)
 
 
 @dataclass
@@ -106,7 +99,7 @@ def search(
 
     try:
         started = runner.ranks.world_size if runner.ranks else None
-        on = find_machine(compose(combinations[0]), space.ranks, space.bytes, started)
+        on = find_machine(compose(combinations[0]), space.ranks, space.memory, started)
         room = "" if on.memory is None else f", {units.size(on.memory)} free on each"
         sweep.say(f"looking for layouts of {on.ranks} ranks{room}")
         found = filter_layouts(compose, combinations, space, on, runner)

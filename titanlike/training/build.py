@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titanlike.config.schema import Config, SelectiveActivationCheckpoint
+from titanlike.config.schema import Config
 from titanlike.data.sources import Data
 from titanlike.graph.stage import Stage, fsdp_groups
 from titanlike.models.registry import build_model, initial_weights_of
@@ -29,8 +29,10 @@ from titanlike.parallel.reached import Reached
 from titanlike.parallel.sharding import shard_stage
 from titanlike.parallel.tied import tie
 from titanlike.parallel.weight_gradients import DeferredWeightGradients
+from titanlike.pipeline.from_config import defers_weight_gradients
 from titanlike.pipeline.pipeline import Pipeline
 from titanlike.split.auto_split import measured_times
+from titanlike.split.rank_memory import saved_operators
 from titanlike.training.draft import Draft, draft
 
 
@@ -82,8 +84,8 @@ def build(config: Config, mesh: Mesh, data: Data | None = None) -> Run:
     deferred: dict[int, DeferredWeightGradients] = {}
     for index in local:
         stage = stages[index] = Stage(build_model(plan.model), *plan.stage_modules[index])
-        checkpoint_blocks(stage, plan.recomputed[index], _saved_operators(config))
-        if plan.order.splits_backward and _defers(config):
+        checkpoint_blocks(stage, plan.recomputed.blocks[index], saved_operators(config))
+        if plan.order.splits_backward and defers_weight_gradients(config.schedule):
             deferred[index] = DeferredWeightGradients(stage)
         _shard(stage, config, plan, *plan.stage_modules[index], mesh)
         device = torch.device("cpu") if config.fsdp.cpu_offload else mesh.device
@@ -125,13 +127,3 @@ def _shard(
     """modules: the stage's; used: weights that it uses outside of them."""
     units = [unit for unit in plan.model_graph.units if unit.name in modules]
     shard_stage(stage, fsdp_groups(stage, units, used), config, mesh, plan.zero)
-
-
-def _saved_operators(config: Config) -> list[str]:
-    """Whose results a recomputed block keeps."""
-    how = config.activation_checkpoint
-    return how.save if isinstance(how, SelectiveActivationCheckpoint) else []
-
-
-def _defers(config: Config) -> bool:
-    return getattr(config.schedule, "weight_gradients", "deferred") == "deferred"

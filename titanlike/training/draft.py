@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -27,15 +28,16 @@ from titanlike.optim import own
 from titanlike.optim.chunked_loss import HeadNested, find_head, with_chunked_loss
 from titanlike.optim.loss import Loss, build_loss, check_loss, trained_outputs
 from titanlike.parallel.batchnorm import freeze_statistics
-from titanlike.parallel.device import choose_device
+from titanlike.parallel.device import choose_device, total_memory
 from titanlike.parallel.sharding import compute_dtype
 from titanlike.pipeline import from_config
 from titanlike.pipeline.order import Order
 from titanlike.split.auto_split import AutoSplitResult, MeasureTimes, find_auto_split
 from titanlike.split.partition import SplitError, partition
+from titanlike.split.rank_memory import RankMemory, unit_costs_of
 from titanlike.split.unit_costs import UnitCosts
 from titanlike.training import checks
-from titanlike.training.recomputed_blocks import recomputed_blocks
+from titanlike.training.recomputed_blocks import Recomputed, choose_recomputed
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Draft:
     stage_parameters: list[dict[str, int]]
     unused: list[str]  # parameters that the forward does not use: they stay as they are
     flops_per_token: float | None
-    recomputed: list[list[str]]  # blocks of each stage whose activations are not kept
+    recomputed: Recomputed
     auto_split: AutoSplitResult | None = None  # how the stages were found, of split=auto
 
     @property
@@ -69,6 +71,11 @@ class Draft:
     def stages(self) -> list[list[str]]:
         """Names of the units of each stage."""
         return self.model_graph.stages
+
+    def blocks(self, stage: int) -> int:
+        """Number of a stage's blocks, which may be recomputed."""
+        blocks = {unit.name for unit in self.model_graph.units if unit.block}
+        return len(blocks.intersection(self.stages[stage]))
 
     def stage_numel(self, stage: int) -> int:
         """Elements of a stage's parameters."""
@@ -100,9 +107,18 @@ def draft(
     auto_split, graphs, evaluated = found
     if problems := checks.stage_problems(config, model_graph, graphs, evaluated):
         raise ConfigError(problems)
-    recomputed = recomputed_blocks(config, model_graph, graphs)
     stage_modules = model_graph.stage_modules(graphs, evaluated)
-    parameters = [model_graph.parameters_of(*stage) for stage in stage_modules]
+    parameters = [
+        {name: p.numel() for name, p in model_graph.parameters_of(*stage).items()}
+        for stage in stage_modules
+    ]
+
+    def rank_memory() -> RankMemory:
+        targets, unit_costs = unit_costs_of(config, model_graph, order.microbatches)
+        numel = [sum(stage.values()) for stage in parameters]
+        return RankMemory(config, model_graph, order, zero, numel, targets, unit_costs)
+
+    recomputed = choose_recomputed(config, model_graph, graphs, order, rank_memory, _memory(config))
     used = {
         name for graph in graphs for name in model_graph.parameters_of(graph.units, graph.weights)
     }
@@ -114,7 +130,7 @@ def draft(
         why_zero=why_zero,
         model_graph=model_graph,
         stage_modules=stage_modules,
-        stage_parameters=[{name: p.numel() for name, p in stage.items()} for stage in parameters],
+        stage_parameters=parameters,
         unused=[name for name, _ in model.named_parameters() if name not in used],
         flops_per_token=_flops_per_token(config, model, data),
         recomputed=recomputed,
@@ -147,6 +163,19 @@ def _local_ranks(config: Config) -> int:
     """Ranks on this machine: of torchrun or srun, or all of them in the launcher's own process."""
     external = int(os.environ.get("WORLD_SIZE", "1")) > 1
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if external else config.world_size
+
+
+def _memory(config: Config) -> Callable[[], int | None]:
+    """Bytes that training may take on a device, where that is not said: what it has, less 8% for
+    what the allocator loses and what communication takes."""
+
+    def least() -> int | None:
+        ranks = _local_ranks(config)
+        device, _ = choose_device(config.device, 0, ranks)
+        total = total_memory(device, ranks)
+        return None if total is None else int(0.92 * total)
+
+    return least
 
 
 def _choose_order(config: Config, model: nn.Module) -> tuple[Order, str]:

@@ -2,28 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from titanlike.config.errors import ConfigError, Problem
-from titanlike.config.schema import Config, EveryActivationCheckpoint, TraceSplit
+from titanlike.config.schema import (
+    Config,
+    EveryActivationCheckpoint,
+    FitActivationCheckpoint,
+    TraceSplit,
+)
 from titanlike.graph.cut import StageGraph
 from titanlike.graph.model_graph import ModelGraph
 from titanlike.graph.recording import Node
+from titanlike.pipeline.order import Order
+from titanlike.split.rank_memory import RankMemory
 
 _FIX = "activation_checkpoint=none"
 
 
-def recomputed_blocks(
-    config: Config, model_graph: ModelGraph, graphs: Sequence[StageGraph]
-) -> list[list[str]]:
-    """Of each stage the blocks to recompute. Those that checkpoint themselves are left alone.
+@dataclass(frozen=True)
+class Recomputed:
+    """The blocks that are recomputed, and for `fit` why so many."""
 
-    graphs: of the stages, in training. Raises ConfigError for a block that gives other results when
-    it is computed again, and where there are no blocks.
+    blocks: list[list[str]]  # of each stage
+    limit: int | None = None  # bytes that training may take on a rank
+    memory: list[int] = field(default_factory=list)  # estimated bytes on each pipeline rank
+
+    @property
+    def count(self) -> int:
+        return sum(map(len, self.blocks))
+
+
+def choose_recomputed(
+    config: Config,
+    model_graph: ModelGraph,
+    graphs: Sequence[StageGraph],
+    order: Order,
+    rank_memory: Callable[[], RankMemory],
+    limit: Callable[[], int | None],
+) -> Recomputed:
+    """The blocks to recompute. Those that checkpoint themselves are left alone.
+
+    graphs: of the stages, in training; rank_memory: estimates, and limit: bytes of a device, for
+    `fit`. Raises ConfigError for a block that gives other results when it is computed again, and
+    where there are no blocks.
     """
     how = config.activation_checkpoint
     if how.name == "none":
-        return [[] for _ in graphs]
+        return Recomputed([[] for _ in graphs])
     every = how.every if isinstance(how, EveryActivationCheckpoint) else 1
     calls = [node for graph in graphs for node in graph.nodes if node.kind == "unit"]
     own = {node.target for node in calls if node.checkpointed or node.checkpoints_inside}
@@ -38,7 +65,37 @@ def recomputed_blocks(
         problems.append(Problem("activation_checkpoint", how.name, reason, _FIX))
     if problems:
         raise ConfigError(problems)
-    return [[name for name in graph.units if name in chosen] for graph in graphs]
+    candidates = [[name for name in graph.units if name in chosen] for graph in graphs]
+    if not isinstance(how, FitActivationCheckpoint):
+        return Recomputed(candidates)
+    most = how.memory if how.memory is not None else limit()
+    if most is None:
+        reason = "it is not known how much memory this machine has"
+        raise ConfigError([Problem("activation_checkpoint.memory", None, reason, "80GiB")])
+    return _fit(candidates, order, rank_memory(), most)
+
+
+def _fit(
+    candidates: Sequence[Sequence[str]], order: Order, memory: RankMemory, limit: int
+) -> Recomputed:
+    """The fewest blocks with which each rank has no more than `limit` bytes; all where none do.
+
+    Ranks do not depend on each other. On a rank of several stages the block comes next that frees
+    the most: of the stage whose blocks are in memory for the most microbatches.
+    """
+    blocks: list[list[str]] = [[] for _ in candidates]
+
+    def with_one_more(stage: int) -> list[list[str]]:
+        more = candidates[stage][: len(blocks[stage]) + 1]
+        return [*blocks[:stage], [*more], *blocks[stage + 1 :]]
+
+    for rank in range(len(order.ranks)):
+        while memory.of_rank(rank, blocks) > limit:
+            stages = [s for s in order.local(rank) if len(blocks[s]) < len(candidates[s])]
+            if not stages:
+                break
+            blocks = min(map(with_one_more, stages), key=lambda b: memory.of_rank(rank, b))
+    return Recomputed(blocks, limit, memory.of_ranks(blocks))
 
 
 def _problems(choice: str, calls: Iterable[Node]) -> Iterator[Problem]:

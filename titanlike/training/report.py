@@ -11,6 +11,7 @@ from titanlike.metrics import units
 from titanlike.metrics.summary import summarize
 from titanlike.split.auto_split import AutoSplitResult
 from titanlike.split.best_split import CostedSplit
+from titanlike.training.draft import Draft
 from titanlike.training.session import Session
 
 
@@ -32,6 +33,7 @@ def opening(session: Session) -> None:
         ("weights", "" if start or config.checkpoint.start_from else run.origin),
         ("not used", f"{_first(draft.unused)}: no gradient, no update" if draft.unused else ""),
         ("precision", config.precision.name),
+        ("recomputed", _recomputed(config, draft)),
         ("data", data.description),
         ("epochs", epochs(config, len(data.train))),
         ("warm-up", warmup(config)),
@@ -48,6 +50,8 @@ def opening(session: Session) -> None:
     costed = found is not None and found.cost != "params"  # those have a column already
     if costed:
         headings.append("memory" if found.cost == "memory" else "one microbatch")
+    if draft.recomputed.count:
+        headings.append("recomputed")
     for rank in range(mesh.pp):
         first, last = rank * mesh.dp, (rank + 1) * mesh.dp - 1
         ranks = str(first) if first == last else f"{first}-{last}"
@@ -56,7 +60,9 @@ def opening(session: Session) -> None:
             rows.append([ranks, stage, _span(draft.stages[stage]), numel])
             if costed:
                 rows[-1].append(_TEXT[found.cost](found.chosen.stages[stage] * found.scale))
-    console.table("", headings, rows)
+            if blocks := draft.recomputed.blocks[stage]:
+                rows[-1] += [f"{len(blocks)} of {draft.blocks(stage)} blocks"]
+    console.table("", headings, [[*row, ""][: len(headings)] for row in rows])
     if found is not None and mesh.pp > 1:
         console.line()
         console.fields(_splits(found))
@@ -108,6 +114,22 @@ def _splits(found: AutoSplitResult) -> list[tuple[str, str]]:
         ("split", f"auto by {found.cost}: {heaviest_rank(found.chosen)}{proven}"),
         ("", f"even would give: {heaviest_rank(found.even)}"),
     ]
+
+
+def _recomputed(config: Config, draft: Draft) -> str:
+    """What is computed again in the backward, and for `fit` how much memory that leaves."""
+    how, chosen = config.activation_checkpoint.name, draft.recomputed
+    if how == "none":
+        return ""
+    total = sum(draft.blocks(stage) for stage in range(draft.order.stages))
+    text = f"{how}: {chosen.count} of {total} blocks, in the backward"
+    if chosen.limit is None:
+        return text
+    most, rank = max((size, -rank) for rank, size in enumerate(chosen.memory))
+    text += f"; about {units.size(most)} of {units.size(chosen.limit)} on pipeline rank {-rank}"
+    if most > chosen.limit:
+        text += "; WARNING: that is too much: a larger pp or dp, or more schedule.microbatches"
+    return text
 
 
 def _first(names: list[str]) -> str:

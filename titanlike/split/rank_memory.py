@@ -1,0 +1,138 @@
+"""The memory that training takes on each pipeline rank, estimated: nothing is allocated.
+
+Parameters, gradients and optimizer state as `fsdp.zero` shards them, what FSDP gathers of one block
+at a time, the activations of all microbatches that are in flight at once, queued weight gradients,
+the messages between stages, and the buffers of one backward, mainly the logits' gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from torch import Tensor
+
+from titanlike.config.schema import (
+    ChunkedCrossEntropy,
+    Config,
+    SelectiveActivationCheckpoint,
+    TraceSplit,
+)
+from titanlike.data.example_batch import example_batch
+from titanlike.graph.cut import messages
+from titanlike.graph.model_graph import ModelGraph
+from titanlike.optim.loss import build_loss
+from titanlike.pipeline.from_config import defers_weight_gradients
+from titanlike.pipeline.order import Order
+from titanlike.split.unit_costs import CostError, UnitCosts, state_bytes
+
+# FSDP's buffers for a block: gathered, copied, the next one's, and its gradients, per parameter
+_GATHERED = {1: 10, 2: 10, 3: 20}
+
+
+class RankMemory:
+    """Of stages that are known, for any choice of blocks that are recomputed."""
+
+    def __init__(
+        self,
+        config: Config,
+        model_graph: ModelGraph,
+        order: Order,
+        zero: int,
+        parameters: Sequence[int],
+        targets: Tensor,
+        unit_costs: UnitCosts | None,
+    ) -> None:
+        """parameters: elements of each stage; targets: of one microbatch; unit_costs: None where
+        units cannot be run alone, which then count only with their parameters."""
+        self._order = order
+        self._stages = model_graph.stages
+        units = sum(map(len, self._stages))
+        saved, kept, queued = [0] * units, [0] * units, [0] * units
+        block = 0  # parameters of the largest unit
+        if unit_costs is not None:
+            numel = unit_costs.parameter_table(lambda parameter: parameter.numel())
+            block = max(int(numel[at, at + 1]) for at in range(units))
+            try:
+                saved = unit_costs.saved_bytes()
+                kept = unit_costs.recomputed_bytes(saved_operators(config))
+                if order.splits_backward and defers_weight_gradients(config.schedule):
+                    queued = unit_costs.queued_bytes()
+            except CostError:
+                saved, kept, queued = [0] * units, [0] * units, [0] * units
+        names = [name for stage in self._stages for name in stage]
+        self._saved = dict(zip(names, saved, strict=True))
+        self._kept = dict(zip(names, kept, strict=True))
+        self._queued = dict(zip(names, queued, strict=True))
+
+        each = state_bytes(config, zero)
+        sharing = config.dp > 1 or config.precision.name == "bf16" or config.fsdp.cpu_offload
+        graphs = model_graph.graphs(model_graph.fields, True)
+        flows = [[sum(t.nbytes for t in flow) for flow in messages(graph)] for graph in graphs]
+        self._sent = [sent for _, sent in flows]
+        last = order.stages - 1
+        self._logits = max(2 * saved[-1], _chunk_bytes(config, model_graph, targets))
+        self._steady = []  # bytes on each rank that do not depend on what is in flight
+        for rank in range(len(order.ranks)):
+            local = order.local(rank)
+            steady = sum(parameters[stage] * each for stage in local)
+            received = sum(flows[stage][0] for stage in local if stage)
+            answered = sum(flows[stage][1] for stage in local if stage < last)
+            steady += (received + answered) * order.microbatches
+            steady += _GATHERED[zero] * block if sharing else 0
+            self._steady.append(int(steady))
+
+    def of_rank(self, rank: int, recomputed: Sequence[Collection[str]]) -> int:
+        """Bytes on a pipeline rank; recomputed: blocks of each stage."""
+        order, waiting, queued, working = self._order, {}, {}, 0
+        for stage in order.local(rank):
+            again = set(recomputed[stage])
+            units = self._stages[stage]
+            kept = sum(self._kept[n] if n in again else self._saved[n] for n in units)
+            waiting[stage] = kept + self._sent[stage]
+            queued[stage] = sum(self._queued[name] for name in units)
+            # a backward's temporaries; a recomputed block's activations are in memory again
+            parts = [self._saved[n] // 2 + (self._saved[n] if n in again else 0) for n in units]
+            if stage == order.stages - 1:
+                parts.append(self._logits)
+            working = max(working, *parts, 0)
+        now = most = 0
+        for act in order.ranks[rank]:
+            if act.kind == "F":
+                now += waiting[act.stage]
+            elif act.kind == "B":
+                now -= waiting[act.stage]
+            elif act.kind == "I":
+                now += queued[act.stage] - waiting[act.stage]
+            else:
+                now -= queued[act.stage]
+            most = max(most, now)
+        return self._steady[rank] + working + most
+
+    def of_ranks(self, recomputed: Sequence[Collection[str]]) -> list[int]:
+        """As `of_rank`, of each pipeline rank."""
+        return [self.of_rank(rank, recomputed) for rank in range(len(self._order.ranks))]
+
+
+def unit_costs_of(
+    config: Config, model_graph: ModelGraph, microbatches: int
+) -> tuple[Tensor, UnitCosts | None]:
+    """(targets of one microbatch on meta, costs of the units; None where they are not whole)."""
+    rows = config.batch_size // config.dp // microbatches
+    targets = example_batch(config)["targets"].repeat_interleave(rows, 0)
+    if isinstance(config.split, TraceSplit):
+        return targets, None
+    return targets, UnitCosts(model_graph, targets, build_loss(config.loss))
+
+
+def saved_operators(config: Config) -> list[str]:
+    """Operators whose results a recomputed block keeps."""
+    how = config.activation_checkpoint
+    return how.save if isinstance(how, SelectiveActivationCheckpoint) else []
+
+
+def _chunk_bytes(config: Config, model_graph: ModelGraph, targets: Tensor) -> int:
+    """Bytes of a chunk of logits in its backward: logits, softmax, gradient."""
+    logits = model_graph.meta_output(model_graph.fields, True)
+    if not isinstance(config.loss, ChunkedCrossEntropy) or not isinstance(logits, Tensor):
+        return 0
+    return 3 * 4 * min(config.loss.chunk, targets.numel()) * logits.shape[-1]
