@@ -33,6 +33,11 @@ def partition(
 
     Raises SplitError for a split that `units` or the number of stages do not allow.
     """
+    if not units:  # a model without modules inside, as torch.nn.Linear
+        if stages > 1:
+            reason = "the model has no modules inside between which it could be cut"
+            raise SplitError("split", split.name, reason, "write pp=1")
+        return [[]]
     match split:
         case EvenSplit():
             starts = _even_starts(units, split, stages)
