@@ -46,8 +46,8 @@ def instances(variant: type, **fixed: st.SearchStrategy[Any]) -> st.SearchStrate
 def choices(group: str) -> st.SearchStrategy[Any]:
     options = [instances(cls, name=st.just(n)) for n, cls in VARIANTS.get(group, {}).items()]
     if group in OPEN_GROUPS:
-        own = OwnOptimizer if group == "optimizer" else Custom
-        names = NAMES.filter(lambda name: name not in ("lr", "clip"))
+        own = {"optimizer": OwnOptimizer, "schedule": OwnSchedule}.get(group, Custom)
+        names = NAMES.filter(lambda name: name not in ("lr", "clip", "weight_gradients"))
         options.append(st.builds(own, st.just("my.module.Thing"), st.dictionaries(names, SCALARS)))
     return st.one_of(options)
 

@@ -302,13 +302,14 @@ def test_what_cannot_be_recomputed_is_refused_by_name(changes: dict, words: str)
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved1f1b", "zbvzerobubble"])
 def test_fit_recomputes_the_fewest_blocks_that_fit_on_each_rank(schedule: str) -> None:
-    """The first ranks of 1F1B have more microbatches in memory than the last."""
+    """The last rank of 1F1B has the fewest microbatches in memory."""
+    config = tiny(4, 1, schedule, layers=16, batch_size=32, seq_len=64)
 
     def fitted(memory: int):
         fit = FitActivationCheckpoint(memory=memory)
-        return draft(tiny(4, 1, schedule, activation_checkpoint=fit, batch_size=32)).recomputed
+        return draft(replace(config, activation_checkpoint=fit)).recomputed
 
-    full = draft(tiny(4, 1, schedule, activation_checkpoint=FULL, batch_size=32)).recomputed.blocks
+    full = draft(replace(config, activation_checkpoint=FULL)).recomputed.blocks
     most, least = max(fitted(1 << 40).memory), max(fitted(1).memory)
     assert fitted(1 << 40).count == 0 and fitted(1).blocks == full
     before = full
@@ -319,7 +320,7 @@ def test_fit_recomputes_the_fewest_blocks_that_fit_on_each_rank(schedule: str) -
         before = found.blocks
     if schedule == "1f1b":
         counts = [len(blocks) for blocks in fitted((most + least) // 2).blocks]
-        assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1]
+        assert counts[-1] < min(counts[:-1])
 
 
 def test_a_run_resumes_with_other_activations_in_memory(tmp_path: Path) -> None:

@@ -298,13 +298,8 @@ class SelectiveActivationCheckpoint(ActivationCheckpoint):
 
     name: str = key("selective", "choice")
     save: list[str] = key(
-        [
-            *("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convolution"),
-            *("aten._scaled_dot_product*", "aten._flash_attention_forward"),
-            *("aten._efficient_attention_forward", "aten._grouped_mm", "aten.topk"),
-            *("flex_attention", "_c10d_functional.*"),
-        ],
-        "operators whose results are kept, by name or pattern",
+        ["aten.*mm", "aten.convolution", "*attention*"],
+        "operators whose results are kept, by patterns of their names",
     )
 
 

@@ -236,6 +236,8 @@ def _float(value: float) -> float:
 
 def _bytes(value: Any) -> int | None:
     """A number of bytes, 512MiB, 75GB or 75G (powers of 1024); None for anything else."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", str(value), re.I)
     if found is None or isinstance(value, bool):
         return None

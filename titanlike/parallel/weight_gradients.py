@@ -46,7 +46,9 @@ class DeferredWeightGradients:
         plain = not all(isinstance(p, nn.Parameter) and p.requires_grad for p in own)
         if plain or not torch.is_grad_enabled() or torch.is_autocast_enabled(inputs.device.type):
             return F.linear(inputs, weight, bias)
-        return _Linear.apply(inputs, weight, bias, self)
+        # as a matrix: a custom function must not return a view, which could not be changed in place
+        rows = _Linear.apply(inputs.reshape(-1, inputs.shape[-1]), weight, bias, self)
+        return rows.view(*inputs.shape[:-1], rows.shape[-1])
 
 
 class _Linear(torch.autograd.Function):
@@ -68,8 +70,7 @@ def _add_gradients(
     queued: list[tuple[Tensor, Tensor, nn.Parameter, nn.Parameter | None]],
 ) -> None:
     for inputs, gradient, weight, bias in queued:
-        gradient = gradient.reshape(-1, gradient.shape[-1])
-        _add(weight, gradient.t() @ inputs.reshape(-1, inputs.shape[-1]))
+        _add(weight, gradient.t() @ inputs)
         if bias is not None:
             _add(bias, gradient.sum(0))
     queued.clear()

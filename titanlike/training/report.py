@@ -50,8 +50,9 @@ def opening(session: Session) -> None:
     costed = found is not None and found.cost != "params"  # those have a column already
     if costed:
         headings.append("memory" if found.cost == "memory" else "one microbatch")
-    if draft.recomputed.count:
-        headings.append("recomputed")
+    chosen, recomputed = draft.recomputed, config.activation_checkpoint.name != "none"
+    if recomputed:
+        headings += ["recomputed", *(["memory of rank"] if chosen.memory else [])]
     for rank in range(mesh.pp):
         first, last = rank * mesh.dp, (rank + 1) * mesh.dp - 1
         ranks = str(first) if first == last else f"{first}-{last}"
@@ -60,9 +61,11 @@ def opening(session: Session) -> None:
             rows.append([ranks, stage, _span(draft.stages[stage]), numel])
             if costed:
                 rows[-1].append(_TEXT[found.cost](found.chosen.stages[stage] * found.scale))
-            if blocks := draft.recomputed.blocks[stage]:
-                rows[-1] += [f"{len(blocks)} of {draft.blocks(stage)} blocks"]
-    console.table("", headings, [[*row, ""][: len(headings)] for row in rows])
+            if recomputed:
+                rows[-1].append(f"{len(chosen.blocks[stage])} of {draft.blocks(stage)} blocks")
+            if chosen.memory:
+                rows[-1].append(units.size(chosen.memory[rank]))
+    console.table("", headings, rows)
     if found is not None and mesh.pp > 1:
         console.line()
         console.fields(_splits(found))
