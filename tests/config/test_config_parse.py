@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.parse import parse, to_plain
-from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config, Custom, OwnOptimizer
+from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config, Custom, OwnOptimizer, OwnSchedule
 
 SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text())
 NAMES = st.from_regex(r"[a-z_]{1,8}", fullmatch=True).filter(lambda name: name != "name")
