@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from support.cells import cells, slow
 from support.hf_tiny import model_of, tiny_hf
 from support.models import schedule_of, tiny
 from support.proven import assert_proven
@@ -63,21 +64,13 @@ TOGETHER = {
     "zbvzerobubble": ZeroBubbleSchedule(weight_gradients="together"),
     "dualpipev": ZeroBubbleSchedule("dualpipev", weight_gradients="together"),
 }
-COVER = {("zbvzerobubble", "full", 2), ("interleaved1f1b", "selective", 2), ("1f1b", "fit", 1)}
+QUICK = {("zbvzerobubble", "full", 2), ("interleaved1f1b", "selective", 2), ("1f1b", "fit", 1)}
+EVERY = [(schedule, how, dp) for schedule in SCHEDULES for how in HOW for dp in (1, 2)]
 
 
-def cells() -> list:
-    return [
-        pytest.param(
-            schedule, how, dp, marks=() if (schedule, how, dp) in COVER else pytest.mark.slow
-        )
-        for schedule in SCHEDULES
-        for how in HOW
-        for dp in (1, 2)
-    ]
-
-
-@pytest.mark.parametrize("schedule, how, dp", cells())
+@pytest.mark.parametrize(
+    "schedule, how, dp", [*sorted(QUICK), *slow(*(case for case in EVERY if case not in QUICK))]
+)
 def test_every_schedule_with_every_recomputation_is_exact(
     schedule: str, how: str, dp: int, tmp_path: Path
 ) -> None:
@@ -117,13 +110,7 @@ MORE_WAYS = {
 }
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        *(pytest.param(config, id=name) for name, config in WAYS.items()),
-        *(pytest.param(c, id=name, marks=pytest.mark.slow) for name, c in MORE_WAYS.items()),
-    ],
-)
+@pytest.mark.parametrize("config", cells(WAYS, MORE_WAYS))
 def test_every_way_to_lay_out_a_recomputed_model_is_exact(config: Config, tmp_path: Path) -> None:
     assert_proven(config, tmp_path)
 
@@ -207,9 +194,7 @@ class Model(nn.Module):
     [
         "1f1b",
         ZeroBubbleSchedule(),
-        *(pytest.param(schedule, marks=pytest.mark.slow) for schedule in TOGETHER.values()),
-        pytest.param(LoopedZeroBubbleSchedule(), marks=pytest.mark.slow),
-        pytest.param(ZeroBubbleSchedule("dualpipev"), marks=pytest.mark.slow),
+        *slow(*TOGETHER.values(), LoopedZeroBubbleSchedule(), ZeroBubbleSchedule("dualpipev")),
     ],
     ids=str,
 )
