@@ -45,7 +45,7 @@ _LEAST = {
 _ABOVE_ZERO = {  # and finite; key -> an example
     **{"launch.timeout": "600", "launch.heartbeat": "10", "checkpoint.timeout": "1800"},
     **{"spike_zscore": "6", "max_time": "11h30m", "max_tokens": "1000000"},
-    **{"activation_checkpoint.memory": "80GiB"},
+    **{"activation_checkpoint.memory": "80GiB", "logger.timeout": "30"},
 }
 
 
@@ -171,9 +171,10 @@ def _positive(config: Config) -> Iterator[Problem]:
         settings = attrgetter(group)(config) if group else config
         if (value := getattr(settings, name, least)) < least:  # the user's own lr has no warmup
             yield Problem(key, value, f"must be at least {least}", f"{key}={least}")
-    timeout = {"logger.timeout": "30"} if isinstance(config.logger, Wandb) else {}
-    for key, example in (_ABOVE_ZERO | timeout).items():
-        value = attrgetter(key)(config)
+    for key, example in _ABOVE_ZERO.items():
+        group, _, name = key.rpartition(".")
+        settings = attrgetter(group)(config) if group else config
+        value = getattr(settings, name, None)  # not every choice of a group has it
         if value is not None and not 0 < value < inf:
             yield Problem(key, value, "must be above 0, finite", f"{key}={example}")
 

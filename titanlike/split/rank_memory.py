@@ -28,6 +28,9 @@ from titanlike.split.unit_costs import CostError, UnitCosts, state_bytes
 # FSDP's buffers for a block: gathered, copied, the next one's, and its gradients, per parameter
 _GATHERED = {1: 10, 2: 10, 3: 20}
 
+# Received activations are those that a stage saves; beside them messages under way and gradients
+_MESSAGES = 2
+
 
 class RankMemory:
     """Of stages that are known, for any choice of blocks that are recomputed."""
@@ -77,7 +80,7 @@ class RankMemory:
             steady = sum(parameters[stage] * each for stage in local)
             received = sum(flows[stage][0] for stage in local if stage)
             answered = sum(flows[stage][1] for stage in local if stage < last)
-            steady += (received + answered) * order.microbatches
+            steady += (received + answered) * _MESSAGES
             steady += _GATHERED[zero] * block if sharing else 0
             self._steady.append(int(steady))
 

@@ -74,27 +74,68 @@ def _check_transport_order(ranks: dict[int, list[Any]], place: tuple[int, ...]) 
     assert sent == received, "a rank would receive messages of a peer in another order than sent"
 
 
-class _ObservedActions(list):
-    """A rank's actions; calls back with each when torch's runtime begins it, then with None.
+class _Actions(list):
+    """A rank's actions, with a call before and after each when torch's runtime runs it.
 
     The runtime has no hook for it: it iterates over its list once a step.
     Test: `test_fences.py::test_the_runtime_takes_its_actions_one_by_one_from_a_list`.
     """
 
-    def __init__(self, actions: list[Any], callback: Callable[[Any], None]) -> None:
+    def __init__(
+        self,
+        actions: list[Any],
+        before: Callable[[Any], None],
+        after: Callable[[int], None],
+    ) -> None:
+        """before: called with each action, and with None after the last; after: with its index."""
         super().__init__(actions)
-        self._callback = callback
+        self._before, self._after = before, after
 
     def __iter__(self) -> Iterator[Any]:
-        callback = self._callback
-        for action in super().__iter__():
-            callback(action)
+        for index, action in enumerate(super().__iter__()):
+            self._before(action)
             yield action
-        callback(None)
+            self._after(index)
+        self._before(None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> list[Any]:
         """torch copies the order to print it beside an error: no action begins."""
         return self[:]
+
+
+def _received_after(
+    ranks: dict[int, list[Any]], place: tuple[int, ...], me: int
+) -> dict[int, list[Any]]:
+    """Index of an action of rank `me` -> the sends of `me` that are certainly received once it is
+    done: the receiver sent something to `me` after it had waited for them, and that has arrived.
+    """
+    computed = {  # (F or B, stage, microbatch) -> index of the computation on the stage's rank
+        ("F" if kind == "F" else "B", action.stage_index, action.microbatch_index): index
+        for actions in ranks.values()
+        for index, action in enumerate(actions)
+        if (kind := action.computation_type.value) in ("F", "B", "I")
+    }
+
+    def sends(rank: int) -> Iterator[tuple[int, Any, int, int]]:
+        """(index, action, the rank that receives, index of its computation that waits)"""
+        for index, action in enumerate(ranks[rank]):
+            name, _, way = action.computation_type.name.partition("_")
+            if name == "SEND":
+                stage = action.stage_index + (1 if way == "F" else -1)
+                waiting = computed[way, stage, action.microbatch_index]
+                yield index, action, place[stage], waiting
+
+    # of each rank: (index of a send to `me`, index of the computation of `me` that waits for it)
+    answers = {
+        rank: [(index, waiting) for index, _, to, waiting in sends(rank) if to == me]
+        for rank in ranks
+    }
+    found: dict[int, list[Any]] = {}
+    for _, action, to, received in sends(me):
+        arrived = next((waiting for index, waiting in answers[to] if index > received), None)
+        if arrived is not None:
+            found.setdefault(arrived, []).append(action)
+    return found
 
 
 class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
@@ -119,6 +160,7 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         super().__init__(stages, order.microbatches, loss_fn=loss, **options)
         self.stage_index_to_group_rank = dict(enumerate(order.place))
         self._fields = list(fields)
+        self._local = {stage.stage_index: stage for stage in stages}
         for stage in stages:
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
         # all stages stay resident for a step: fewer gathers, and what the memory plan counts
@@ -126,6 +168,19 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         self._train = _lower(order, resident)
         self._forward = _lower(order.forward_only(), resident)
         self.pipeline_order_with_comms = self._train
+        self._sending: dict[
+            Any, list[Any]
+        ] = {}  # action -> what is sent and may not be received yet
+        self._on_action: Callable[[Any], None] = lambda _: None
+        if not hasattr(_Kind, "WAIT_SEND_F"):
+            # Symptom (2.11, 2.13): each tensor that is sent stays in memory to the end of the step,
+            # as torch waits for its sends then. Test: test_messages_in_memory.py
+            # ::test_torchs_runtime_keeps_what_it_has_sent_to_the_end_of_a_step
+            functions = self._comp_type_to_function_map
+            functions[_Kind.SEND_F] = functions[_Kind.SEND_B] = self._send
+        for ranks in (self._train, self._forward):
+            received = _received_after(ranks, order.place, self.rank)
+            ranks[self.rank] = _Actions(ranks[self.rank], self._begin, self._release(received))
         if zero == 3:  # FSDP's own hooks gather each block when it runs
             register = self.register_custom_function
             register(_Kind.UNSHARD, lambda act, _: self.unsharded_stages.add(act.stage_index))
@@ -133,8 +188,25 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
 
     def on_action(self, callback: Callable[[Any], None]) -> None:
         """Call back with each action of this rank when it begins, and with None after the last."""
-        for order in (self._train, self._forward):
-            order[self.rank] = _ObservedActions(order[self.rank][:], callback)
+        self._on_action = callback
+
+    def _begin(self, action: Any) -> None:
+        self._on_action(action)
+
+    def _send(self, action: Any, _: Any) -> None:
+        stage = self._local[action.stage_index]
+        forward = action.computation_type == _Kind.SEND_F
+        operations = stage.get_fwd_send_ops if forward else stage.get_bwd_send_ops
+        self._sending[action] = torch_schedules._batch_p2p(operations(action.microbatch_index))
+
+    def _release(self, received: dict[int, list[Any]]) -> Callable[[int], None]:
+        """After an action: forget the tensors that are received by now; waits for no one."""
+
+        def release(index: int) -> None:
+            for action in received.get(index, ()):
+                torch_schedules._wait_batch_p2p(self._sending.pop(action, []))
+
+        return release
 
     def train(self, batch: dict[str, Tensor]) -> list[Tensor]:
         """Forward and backward of one batch: the losses of its microbatches, on the last stage."""
@@ -143,7 +215,12 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         last = any(stage.is_last for stage in self._stages)
         kwargs: dict[str, Any] = {"target": batch["targets"], "losses": losses} if last else {}
         kwargs |= {FIELD + name: batch[name] for name in self._fields}
-        self.step(*first, return_outputs=False, **kwargs)
+        try:
+            self.step(*first, return_outputs=False, **kwargs)
+            for works in self._sending.values():
+                torch_schedules._wait_batch_p2p(works)
+        finally:
+            self._sending.clear()
         return losses
 
     def evaluate(self, batch: dict[str, Tensor]) -> list[Tensor]:

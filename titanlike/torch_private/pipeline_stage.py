@@ -69,6 +69,40 @@ class _Stage(PipelineStage):
     Test: `test_fences.py::test_torchs_stage_expects_a_gradient_of_every_input`.
     """
 
+    # Symptom (2.13): buffers for the messages of all microbatches, for each length of a batch, are
+    # allocated before the first step and kept. Here each exists from its receive to its use.
+    # Test: test_messages_in_memory.py
+    # ::test_torchs_runtime_keeps_what_it_has_sent_to_the_end_of_a_step
+
+    def _setup_forward_recv_info(self, *args: Any) -> None:
+        super()._setup_forward_recv_info(*args)
+        for infos in self.args_recv_info.values():
+            _free(infos)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._prepare_backward_infra(*args, **kwargs)
+        for infos in self.grad_recv_info.values():
+            _free(infos)
+        return result
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
+        _allocate(self.args_recv_info[fwd_chunk_id], self.device)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
+        if self.has_backward:
+            _allocate(self.grad_recv_info.get(bwd_chunk_id, ()), self.device)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        _free(self.args_recv_info[fwd_chunk_id])
+        return output
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        _free(self.grad_recv_info.get(bwd_chunk_id, ()))
+
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
@@ -80,6 +114,26 @@ class _Stage(PipelineStage):
 
     def _backward(self, kind: str, kwargs: dict[str, Any], last: bool) -> Any:
         return super().backward_maybe_with_nosync(kind, kwargs, last)
+
+
+def _allocate(infos: Sequence[Any], device: torch.device) -> None:
+    """Buffers for one microbatch's message, where torch has them in its records (2.13)."""
+    for info in infos:
+        if _has_buffer(info) and info.buffer is None:
+            meta = info.tensor_meta
+            info.buffer = torch.empty_strided(
+                meta.shape, meta.stride, dtype=meta.dtype, device=device
+            )
+
+
+def _free(infos: Sequence[Any]) -> None:
+    for info in infos:
+        if _has_buffer(info):
+            info.buffer = None
+
+
+def _has_buffer(info: Any) -> bool:
+    return getattr(info, "tensor_meta", None) is not None and hasattr(info, "buffer")
 
 
 def _zero_if_missing(gradient: Tensor | None, value: Any) -> Tensor | None:

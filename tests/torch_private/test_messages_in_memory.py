@@ -1,0 +1,149 @@
+"""Messages between stages are in memory while they are under way or in use, not for a whole step."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from support.models import tiny
+from support.world import run_world
+from titanlike.config.schema import Config, Schedule, SyntheticData
+from titanlike.data.loader import batches, open_data
+from titanlike.launch.worker import Worker
+from titanlike.parallel.mesh import close_mesh, open_mesh
+from titanlike.pipeline.order import Order
+from titanlike.pipeline.schedules import SCHEDULES
+from titanlike.torch_private import pipeline_runtime, pipeline_stage
+from titanlike.torch_private.pipeline_runtime import _lower, _received_after
+from titanlike.training.build import build
+from titanlike.training.step import to_device
+
+RELEASES = not hasattr(pipeline_runtime._Kind, "WAIT_SEND_F")  # 2.15 releases by itself
+BUFFERS = hasattr(pipeline_stage.PipelineStage, "_setup_forward_recv_info") and RELEASES  # 2.13
+
+
+def most_in_memory(config: Config, worker: Worker, as_torch_does: bool) -> tuple[int, int]:
+    """(sent tensors, buffers for received ones) that are in memory at once, in a training step."""
+    mesh = open_mesh(config, worker)
+    run = build(config, mesh)
+    stream = batches(open_data(config).train, config, dp_rank=0)
+    if as_torch_does:
+        pipeline_stage._free = lambda _: None
+        pipeline_runtime.OrderRuntime._release = lambda self, received: lambda _: None
+    sent: list[weakref.ref[Any]] = []
+    most = [0, 0]
+    send_right = torch_schedules._batch_p2p
+
+    def send(operations: list[Any], *rest: Any) -> list[Any]:
+        sent.extend(weakref.ref(o.tensor) for o in operations if o.op.__name__ == "isend")
+        return send_right(operations, *rest)
+
+    torch_schedules._batch_p2p = send
+
+    def count(_: Any) -> None:
+        most[0] = max(most[0], sum(tensor() is not None for tensor in sent))
+        infos = [
+            info
+            for stage in runtime()._stages
+            for chunks in (stage.args_recv_info, stage.grad_recv_info)
+            for chunk in chunks.values()
+            for info in chunk
+        ]
+        most[1] = max(most[1], sum(getattr(info, "buffer", None) is not None for info in infos))
+
+    def runtime() -> Any:
+        return next(iter(run.pipeline._runtimes.values()))
+
+    run.pipeline.on_action(count)
+    run.pipeline.train(to_device(next(stream), mesh, config))
+    sent.clear()
+    most[:] = [0, 0]
+    run.pipeline.train(to_device(next(stream), mesh, config))
+    close_mesh()
+    return most[0], most[1]
+
+
+def config_of(schedule: str) -> Config:
+    return tiny(2, 1, Schedule(schedule, 16), data=SyntheticData(vocab_size=64))
+
+
+@pytest.mark.skipif(not RELEASES, reason="torch releases them itself")
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", pytest.param("zbvzerobubble", marks=pytest.mark.slow)]
+)
+def test_what_is_sent_is_forgotten_when_it_is_received(schedule: str, tmp_path) -> None:
+    counts = run_world(most_in_memory, config_of(schedule), tmp_path, False)
+    assert all(0 < sent <= 6 for sent, _ in counts), counts
+    assert not BUFFERS or all(0 < buffers <= 6 for _, buffers in counts), counts
+
+
+@pytest.mark.skipif(not RELEASES, reason="torch releases them itself")
+def test_torchs_runtime_keeps_what_it_has_sent_to_the_end_of_a_step(tmp_path) -> None:
+    """If it does not, `OrderRuntime._send` may go, and with BUFFERS the buffers of `_Stage`."""
+    counts = run_world(most_in_memory, config_of("1f1b"), tmp_path, True)
+    assert all(sent >= 16 for sent, _ in counts), counts
+    assert not BUFFERS or all(buffers >= 16 for _, buffers in counts), counts
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 5), st.integers(1, 12), st.booleans())
+def test_nothing_is_forgotten_before_it_is_received(
+    name: str, pp: int, microbatches: int, forward_only: bool
+) -> None:
+    """Each release follows from what the rank has waited for, by what other ranks did before."""
+    more = {"stages_per_rank": 2} if "inter" in name or "looped" in name else {}
+    try:
+        order = SCHEDULES[name](pp=pp, microbatches=microbatches, **more).check()
+    except ValueError:
+        return
+    order = order.forward_only() if forward_only else order
+    ranks = _lower(order, order.stages)
+    known = clocks(order, ranks)
+    for me in ranks:
+        for index, actions in _received_after(ranks, order.place, me).items():
+            for action in actions:
+                to, at = receipt(order, ranks, action)
+                assert known[me][index][to] >= at, (name, me, action)
+
+
+def receipt(order: Order, ranks: dict[int, list[Any]], action: Any) -> tuple[int, int]:
+    """(rank, index of its computation) that waits for a SEND."""
+    forward = action.computation_type.name == "SEND_F"
+    stage = action.stage_index + (1 if forward else -1)
+    rank = order.place[stage]
+    kinds = "F" if forward else "BI"
+    return rank, next(
+        index
+        for index, other in enumerate(ranks[rank])
+        if other.computation_type.value in kinds
+        and (other.stage_index, other.microbatch_index) == (stage, action.microbatch_index)
+    )
+
+
+def clocks(order: Order, ranks: dict[int, list[Any]]) -> dict[int, list[dict[int, int]]]:
+    """For each rank and action: the index of the last action of every rank that is done by then."""
+    waits: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for rank, actions in ranks.items():
+        for index, action in enumerate(actions):
+            if action.computation_type.name.startswith("SEND"):
+                waits[receipt(order, ranks, action)].append((rank, index))
+    done: dict[int, list[dict[int, int]]] = {rank: [] for rank in ranks}
+    while any(len(done[rank]) < len(ranks[rank]) for rank in ranks):
+        for rank, actions in ranks.items():
+            while (at := len(done[rank])) < len(actions):
+                sources = waits[rank, at]
+                if any(len(done[other]) <= index for other, index in sources):
+                    break
+                merged: dict[int, int] = defaultdict(lambda: -1, done[rank][-1] if at else {})
+                for other, index in sources:
+                    for third, last in done[other][index].items():
+                        merged[third] = max(merged[third], last)
+                merged[rank] = at
+                done[rank].append(merged)
+    return done
