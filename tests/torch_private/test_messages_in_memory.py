@@ -25,7 +25,7 @@ from titanlike.training.build import build
 from titanlike.training.step import to_device
 
 RELEASES = not hasattr(pipeline_runtime._Kind, "WAIT_SEND_F")  # 2.15 releases by itself
-BUFFERS = hasattr(pipeline_stage.PipelineStage, "_setup_forward_recv_info") and RELEASES  # 2.13
+BUFFERS = pipeline_stage._TORCH_KEEPS_BUFFERS
 
 
 def most_in_memory(config: Config, worker: Worker, as_torch_does: bool) -> tuple[int, int]:

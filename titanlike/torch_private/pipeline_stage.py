@@ -11,6 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward
+from torch.distributed.pipelining.schedules import _ComputationType
+
+# 2.13; not 2.15, which waits for sends within a step, nor 2.11, which has no metadata of messages
+_TORCH_KEEPS_BUFFERS = hasattr(PipelineStage, "_setup_forward_recv_info") and not hasattr(
+    _ComputationType, "WAIT_SEND_F"
+)
 
 
 def make_stage(
@@ -133,7 +139,7 @@ def _free(infos: Sequence[Any]) -> None:
 
 
 def _has_buffer(info: Any) -> bool:
-    return getattr(info, "tensor_meta", None) is not None and hasattr(info, "buffer")
+    return _TORCH_KEEPS_BUFFERS and getattr(info, "tensor_meta", None) is not None
 
 
 def _zero_if_missing(gradient: Tensor | None, value: Any) -> Tensor | None:

@@ -1,0 +1,100 @@
+"""What a training step computes and keeps: live storages, matrix products, forwards of blocks."""
+
+from __future__ import annotations
+
+import functools
+import time
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from titanlike.config.schema import Config
+from titanlike.data.loader import batches, open_data
+from titanlike.launch.worker import Worker
+from titanlike.parallel.mesh import close_mesh, open_mesh
+from titanlike.training.build import build
+from titanlike.training.step import optimizer_step, to_device
+
+
+class Live(TorchDispatchMode):
+    """Bytes of the storages that exist, of those made within it; counts of operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.operators: Counter[str] = Counter()
+        self._bytes: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.operators[getattr(function, "overloadpacket", function).__name__] += 1
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):
+                self._add(tensor.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._bytes and storage.device.type != "meta":
+            self._bytes[key] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._gone, key)
+
+    def _gone(self, key: int) -> None:
+        self.now -= self._bytes.pop(key)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A training step of one rank."""
+
+    forwards: int  # of its blocks, recomputed ones included
+    products: int  # matrix products
+    peak: int  # bytes of live storages: weights, gradients, optimizer state, activations, messages
+    seconds: float  # of the process' CPU
+
+
+def measured(config: Config, worker: Worker) -> Measured:
+    """The second training step, and the peak over building and both."""
+    mesh = open_mesh(config, worker)
+    live = Live()
+    forwards: Counter[bool] = Counter()
+    with live:
+        run = build(config, mesh)
+        for stage in run.stages:
+            for name in (unit.name for unit in run.draft.model_graph.units if unit.block):
+                if name in dict(stage.named_modules()):
+                    _count(stage.get_submodule(name), forwards)
+        stream = batches(open_data(config).train, config, dp_rank=mesh.dp_rank)
+        for step in (1, 2):
+            forwards.clear()
+            live.operators.clear()
+            begin = time.process_time()
+            run.pipeline.train(to_device(next(stream), mesh, config))
+            optimizer_step(run, config, step, torch.ones(()))
+            seconds = time.process_time() - begin
+            for state in run.stage_states:
+                state.optimizer.zero_grad()
+    close_mesh()
+    products = sum(live.operators[name] for name in ("mm", "addmm", "bmm"))
+    return Measured(forwards[True], products, live.peak, seconds)
+
+
+def _count(block: torch.nn.Module, forwards: Counter[bool]) -> None:
+    """Count the calls of what a checkpointed block's forward calls."""
+    first = next(part for part in block.modules() if part is not block and not [*part.children()])
+    first.register_forward_pre_hook(functools.partial(_called, forwards))
+
+
+def _called(forwards: Counter[bool], *_: Any) -> None:
+    forwards[True] += 1
