@@ -60,7 +60,8 @@ def is_required(field: dataclasses.Field) -> bool:
     return field.default is field.default_factory is dataclasses.MISSING
 
 
-PUBLISHED = ["experiment=gpt2_124m", "experiment=llama3_8b", "model=gpt2"]
+PUBLISHED = ["experiment=gpt2_124m", "model=gpt2"]
+PUBLISHED += ["experiment=llama3_8b", "experiment=llama3_70b"]
 PUBLISHED += [f"model={path.stem}" for path in FILES if path.stem.startswith("llama3_")]
 
 

@@ -1,0 +1,31 @@
+"""The experiments that ship fit on the GPUs that they are for, by the estimate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.command_lines import examined
+from titanlike.planning.estimate import estimate
+from titanlike.training.draft import draft
+
+LIMIT = 73 << 30  # bytes: an 80 GB GPU less 8%
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "experiment=llama3_8b",
+        "experiment=llama3_8b pp=1 dp=8",
+        "experiment=llama3_70b",
+        "experiment=llama3_70b dp=32 batch_size=1024 schedule.microbatches=32",
+        "experiment=gpt2_124m",
+    ],
+)
+def test_an_experiment_fits_into_80_gb(words: str) -> None:
+    checked = examined(*words.split(), "data=synthetic", "device=cpu")
+    assert checked.config is not None and not checked.problems
+    drafted = draft(checked.config)
+    assert max(drafted.recomputed.memory, default=0) <= LIMIT
+    assert estimate(checked.config, drafted).memory <= LIMIT
