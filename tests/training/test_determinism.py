@@ -14,9 +14,11 @@ from support.data import Dropping
 from support.models import tiny
 from support.saved_tensors import saved
 from support.world import RankError, run_world
-from titanlike.config.schema import Checkpoint, Custom, Precision
+from titanlike.config.schema import Checkpoint, Config, Custom, Precision
+from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.parallel.device import deterministic
+from titanlike.training import step
 from titanlike.training.train import train
 
 SIZES = {"dim": 32, "layers": 4, "vocab_size": None}
@@ -85,3 +87,22 @@ def test_an_operation_that_has_no_deterministic_kernel_is_an_error_within_and_no
     with deterministic(False):
         scatter()
         assert settings() == before
+
+
+def precision_seen(config: Config, worker: Worker) -> tuple[set[str], str]:
+    """torch's setting in the steps of a run, and after it."""
+    seen = set()
+    step_right = step.train_step
+
+    def train_step(*args):
+        seen.add(torch.get_float32_matmul_precision())
+        return step_right(*args)
+
+    step.train_step = train_step
+    train(config, worker)
+    return seen, torch.get_float32_matmul_precision()
+
+
+def test_matmul_precision_holds_in_a_run_and_not_after_it(tmp_path: Path) -> None:
+    config = tiny(steps=1, matmul_precision="high")
+    assert run_world(precision_seen, config, tmp_path) == [({"high"}, "highest")]

@@ -151,6 +151,9 @@ class Config:
         False, "the model or the loss mixes a batch's samples on purpose: layouts then differ"
     )
     seed: int = key(0, "of the initial weights and of the order of the data")
+    matmul_precision: Literal["highest", "high", "medium"] = key(
+        "highest", "of fp32 matrix products: high = TensorFloat-32 on GPUs, medium = bf16"
+    )
     deterministic: bool = key(False, "deterministic kernels only; an operation without one fails")
     on_nonfinite: Literal["stop", "skip", "rollback"] = key(
         "stop",

@@ -95,6 +95,17 @@ def return_freed_memory() -> None:
 
 
 @contextlib.contextmanager
+def matmul_precision(name: str) -> Iterator[None]:
+    """Within it, products of fp32 matrices are computed as torch.set_float32_matmul_precision says."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(name)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextlib.contextmanager
 def deterministic(on: bool) -> Iterator[None]:
     """Within it, torch uses deterministic kernels alone, and raises where an operation has none.
 

@@ -26,7 +26,7 @@ from titanlike.metrics.events import Events
 from titanlike.metrics.run_files import RunFiles
 from titanlike.metrics.sinks import Sink, open_sinks
 from titanlike.metrics.starts import log_start
-from titanlike.parallel.device import deterministic
+from titanlike.parallel.device import deterministic, matmul_precision
 from titanlike.parallel.mesh import open_mesh
 from titanlike.training.build import Run, build
 from titanlike.training.guard import Guard
@@ -100,6 +100,7 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
     status = "failed"
     with (
         deterministic(config.deterministic),
+        matmul_precision(config.matmul_precision),
         Watchdog(worker, config.launch, worker.report_failure) as watchdog,
     ):
         watchdog.enter_phase(0, "build", config.launch.timeout)
