@@ -69,6 +69,13 @@ class Capacity(Plain):
         return x + y.view_as(x)
 
 
+class Normed(Plain):
+    """The norm of the batch hardly changes with the company, but with the number of samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(8 * x / x.norm())
+
+
 class BatchNormed(Plain):
     def __init__(self, tracked: bool = True) -> None:
         super().__init__()
@@ -117,3 +124,8 @@ def balanced(output: Tensor, targets: Tensor) -> Tensor:
 def transposed(output: Tensor, targets: Tensor) -> Tensor:
     """The losses of each sequence in a column: nothing is mixed."""
     return F.cross_entropy(output.transpose(1, 2), targets, reduction="none").T
+
+
+def by_batch_size(output: Tensor, targets: Tensor) -> Tensor:
+    """Losses that are divided by the number of samples in the microbatch."""
+    return F.cross_entropy(output.transpose(1, 2), targets, reduction="none") / len(output)

@@ -46,6 +46,10 @@ MIXED = {
     "attention over samples": net("Attention", 2, 1, "zbvzerobubble"),
     "neighbours": net("Shifted"),
     "experts of limited capacity": net("Capacity", batch_size=3),
+    "the norm of a batch": net("Normed", 2, 1),
+    "a loss that divides by the batch size": net(
+        "Plain", 1, 1, SINGLE, loss=Custom("support.mixing.by_batch_size")
+    ),
     "a loss": net("Plain", 2, 1, loss=Custom("support.mixing.balanced")),
     "a loss in chunks": net("Centered", loss=CHUNKED, args={"share": 1e-2}),
 }

@@ -5,6 +5,9 @@ A graph of operations does not tell; but where nothing is mixed, the losses of a
 on the samples beside it. So the pipeline evaluates the first batch with other companions: each
 microbatch once as it is, once with its first half twice, once with its second half twice.
 
+A norm or a sum over the batch hardly changes with the company, but with the number of samples: the
+halves of each microbatch are evaluated in microbatches of half the size, too.
+
 Microbatches of one sample are laid in pairs for it, as in other layouts. torch's own modules evaluate
 meanwhile (dropout is off, batch norm uses its running statistics) and the model's own ones train, so
 that a loss which exists in training alone is found. If a forward still draws random numbers, it is
@@ -36,6 +39,8 @@ from titanlike.training.step import to_device
 NO_CHANGE = 2e-6  # rounding, in any precision
 ROUNDING = 10.0  # times what the same rows at other positions of their microbatch change
 MOST_ROUNDING = {"fp32": 1e-5, "bf16": 1e-2}  # if that is more, it is no rounding
+# of the same samples in microbatches of another size, for which kernels round in another order
+MOST_BY_SIZE = {"fp32": 1e-4, "bf16": 1e-2}
 KNOWN = ("llama", "gpt2")  # titanlike's own models mix nothing
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -52,18 +57,17 @@ def refuse_mixed_samples(run: Run, config: Config, stream: Iterator[Batch]) -> I
     if change is not None:
         what = config.model.name + (f" or the loss {config.loss.name}" if own_loss else "")
         reason = (
-            f"{what} mixes the samples of a batch: beside other samples in its microbatch the losses "
-            f"of a sample change by {change:.0e} of their size. Remove what mixes them (a mean, norm or "
-            "sort over dim 0, or attention that takes dim 0 as the sequence where batch_first=True is "
+            f"{what} mixes the samples of a batch: {change}. Remove what mixes them (a mean, norm, "
+            "sum or sort over dim 0, a division by the batch size, or attention that takes dim 0 as the sequence where batch_first=True is "
             "missing), or accept that every layout and number of microbatches trains another model"
         )
         raise ConfigError([Problem("mixes_samples", False, reason, "mixes_samples=true")])
     return chain(first, stream)
 
 
-def _change_by_companions(run: Run, config: Config, first: list[Batch]) -> float | None:
-    """How much the losses of samples depend on the others in their microbatch; None = not at all, or
-    there is nothing to compare."""
+def _change_by_companions(run: Run, config: Config, first: list[Batch]) -> str | None:
+    """How much the losses of samples depend on the others in their microbatch, in words; None = not at
+    all, or there is nothing to compare."""
     # a loss of the user's own may return the losses of a row in any place
     rows = _Rows.of(run, first, by_row=not isinstance(config.loss, Custom))
     if rows is None:
@@ -74,14 +78,22 @@ def _change_by_companions(run: Run, config: Config, first: list[Batch]) -> float
             with _mode(run, training):
                 plain = rows.losses(0)
                 change = rows.change(plain, rows.losses(1), rows.losses(2))
-                if not change > NO_CHANGE:  # nor NaN, of which the first step says more
+                by_size = rows.change_in_halves(plain)
+                by_size = by_size if by_size > MOST_BY_SIZE[config.precision.name] else 0.0
+                if not (
+                    change > NO_CHANGE or by_size
+                ):  # nor NaN, of which the first step says more
                     return None
                 if rows.change(plain, rows.losses(0)) > NO_CHANGE:
                     continue  # it draws random numbers
+                if by_size:
+                    half = "in a microbatch of half as many samples the losses of a sample"
+                    return f"{half} change by {by_size:.0e} of their size"
                 rounding = rows.change(plain, rows.losses(3))
-                if rounding <= MOST_ROUNDING[config.precision.name]:
-                    return change if change > ROUNDING * rounding else None
-                return change
+                if rounding > MOST_ROUNDING[config.precision.name] or change > ROUNDING * rounding:
+                    beside = "beside other samples in its microbatch the losses of a sample"
+                    return f"{beside} change by {change:.0e} of their size"
+                return None
     return None
 
 
@@ -104,8 +116,7 @@ class _Rows:
         if size == 1:
             pipeline = pipeline.with_microbatches_of(2, fields_of(batch))
             alike = all(fields_of(other) == fields_of(batch) for other in first)
-            impossible = torch.tensor(float(pipeline is None or not alike), device=run.mesh.device)
-            if run.mesh.max(impossible) if run.mesh.world_size > 1 else impossible:
+            if not _everywhere(run, pipeline is not None and alike):
                 return None
             batch = {name: torch.cat([other[name] for other in first]) for name in batch}
             rows, size = torch.arange(count), 2
@@ -121,15 +132,41 @@ class _Rows:
         """(arrangement, losses of each sample, or sum of each microbatch), on the last stage's rank."""
         places = self.places[arrangement]
         batch = {name: value[places.to(value.device)] for name, value in self.batch.items()}
-        losses = self.pipeline.evaluate_each(batch)
-        count = len(places) // self.run.draft.microbatches
+        return arrangement, self._evaluate(self.pipeline, batch)
+
+    def change_in_halves(self, plain: tuple[int, Tensor]) -> float:
+        """Difference from the first arrangement if each half of a microbatch is one; 0 where there are
+        no halves, or the forward cannot take them."""
+        size = len(self.places[0]) // self.run.draft.microbatches
+        pipeline = None
+        if size % 2 == 0:
+            pipeline = self.pipeline.with_microbatches_of(size // 2, fields_of(self.batch))
+        if not _everywhere(self.run, pipeline is not None):
+            return 0.0
+        assert pipeline is not None
+        places = self.places[0].view(-1, 2, size // 2)
+        halves = []
+        for half in (0, 1):
+            at = places[:, half].flatten()
+            batch = {name: value[at.to(value.device)] for name, value in self.batch.items()}
+            halves.append(self._evaluate(pipeline, batch).cpu())
+        right = plain[1].cpu()
+        if len(right) == len(self.places[0]):
+            losses = torch.stack([half.view(-1, size // 2, right.shape[1]) for half in halves], 1)
+            return self._over_all_ranks([(losses.view_as(right), right)])
+        return self._over_all_ranks([(halves[0] + halves[1], right)])
+
+    def _evaluate(self, pipeline: Pipeline, batch: Batch) -> Tensor:
+        """Losses of each sample, or the sum of each microbatch, on the last stage's rank."""
+        losses = pipeline.evaluate_each(batch)
+        count = len(batch["targets"]) // self.run.draft.microbatches
         # a loss in chunks is a sum already
         by_row = self.by_row and all(part.dim() for part in losses)
         parts = [
             part.double().reshape(count, -1) if by_row else part.double().sum().view(1, 1)
             for part in losses
         ]
-        return arrangement, torch.cat(parts) if parts else torch.zeros(0, 1)
+        return torch.cat(parts) if parts else torch.zeros(0, 1)
 
     def change(self, plain: tuple[int, Tensor], *others: tuple[int, Tensor]) -> float:
         """Difference of others from the first arrangement, over all ranks."""
@@ -138,12 +175,22 @@ class _Rows:
             pairs = [(losses.cpu(), right[self.places[at]]) for at, losses in others]
         else:  # of a microbatch only the sum is known: the halves, each twice, are twice the whole
             pairs = [(sum(losses.cpu() for _, losses in others), len(others) * right)]
+        return self._over_all_ranks(pairs)
+
+    def _over_all_ranks(self, pairs: list[tuple[Tensor, Tensor]]) -> float:
+        """Difference of the losses in pairs, relative to the second ones."""
         squares = [((a - b).square().sum(), b.square().sum()) for a, b in pairs]
         total = torch.tensor(squares, dtype=torch.float64).sum(0).to(self.run.mesh.device)
         if self.run.mesh.world_size > 1:
             self.run.mesh.sum(total)
         difference, size = total.tolist()
         return (difference / size) ** 0.5 if size else 0.0
+
+
+def _everywhere(run: Run, possible: bool) -> bool:
+    """Whether something is possible on every rank."""
+    impossible = torch.tensor(float(not possible), device=run.mesh.device)
+    return not (run.mesh.max(impossible) if run.mesh.world_size > 1 else impossible)
 
 
 @contextmanager
