@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from support.commands import TINY, command
+from titanlike.config.imports import outside
 
 MODEL = """
 import sys
@@ -98,6 +99,19 @@ def test_what_a_config_imports_from_elsewhere_is_shown_before_it_is_executed(
         assert f"imports {path} ({key}), from {file}\n" in before
     assert "imports elsewhere.callbacks.Mine (hydra.callbacks.mine._target_), from " in before
     assert "imports" not in after
+
+
+def test_what_hydras_own_modules_import_is_shown() -> None:
+    """Logging's formatters may be any function, also one of a module that logging imports."""
+    calls = {"logging.os.system", "hydra.utils.os.system", "hydra._internal.nothing.run"}
+    own = {
+        "logging.handlers.RotatingFileHandler",
+        "hydra._internal.hydra.Hydra",
+        "logging.Formatter",
+    }
+    formatters = {str(at): {"()": path} for at, path in enumerate(sorted(calls | own))}
+    shown = {line.split()[1] for line in outside({}, {"job_logging": {"formatters": formatters}})}
+    assert shown == calls
 
 
 def test_a_class_that_is_no_module_is_refused_before_it_is_called(packages: Path) -> None:

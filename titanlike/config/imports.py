@@ -75,9 +75,22 @@ def _hydra_imports(section: Any, key: str) -> Iterator[tuple[str, str]]:
     if not isinstance(section, Mapping):
         return
     for name, value in section.items():
-        if name in _HYDRA_KEYS and isinstance(value, str) and not value.startswith(_HYDRA_CODE):
+        if name in _HYDRA_KEYS and isinstance(value, str) and not _is_hydras(value):
             yield f"{key}.{name}", value
         yield from _hydra_imports(value, f"{key}.{name}")
+
+
+def _is_hydras(path: str) -> bool:
+    """Whether code is Hydra's own or logging's, and not what these import, as in logging.os.system."""
+    if not path.startswith(_HYDRA_CODE):
+        return False
+    parts, folders = path.split("."), None
+    for count in range(1, len(parts)):  # each a module, and not a name in one
+        found = _find(".".join(parts[:count]), folders) if count == 1 or folders else None
+        if found is None:
+            return False
+        folders = found.submodule_search_locations
+    return True
 
 
 def _place(module_name: str) -> str | None:
