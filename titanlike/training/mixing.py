@@ -40,7 +40,7 @@ NO_CHANGE = 2e-6  # rounding, in any precision
 ROUNDING = 10.0  # times what the same rows at other positions of their microbatch change
 MOST_ROUNDING = {"fp32": 1e-5, "bf16": 1e-2}  # if that is more, it is no rounding
 # of the same samples in microbatches of another size, for which kernels round in another order
-MOST_BY_SIZE = {"fp32": 1e-4, "bf16": 1e-2}
+MOST_BY_SIZE, MOST_BY_SIZE_IN_BF16 = 1e-4, 1e-2
 KNOWN = ("llama", "gpt2")  # titanlike's own models mix nothing
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -58,8 +58,8 @@ def refuse_mixed_samples(run: Run, config: Config, stream: Iterator[Batch]) -> I
         what = config.model.name + (f" or the loss {config.loss.name}" if own_loss else "")
         reason = (
             f"{what} mixes the samples of a batch: {change}. Remove what mixes them (a mean, norm, "
-            "sum or sort over dim 0, a division by the batch size, or attention that takes dim 0 as the sequence where batch_first=True is "
-            "missing), or accept that every layout and number of microbatches trains another model"
+            "sum or sort over dim 0, a division by the batch size, or attention that takes dim 0 as "
+            "the sequence where batch_first=True is missing), or accept that every layout and number of microbatches trains another model"
         )
         raise ConfigError([Problem("mixes_samples", False, reason, "mixes_samples=true")])
     return chain(first, stream)
@@ -79,14 +79,13 @@ def _change_by_companions(run: Run, config: Config, first: list[Batch]) -> str |
                 plain = rows.losses(0)
                 change = rows.change(plain, rows.losses(1), rows.losses(2))
                 by_size = rows.change_in_halves(plain)
-                by_size = by_size if by_size > MOST_BY_SIZE[config.precision.name] else 0.0
-                if not (
-                    change > NO_CHANGE or by_size
-                ):  # nor NaN, of which the first step says more
+                depends_on_size = by_size > _most_by_size(config)
+                # nor NaN, of which the first step says more
+                if not (change > NO_CHANGE or depends_on_size):
                     return None
                 if rows.change(plain, rows.losses(0)) > NO_CHANGE:
                     continue  # it draws random numbers
-                if by_size:
+                if depends_on_size:
                     half = "in a microbatch of half as many samples the losses of a sample"
                     return f"{half} change by {by_size:.0e} of their size"
                 rounding = rows.change(plain, rows.losses(3))
@@ -191,6 +190,11 @@ def _everywhere(run: Run, possible: bool) -> bool:
     """Whether something is possible on every rank."""
     impossible = torch.tensor(float(not possible), device=run.mesh.device)
     return not (run.mesh.max(impossible) if run.mesh.world_size > 1 else impossible)
+
+
+def _most_by_size(config: Config) -> float:
+    exact = config.precision.name == "fp32" and config.matmul_precision == "highest"
+    return MOST_BY_SIZE if exact else MOST_BY_SIZE_IN_BF16
 
 
 @contextmanager
