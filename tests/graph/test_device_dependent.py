@@ -60,3 +60,8 @@ def test_the_line_that_looks_at_values_is_named() -> None:
 def test_weights_that_would_be_cast_to_fp32_are_refused(name: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         build_model(Custom(f"support.device_dependent.{name}"))
+
+
+def test_a_product_in_a_dtype_that_weights_do_not_have_is_refused() -> None:
+    (problem,) = preflight(tiny(2, 1, model=Custom("support.device_dependent.OneOfBf16")))
+    assert "its blocks.1 calls linear with bfloat16 and float32 tensors" in problem.reason

@@ -74,3 +74,25 @@ class ComplexWeight(Blocks):
     def __init__(self) -> None:
         super().__init__(nn.Linear(DIM, DIM))
         self.turns = nn.Parameter(torch.ones(DIM, dtype=torch.complex64))
+
+
+class OneOfBf16(Blocks):
+    """A block with a dtype of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(DIM, DIM), InBf16())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+class InBf16(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM).bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.bfloat16()).float()

@@ -39,6 +39,7 @@ _RANDOM += ("uniform_", "cauchy_", "geometric_", "log_normal_", "rrelu", "gumbel
 # Calls that act on a tensor and return none: the generated forward of a stage would skip them.
 _NOT_REPLAYED = ("register_hook", "retain_grad", "backward", "register_post_accumulate_grad_hook")
 _READS_VALUES = ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
+_PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d")
 _DEVICE_PROPERTIES = {  # of a tensor: what the forward sees, from the run's device
     "device": lambda device: device,
     "is_cpu": lambda device: device.type == "cpu",
@@ -181,6 +182,7 @@ class _Interceptor(TorchFunctionMode):
             if self._on_cpu:
                 return function(*args, **kwargs)
             self.builder.check_used(self._running[0], used)
+            _check_dtypes(self._running[0], name, used)
             result = function(*args, **kwargs)
             self.builder.hidden.add(self._running[0], name, used, result)
             return result
@@ -324,6 +326,17 @@ class _Interceptor(TorchFunctionMode):
 
 
 # --- units that meta tensors cannot run ----------------------------------------------------------
+
+
+def _check_dtypes(unit: str, name: str, used: Sequence[Tensor]) -> None:
+    """Raise RecordError for a product of tensors of two dtypes: on meta it has a result."""
+    if name in _PRODUCTS and len(dtypes := {tensor.dtype for tensor in used}) > 1:
+        shown = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise RecordError(
+            f"its {unit} calls {name} with {shown} tensors: weights are fp32 here, and computed with "
+            "in the dtype of `precision`",
+            "a block that casts nothing to a dtype of its own",
+        )
 
 
 def _run_on_cpu(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
