@@ -25,6 +25,12 @@ def test_a_forward_that_is_recorded_without_a_device_trains_as_in_one_process(
     assert_proven(tiny(2, 2, model=Custom(f"support.device_dependent.{name}")), tmp_path)
 
 
+def test_rounding_of_an_autocast_inside_of_a_model_is_no_fault(tmp_path: Path) -> None:
+    """Microbatches of other sizes than the whole batch round otherwise in bf16."""
+    config = tiny(2, 2, model=Custom("support.device_dependent.Autocasting"))
+    assert_proven(config, tmp_path)
+
+
 def test_a_forward_is_recorded_for_the_cpu_where_there_are_fewer_gpus_than_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -24,6 +24,30 @@ class AsksForTheDevice(Blocks):
         return self.out(x)
 
 
+class InBf16Inside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            y = self.linear(x)
+        return x + y.float().tanh()
+
+
+class Autocasting(Blocks):
+    """Blocks that compute in bf16 by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__(*(InBf16Inside() for _ in range(4)))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
 class MaskedEncoder(nn.Module):
     """torch's encoder looks whether a mask is causal."""
 

@@ -23,6 +23,7 @@ from titanlike.optim.loss import build_loss
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallel.initialize import initialize
 from titanlike.proof.comparison import compare, reliable
+from titanlike.torch_private.autocast import watch_autocast
 from titanlike.torch_private.base_classes import BatchNorm
 from titanlike.training.draft import draft
 
@@ -51,13 +52,20 @@ class Reference:
 def reference_steps(
     config: Config, data: Data, device: torch.device
 ) -> tuple[Reference, Reference | None]:
-    """(in fp32, in bf16 if the config asks for it), each by one process."""
+    """(in fp32, in bf16 if the config or an autocast in the model asks for it), each by one process."""
     groups = 1
     if config.mixes_samples or _batch_norms(build_model(resolve_model(config))):
         groups = config.dp * draft(config, data).microbatches
-    exact = _single_process(config, data, device, torch.float32, groups)
-    bf16 = config.precision.name == "bf16"
-    return exact, _single_process(config, data, device, torch.bfloat16, groups) if bf16 else None
+    if config.precision.name == "bf16":
+        dtypes = torch.float32, torch.bfloat16
+        exact, rounded = (_single_process(config, data, device, d, groups) for d in dtypes)
+        return exact, rounded
+    with watch_autocast() as used:
+        exact = _single_process(config, data, device, torch.float32, groups)
+    if not used:
+        return exact, None
+    with watch_autocast(off=True):
+        return _single_process(config, data, device, torch.float32, groups, "bf16"), exact
 
 
 def growth_of_rounding(
@@ -102,11 +110,13 @@ def _single_process(
     device: torch.device,
     dtype: torch.dtype,
     groups: int,
+    rounding: str = "",
     nudge: int | None = None,
 ) -> Reference:
     """Training steps of the whole model on whole batches, computing in `dtype`.
 
-    groups: equal parts of the batch that go through the model one after the other. nudge: a seed of
+    groups: equal parts of the batch that go through the model one after the other. rounding: the
+    precision of the layout that it is for, if not the config's. nudge: a seed of
     random changes of the initial weights, of the size _NUDGE.
     """
     config = replace(config, dp=1, replicate=1)
@@ -166,7 +176,9 @@ def _single_process(
         if step == 1:
             first = gradients
         for name, gradient in gradients.items():
-            masks[name] = masks.get(name, True) & reliable(gradient, config.precision.name)
+            masks[name] = masks.get(name, True) & reliable(
+                gradient, rounding or config.precision.name
+            )
         if config.optimizer.clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)
         set_lr(optimizer, config, step)

@@ -1,7 +1,7 @@
 """The verify job: a layout against one process in plain torch, on the same batches.
 
 1. Rank 0 computes the reference (`reference`): in bf16 twice, in fp32 as the reference and in bf16
-   for the size of the rounding.
+   for the size of the rounding; so also where the model's own forward turns autocast on.
 2. All ranks do the same `verify.steps` steps in their layout, with the code that training uses.
 3. Each rank compares its part of each tensor with the reference (`comparison`): initial weights (to
    the last bit), losses, the first step's gradients, parameters and optimizer state after the last
@@ -79,7 +79,7 @@ def verify(config: Config, worker: Worker) -> dict[str, Any]:
     every: list[list[Comparison]] = [[] for _ in range(mesh.world_size)]
     dist.all_gather_object(every, comparisons)
     rows = merge(every)
-    if config.precision.name == "fp32":
+    if rounded is None:
         rows = _explain(rows, config, data, exact, worker)
     copies = Counter(name for names in run.draft.stage_parameters for name in names)
     # each element once a replica, and once a copy of a tied weight
