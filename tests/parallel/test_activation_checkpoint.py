@@ -254,6 +254,60 @@ def test_only_plain_linear_layers_queue_their_gradients() -> None:
         torch.testing.assert_close(found[name], gradient)
 
 
+class Stop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+def of_inputs(linear: nn.Linear, x: Tensor) -> Tensor:
+    """The forward has a gradient in it, as of an energy."""
+    (gradient,) = torch.autograd.grad(linear(x).tanh().sum(), x, create_graph=True)
+    return gradient
+
+
+def of_weights(linear: nn.Linear, x: Tensor) -> Tensor:
+    weights = [linear.weight, linear.bias]
+    gradient, of_bias = torch.autograd.grad(linear(x).tanh().sum(), weights, create_graph=True)
+    return x @ gradient + of_bias
+
+
+USES = {
+    "by keyword": lambda linear, x: linear(input=x),
+    "in vmap": lambda linear, x: torch.vmap(linear)(x),
+    "without a gradient": lambda linear, x: Stop.apply(linear(x)) + x,
+    "a vector": lambda linear, x: linear(x[0]),
+    "four dimensions": lambda linear, x: linear(x[None, None]),
+    "no rows": lambda linear, x: linear(x[:0]).sum() + x,
+    "twice, and its weight": lambda linear, x: linear(linear(x)) @ linear.weight,
+    "changed in place": lambda linear, x: linear(x).relu_(),
+    "the gradient of its input": of_inputs,
+    "the gradient of its weight": of_weights,
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_a_linear_layer_that_waits_is_used_as_any_other(use) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(4, 4)
+    x = torch.randn(3, 4, requires_grad=True)
+
+    def run(finish) -> list[Tensor | None]:
+        found = torch.autograd.grad(use(linear, x).square().sum(), x, retain_graph=True)
+        use(linear, x).square().sum().backward()
+        finish()
+        return [*found, *(p.grad for p in linear.parameters())]
+
+    right = run(lambda: None)
+    linear.zero_grad()
+    deferred = DeferredWeightGradients(nn.ModuleList([linear]))
+    torch.testing.assert_close(run(lambda: deferred.take()()), right)
+
+
 # --- which blocks ------------------------------------------------------------------------------
 
 

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titanlike.torch_private.autograd import accumulates, in_functorch
+
 
 class DeferredWeightGradients:
     """The linear layers of a stage: their weight gradients wait until they are taken."""
@@ -39,30 +41,37 @@ class DeferredWeightGradients:
         """Assert that no gradient of a step is left."""
         assert not self._queue, f"{len(self._queue)} weight gradients of the step were not computed"
 
-    def _forward(self, module: nn.Linear, inputs: Tensor) -> Tensor:
+    def _forward(self, module: nn.Linear, input: Tensor) -> Tensor:
         weight, bias = module.weight, module.bias
         own = [weight] if bias is None else [weight, bias]
         # not of weights that are computed from others or frozen, nor in other dtypes by autocast
-        plain = not all(isinstance(p, nn.Parameter) and p.requires_grad for p in own)
-        if plain or not torch.is_grad_enabled() or torch.is_autocast_enabled(inputs.device.type):
-            return F.linear(inputs, weight, bias)
+        trained = all(isinstance(p, nn.Parameter) and p.requires_grad for p in own)
+        elsewhere = torch.is_autocast_enabled(input.device.type) or in_functorch()
+        if not trained or elsewhere or not torch.is_grad_enabled():
+            return F.linear(input, weight, bias)
         # as a matrix: a custom function must not return a view, which could not be changed in place
-        rows = _Linear.apply(inputs.reshape(-1, inputs.shape[-1]), weight, bias, self)
-        return rows.view(*inputs.shape[:-1], rows.shape[-1])
+        rows = _Linear.apply(input.reshape(-1, input.shape[-1]), weight, bias, self)
+        return rows.view(*input.shape[:-1], rows.shape[-1])
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, inputs, weight, bias, owner):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(inputs, weight)
+        ctx.set_materialize_grads(False)
         ctx.weight, ctx.bias, ctx.owner = weight, bias, owner
         return F.linear(inputs, weight, bias)
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        if gradient is None:  # its result did not reach the loss: the weight has no gradient
+            return None, None, None, None
         inputs, weight = ctx.saved_tensors
-        ctx.owner._queue.append((inputs, gradient, ctx.weight, ctx.bias))
         of_inputs = gradient @ weight if ctx.needs_input_grad[0] else None
+        if not accumulates(ctx, 1):  # a torch.autograd.grad in the model's forward
+            of_bias = None if ctx.bias is None else gradient.sum(0)
+            return of_inputs, gradient.t() @ inputs, of_bias, None
+        ctx.owner._queue.append((inputs, gradient, ctx.weight, ctx.bias))
         return of_inputs, None, None, None
 
 

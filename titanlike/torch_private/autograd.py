@@ -1,4 +1,4 @@
-"""torch.autograd: whether a backward runs; calls of custom and of checkpointed functions."""
+"""torch.autograd: what runs at the moment; calls of custom and of checkpointed functions."""
 
 from __future__ import annotations
 
@@ -14,6 +14,22 @@ import torch.utils.checkpoint
 def in_backward() -> bool:
     """Whether this thread is inside a backward: where activation checkpointing runs a forward again."""
     return torch._C._current_graph_task_id() != -1
+
+
+def in_functorch() -> bool:
+    """Whether a transform of torch.func runs, such as vmap, in which few custom functions work."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def accumulates(node: Any, index: int) -> bool:
+    """Whether the backward that runs adds to `.grad` of a parameter: the argument at `index` of a
+    custom function, whose backward calls it. False in torch.autograd.grad."""
+    try:
+        return torch._C._will_engine_execute_node(node.next_functions[index][0])
+    except RuntimeError as error:
+        if "autograd.grad()" not in str(error):
+            raise
+        return False
 
 
 @contextlib.contextmanager
