@@ -339,7 +339,7 @@ def test_what_cannot_be_recomputed_is_refused_by_name(changes: dict, words: str)
     draft(replace(config, activation_checkpoint=HOW["none"]))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved1f1b", "zbvzerobubble"])
+@pytest.mark.parametrize("schedule", ["1f1b", *slow("interleaved1f1b", "zbvzerobubble")])
 def test_fit_recomputes_the_fewest_blocks_that_fit_on_each_rank(schedule: str) -> None:
     """The last rank of 1F1B has the fewest microbatches in memory."""
     config = tiny(4, 1, schedule, layers=16, batch_size=32, seq_len=64)

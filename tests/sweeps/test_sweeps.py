@@ -267,7 +267,7 @@ def test_a_search_of_20_trials_beats_the_default_and_outlives_failed_ones(tmp_pa
         (["sweep.share=3/2"], "sweep.share=3/2: must be i/n"),
         (["sweep.wait=1h"], "sweep.wait=3600.0: there is nothing to wait for"),
         (["sweep.parallel=-1"], "sweep.parallel=-1: must be at least 0"),
-        (["value=val_los"], "write value=val_loss"),
+        (["value=val_los"], "write value=loss"),
         (["hydra/sweeper=optuna", "hydra.sweeper.direction=maximize"], "the best loss is"),
         (["shedule=gpipe,1f1b"], "write schedule=gpipe"),
         (["optimizer.lr=interval(0.1,1)"], "write hydra/sweeper=optuna"),
