@@ -136,7 +136,8 @@ def a_step(config: Config, worker: Worker, fault: str = "") -> tuple[Counter, di
     calls.clear()
     run.pipeline.train(to_device(batch, mesh, config))
     named = [item for state in run.stage_states for item in state.parameters()]
-    gradients = {name: p.grad.clone() for name, p in named} if mesh.dp == 1 else {}
+    trained = [] if mesh.dp > 1 else [(name, p) for name, p in named if p.grad is not None]
+    gradients = {name: p.grad.clone() for name, p in trained}
     close_mesh()
     return calls, gradients
 
@@ -164,13 +165,24 @@ class OddBlock(Noisy):
 
     def __init__(self, dim: int, kind: str) -> None:
         super().__init__(dim)
-        self.kind = kind
+        self.kind, self.calls, self.generator = kind, 0, torch.Generator()
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "random":
             return self.linear(x) * random.random()
         if self.kind == "in place":
             return self.linear(x.mul_(0.5))
+        if self.kind == "generator":
+            return self.linear(x) * torch.rand(x.shape, generator=self.generator)
+        if self.kind == "counts":
+            self.calls += 1
+            return self.linear(x) * self.calls
+        if self.kind == "by keyword":
+            return x.tanh()
+        if self.kind == "result":
+            y = F.linear(x, self.linear.weight)
+            y *= 2
+            return y.tanh()
         return torch.utils.checkpoint.checkpoint(self.linear, x, use_reentrant=False)
 
 
@@ -185,7 +197,10 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.embedding(x)
         for layer in self.layers:
-            x = layer(x)
+            if getattr(layer, "kind", "") == "by keyword":
+                x += layer(x=x)
+            else:
+                x = layer(x)
         return self.head(x)
 
 
@@ -328,6 +343,9 @@ def test_which_blocks_are_recomputed() -> None:
     [
         ({"model": Custom(f"{__name__}.Model", {"kind": "random"})}, "layers.0 draws random numbers"),
         ({"model": Custom(f"{__name__}.Model", {"kind": "in place"})}, "layers.0 changes a tensor"),
+        ({"model": Custom(f"{__name__}.Model", {"kind": "generator"})}, "a torch.Generator of its own"),
+        ({"model": Custom(f"{__name__}.Model", {"kind": "counts"})}, "layers.0 changes self.calls"),
+        ({"model": Custom(f"{__name__}.Model", {"kind": "by keyword"})}, "tensor that is later changed"),
         ({"split": TraceSplit(points=["layers.3"])}, "split=trace takes the blocks apart"),
         ({"model": Custom("torch.nn.Embedding", {"num_embeddings": 64, "embedding_dim": 64})}, "no blocks"),
     ],
@@ -337,6 +355,17 @@ def test_what_cannot_be_recomputed_is_refused_by_name(changes: dict, words: str)
     with pytest.raises(ConfigError, match=words):
         draft(config)
     draft(replace(config, activation_checkpoint=HOW["none"]))
+
+
+def test_a_kept_result_that_is_changed_in_place_is_refused_by_name(tmp_path: Path) -> None:
+    """Torch does not notice it where the layer has no bias."""
+    model = Custom(f"{__name__}.Model", {"kind": "result"})
+    config = tiny(2, 1, model=model, data=tiny().data, activation_checkpoint=HOW["selective"])
+    with pytest.raises(
+        AssertionError, match=r"ConfigError: .*layers\.0 changes a result of aten\.mm"
+    ):
+        run_world(a_step, config, tmp_path)
+    run_world(a_step, replace(config, activation_checkpoint=FULL), tmp_path)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", *slow("interleaved1f1b", "zbvzerobubble")])

@@ -72,13 +72,14 @@ def queued_bytes(node: Node, model: nn.Module) -> int:
         return 0
     storages: dict[int, torch.UntypedStorage] = {}  # by id; keeps them alive, so ids stay unique
 
-    def add(_: nn.Module, args: tuple[Any, ...], result: Tensor) -> None:
-        for tensor in (args[0], result):
+    def add(_: nn.Module, args: Any, kwargs: Any, result: Tensor) -> None:
+        for tensor in (*args, *kwargs.values(), result):
             storage = tensor.untyped_storage()
             storages[id(storage)] = storage
 
     linear = [part for part in module.modules() if type(part) is nn.Linear]
-    handles = [part.register_forward_hook(add) for part in linear]
+    trained = [part for part in linear if all(p.requires_grad for p in part.parameters())]
+    handles = [part.register_forward_hook(add, with_kwargs=True) for part in trained]
     try:
         with _FusedAttention():
             _Call(node, module, _META, _empty).forward()

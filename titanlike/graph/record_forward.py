@@ -128,9 +128,13 @@ class _Interceptor(TorchFunctionMode):
         self._running: list[str] = []  # its name; nested units after it
         self._arguments: tuple[Any, Any, list[Any]] = ((), {}, [])  # as they were at its call
         self._versions: list[int] = []  # of the tensors among them
+        self._attributes: dict[str, Any] = {}  # plain ones, as they were at its call
         self._checkpoints_inside = False  # whether it called torch.utils.checkpoint
+        self._own_generator = False  # whether it drew from one that is not torch's default
         self._random = False  # whether it drew random numbers
         self._on_cpu = False  # whether it had to run on the CPU
+        # of each unit: the tensors that it was given, and their versions after it
+        self._given: list[tuple[Node, list[tuple[Tensor, int]]]] = []
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -155,6 +159,9 @@ class _Interceptor(TorchFunctionMode):
     def finish(self, output: Any) -> Recording:
         self.builder.mark_mutated()
         self._check_rng()
+        for node, given in self._given:
+            if any(tensor._version != version for tensor, version in given):
+                node.once = node.once or "is given a tensor that is later changed in place"
         output = self.builder.with_nodes(output)
         return Recording(self.builder.nodes, self._called, output, self.builder.gradient_flow)
 
@@ -175,6 +182,7 @@ class _Interceptor(TorchFunctionMode):
         draws = name.startswith(_RANDOM) or "dropout" in name
         self._random |= draws and kwargs.get("training", True) is not False
         side_effects.check_running_statistics(name, args, kwargs)
+        self._own_generator |= isinstance(kwargs.get("generator"), torch.Generator)
         if self._running:
             if torch.is_autocast_enabled(self._device.type) and not self._on_cpu:
                 raise NotImplementedError("meta tensors have no autocast")
@@ -231,11 +239,12 @@ class _Interceptor(TorchFunctionMode):
     # --- units ---------------------------------------------------------------------------------
 
     def _pre_hook(self, name: str) -> Any:
-        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if not self._running:
                 self._random = False
                 self._check_rng()
-                self._checkpoints_inside = False
+                self._checkpoints_inside = self._own_generator = False
+                self._attributes = side_effects.plain_attributes(module)
                 # now: the unit may change a list that it is given
                 identities = side_effects.argument_identities(args, kwargs)
                 self._arguments = (*self.builder.with_nodes((args, kwargs)), identities)
@@ -259,21 +268,32 @@ class _Interceptor(TorchFunctionMode):
                     "only while the forward is recorded",
                     "a block that returns what it computed",
                 )
-            once = ""
-            if self._rng.used_since_last_check():  # a unit may draw: it runs in each step
-                once = "draws random numbers of Python or numpy, which differ the second time"
-            if self._versions != [t._version for t in tensors(args, kwargs)]:
-                once = "changes a tensor that it is given in place"
             self.builder.check_used(name, tensors(result))
             node = Node("unit", name, args_before, kwargs_before)
             node.has_parameters = next(module.parameters(), None) is not None
             node.checkpointed = self._checkpoint_depth > 0
             node.checkpoints_inside = self._checkpoints_inside
-            node.once = once
+            node.once = self._once(module, args, kwargs)
+            given = [(tensor, tensor._version) for tensor in tensors(args, kwargs)]
+            self._given.append((node, given))
             self._on_cpu = False
             self.builder.add_call(node, result, self._random)
 
         return hook
+
+    def _once(self, module: nn.Module, args: Any, kwargs: Any) -> str:
+        """Why a unit that has run gives another result when it is computed again; "" = it does not."""
+        if self._rng.used_since_last_check():  # a unit may draw: it runs in each step
+            return "draws random numbers of Python or numpy, which differ the second time"
+        if self._own_generator:
+            return "draws from a torch.Generator of its own, which goes on the second time"
+        if self._versions != [tensor._version for tensor in tensors(args, kwargs)]:
+            return "changes a tensor that it is given in place"
+        now = side_effects.plain_attributes(module)
+        for name, value in self._attributes.items():
+            if name in now and now[name] != value:
+                return f"changes self.{name}"
+        return ""
 
     @contextmanager
     def _cpu_fallback(self, module: nn.Module) -> Iterator[None]:

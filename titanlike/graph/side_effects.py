@@ -81,6 +81,16 @@ class _State:
         self._module._buffers.update(self._buffers)
 
 
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """Numbers and texts among the attributes of a module and of those inside."""
+    return {
+        f"{prefix}.{name}".lstrip("."): value
+        for prefix, part in module.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, _PLAIN)
+    }
+
+
 class RngMonitor:
     """Detects use of Python's or numpy's global generator."""
 

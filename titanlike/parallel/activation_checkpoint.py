@@ -8,17 +8,22 @@ draws the same masks again (torch.utils.checkpoint restores the random state).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
+    noop_context_fn,
 )
+
+from titanlike.config.errors import ConfigError, Problem
+from titanlike.torch_private import pytree
 
 
 def checkpoint_blocks(stage: nn.Module, blocks: Iterable[str], save: Sequence[str]) -> None:
@@ -29,7 +34,15 @@ def checkpoint_blocks(stage: nn.Module, blocks: Iterable[str], save: Sequence[st
     """
     for name in blocks:
         block = stage.get_submodule(name)
-        block.forward = functools.partial(_forward, block.forward, _context(save))
+        block.forward = functools.partial(_forward, block.forward, _contexts(name, save))
+
+
+def _contexts(block: str, save: Sequence[str]) -> Callable[[], Any]:
+    """Makes the contexts of a block's forward and of its recomputation."""
+    if not save:
+        return noop_context_fn
+    saved: dict[Any, bool] = {}  # by operator
+    return lambda: create_selective_checkpoint_contexts(_Kept(block, save, saved))
 
 
 def _forward(forward: Callable[..., Any], context: Any, *args: Any, **kwargs: Any) -> Any:
@@ -38,21 +51,49 @@ def _forward(forward: Callable[..., Any], context: Any, *args: Any, **kwargs: An
     return checkpoint(forward, *args, use_reentrant=False, context_fn=context, **kwargs)
 
 
-def _context(save: Sequence[str]) -> Any:
-    if not save:
-        return torch.utils.checkpoint.noop_context_fn
-    kept: dict[Any, CheckpointPolicy] = {}  # by operator
+class _Kept:
+    """Says of each operator of one forward whether its results are kept.
 
-    def policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if operator not in kept:
-            kept[operator] = _policy(operator, save)
-        return kept[operator]
+    Raises ConfigError where one of them is changed in place: not before a forward of the run, since
+    a layer such as nn.LSTM does it on some devices alone. Symptom without it: torch keeps it as
+    it is after the change, and the recomputation changes it again; torch notices only if the change
+    was not through an unsafe view, as a linear layer without bias returns one.
+    """
 
-    return functools.partial(create_selective_checkpoint_contexts, policy)
+    def __init__(self, block: str, save: Sequence[str], saved: dict[Any, bool]) -> None:
+        self._block, self._save, self._saved = block, save, saved
+        self._storages: dict[StorageWeakRef, str] = {}  # of what is kept -> operator
+
+    def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name = str(getattr(operator, "overloadpacket", operator))  # "aten.mm", of all its overloads
+        if operator not in self._saved:
+            self._saved[operator] = any(fnmatchcase(name, pattern) for pattern in self._save)
+        if not context.is_recompute:
+            for tensor in _written(operator, args, kwargs):
+                self._check(tensor)
+            if self._saved[operator]:
+                for leaf in pytree.tree_leaves(context.op_output):
+                    if isinstance(leaf, Tensor):
+                        self._storages[StorageWeakRef(leaf.untyped_storage())] = name
+        keep = self._saved[operator]
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def _check(self, tensor: Tensor) -> None:
+        if operator := self._storages.get(StorageWeakRef(tensor.untyped_storage())):
+            reason = (
+                f"its {self._block} changes a result of {operator} in place, which is to be kept"
+            )
+            fix = "activation_checkpoint=full"
+            raise ConfigError([Problem("activation_checkpoint", "selective", reason, fix)])
 
 
-def _policy(operator: Any, save: Sequence[str]) -> CheckpointPolicy:
-    name = str(getattr(operator, "overloadpacket", operator))  # "aten.mm", of all its overloads
-    if any(fnmatchcase(name, pattern) for pattern in save):
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+def _written(operator: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """The tensors that a call changes in place."""
+    schema = getattr(operator, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return
+    given = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
+    for argument in schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            leaves = pytree.tree_leaves(given.get(argument.name))
+            yield from (leaf for leaf in leaves if isinstance(leaf, Tensor))
