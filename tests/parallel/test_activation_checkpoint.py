@@ -39,6 +39,7 @@ from titanlike.config.schema import (
     TraceSplit,
 )
 from titanlike.data.loader import batches, open_data
+from titanlike.job.check import problems
 from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.models.llama import Block
@@ -355,6 +356,31 @@ def test_what_cannot_be_recomputed_is_refused_by_name(changes: dict, words: str)
     with pytest.raises(ConfigError, match=words):
         draft(config)
     draft(replace(config, activation_checkpoint=HOW["none"]))
+
+
+def test_names_that_no_operator_has_are_refused() -> None:
+    names = ["aten.*mm", "aten.mm.default", "*attention*"]
+    config = tiny(activation_checkpoint=SelectiveActivationCheckpoint(save=names))
+    with pytest.raises(ConfigError) as found:
+        draft(config)
+    (problem,) = found.value.problems
+    assert problem.value == "aten.mm.default"
+    assert problem.fix == "activation_checkpoint.save=[aten.*mm,*attention*,aten.mm]"
+
+
+def test_fit_is_refused_where_activations_cannot_be_estimated() -> None:
+    model = Custom("support.unreached.Net")
+    config = tiny(2, 1, model=model, activation_checkpoint=HOW["fit"])
+    with pytest.raises(
+        ConfigError, match="cannot be estimated: .* write activation_checkpoint=full"
+    ):
+        draft(config)
+    draft(replace(config, activation_checkpoint=FULL))
+
+
+def test_every_zeroth_block_is_refused_in_words() -> None:
+    found = problems(tiny(activation_checkpoint=EveryActivationCheckpoint(every=0)))
+    assert [problem.key for problem in found] == ["activation_checkpoint.every"]
 
 
 def test_a_kept_result_that_is_changed_in_place_is_refused_by_name(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ _BOUNDS = {  # of keys, and of a model's keys by these names
     **{"model.heads": 2**16, "model.kv_heads": 2**16, "model.max_seq_len": MAX_SEQ_LEN},
     **{"data.workers": 4096, "launch.max_restarts": 1_000_000, "sweep.parallel": 100_000},
     **{"schedule.microbatches": 100_000, "spike_window": 1_000_000},
+    **{"activation_checkpoint.memory": 2**60},
     **{"max_time": 1e9, "sweep.wait": 1e9, "seed": 2**63 - 1},
 }
 _LONGEST_NAME = 128  # characters, in W&B

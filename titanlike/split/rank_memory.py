@@ -47,6 +47,7 @@ class RankMemory:
     ) -> None:
         """parameters: elements of each stage; targets: of one microbatch; unit_costs: None where
         units cannot be run alone, which then count only with their parameters."""
+        self.unknown = ""  # why activations are not counted
         self._order = order
         self._stages = model_graph.stages
         units = sum(map(len, self._stages))
@@ -60,7 +61,8 @@ class RankMemory:
                 kept = unit_costs.recomputed_bytes(saved_operators(config))
                 if order.splits_backward and defers_weight_gradients(config.schedule):
                     queued = unit_costs.queued_bytes()
-            except CostError:
+            except CostError as error:
+                self.unknown = str(error)
                 saved, kept, queued = [0] * units, [0] * units, [0] * units
         names = [name for stage in self._stages for name in stage]
         self._saved = dict(zip(names, saved, strict=True))

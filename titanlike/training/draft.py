@@ -169,13 +169,13 @@ def _memory(config: Config) -> Callable[[], int | None]:
     """Bytes that training may take on a device, where that is not said: what it has, less 8% for
     what the allocator loses and what communication takes."""
 
-    def least() -> int | None:
+    def available() -> int | None:
         ranks = _local_ranks(config)
         device, _ = choose_device(config.device, 0, ranks)
         total = total_memory(device, ranks)
         return None if total is None else int(0.92 * total)
 
-    return least
+    return available
 
 
 def _choose_order(config: Config, model: nn.Module) -> tuple[Order, str]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
-from titanlike.config.errors import ConfigError, Problem
+from titanlike.config.errors import ConfigError, Problem, nearest
 from titanlike.config.schema import (
     Config,
     EveryActivationCheckpoint,
     FitActivationCheckpoint,
+    SelectiveActivationCheckpoint,
     TraceSplit,
 )
 from titanlike.graph.cut import StageGraph
@@ -17,8 +19,11 @@ from titanlike.graph.model_graph import ModelGraph
 from titanlike.graph.recording import Node
 from titanlike.pipeline.order import Order
 from titanlike.split.rank_memory import RankMemory
+from titanlike.torch_private.operators import operator_names
 
 _FIX = "activation_checkpoint=none"
+_ALL = "activation_checkpoint=full"
+_MEMORY = "activation_checkpoint.memory=80GiB"
 
 
 @dataclass(frozen=True)
@@ -45,8 +50,8 @@ def choose_recomputed(
     """The blocks to recompute. Those that checkpoint themselves are left alone.
 
     graphs: of the stages, in training; rank_memory: estimates, and limit: bytes of a device, for
-    `fit`. Raises ConfigError for a block that gives other results when it is computed again, and
-    where there are no blocks.
+    `fit`. Raises ConfigError for a block that gives other results when it is computed again, where
+    there are no blocks, for names of `save` that no operator has, and where `fit` has no estimate.
     """
     how = config.activation_checkpoint
     if how.name == "none":
@@ -63,6 +68,8 @@ def choose_recomputed(
     elif not blocks:
         reason = "the model has no blocks, that is no list of layers"
         problems.append(Problem("activation_checkpoint", how.name, reason, _FIX))
+    if isinstance(how, SelectiveActivationCheckpoint):
+        problems += _name_problems(how.save)
     if problems:
         raise ConfigError(problems)
     candidates = [[name for name in graph.units if name in chosen] for graph in graphs]
@@ -71,8 +78,12 @@ def choose_recomputed(
     most = how.memory if how.memory is not None else limit()
     if most is None:
         reason = "it is not known how much memory this machine has"
-        raise ConfigError([Problem("activation_checkpoint.memory", None, reason, "80GiB")])
-    return _fit(candidates, order, rank_memory(), most)
+        raise ConfigError([Problem("activation_checkpoint.memory", None, reason, _MEMORY)])
+    memory = rank_memory()
+    if memory.unknown:
+        reason = f"the memory of its activations cannot be estimated: {memory.unknown}"
+        raise ConfigError([Problem("activation_checkpoint", "fit", reason, _ALL)])
+    return _fit(candidates, order, memory, most)
 
 
 def _fit(
@@ -96,6 +107,18 @@ def _fit(
                 break
             blocks = min(map(with_one_more, stages), key=lambda b: memory.of_rank(rank, b))
     return Recomputed(blocks, limit, memory.of_ranks(blocks))
+
+
+def _name_problems(save: Sequence[str]) -> Iterator[Problem]:
+    known = operator_names()
+    for pattern in save:
+        if not any(fnmatchcase(name, pattern) for name in known):
+            base = pattern.rpartition(".")[0]  # of "aten.mm.default", an overload
+            near = base if base in known else nearest(pattern, known)
+            others = [name for name in save if name != pattern]
+            fixed = ",".join([*others, *([near] if near and near not in others else [])])
+            fix = f"activation_checkpoint.save=[{fixed}]"
+            yield Problem("activation_checkpoint.save", pattern, "no operator has this name", fix)
 
 
 def _problems(choice: str, calls: Iterable[Node]) -> Iterator[Problem]:
