@@ -168,9 +168,7 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         self._train = _lower(order, resident)
         self._forward = _lower(order.forward_only(), resident)
         self.pipeline_order_with_comms = self._train
-        self._sending: dict[
-            Any, list[Any]
-        ] = {}  # action -> what is sent and may not be received yet
+        self._sending: dict[Any, list[Any]] = {}  # by action: what may not be received yet
         self._on_action: Callable[[Any], None] = lambda _: None
         if not hasattr(_Kind, "WAIT_SEND_F"):
             # Symptom (2.11, 2.13): each tensor that is sent stays in memory to the end of the step,
