@@ -172,6 +172,10 @@ def _positive(config: Config) -> Iterator[Problem]:
         settings = attrgetter(group)(config) if group else config
         if (value := getattr(settings, name, least)) < least:  # the user's own lr has no warmup
             yield Problem(key, value, f"must be at least {least}", f"{key}={least}")
+    memory = getattr(config.activation_checkpoint, "memory", None)
+    if memory is not None and 0 < memory < 2**20:
+        fix = f"activation_checkpoint.memory={memory}GiB"
+        yield Problem("activation_checkpoint.memory", memory, "is less than 1 MiB", fix)
     for key, example in _ABOVE_ZERO.items():
         group, _, name = key.rpartition(".")
         settings = attrgetter(group)(config) if group else config
