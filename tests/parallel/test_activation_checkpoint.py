@@ -324,6 +324,15 @@ def test_a_linear_layer_that_waits_is_used_as_any_other(use) -> None:
     torch.testing.assert_close(run(lambda: deferred.take()()), right)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_what_a_linear_layer_returns_is_no_view(bias: bool) -> None:
+    """FSDP warns of a view, and a view that a custom function returns cannot be changed in place."""
+    stage = nn.Sequential(nn.Linear(4, 6, bias=bias))
+    DeferredWeightGradients(stage)
+    result = stage(torch.randn(2, 3, 4, requires_grad=True))
+    assert result.shape == (2, 3, 6) and not result._is_view()
+
+
 # --- which blocks ------------------------------------------------------------------------------
 
 

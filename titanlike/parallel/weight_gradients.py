@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlike.torch_private.autograd import accumulates, in_functorch
+from titanlike.torch_private.autograd import accumulates, in_functorch, shaped
 
 
 class DeferredWeightGradients:
@@ -49,9 +49,7 @@ class DeferredWeightGradients:
         elsewhere = torch.is_autocast_enabled(input.device.type) or in_functorch()
         if not trained or elsewhere or not torch.is_grad_enabled():
             return F.linear(input, weight, bias)
-        # as a matrix: a custom function must not return a view, which could not be changed in place
-        rows = _Linear.apply(input.reshape(-1, input.shape[-1]), weight, bias, self)
-        return rows.view(*input.shape[:-1], rows.shape[-1])
+        return _Linear.apply(input, weight, bias, self)
 
 
 class _Linear(torch.autograd.Function):
@@ -60,7 +58,9 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(inputs, weight)
         ctx.set_materialize_grads(False)
         ctx.weight, ctx.bias, ctx.owner = weight, bias, owner
-        return F.linear(inputs, weight, bias)
+        # no view: what a custom function returns could not be changed in place then
+        rows = F.linear(inputs.reshape(-1, inputs.shape[-1]), weight, bias)
+        return shaped(rows, (*inputs.shape[:-1], rows.shape[-1]))
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
@@ -68,6 +68,8 @@ class _Linear(torch.autograd.Function):
             return None, None, None, None
         inputs, weight = ctx.saved_tensors
         of_inputs = gradient @ weight if ctx.needs_input_grad[0] else None
+        gradient = gradient.reshape(-1, gradient.shape[-1])
+        inputs = inputs.reshape(-1, inputs.shape[-1])
         if not accumulates(ctx, 1):  # a torch.autograd.grad in the model's forward
             of_bias = None if ctx.bias is None else gradient.sum(0)
             return of_inputs, gradient.t() @ inputs, of_bias, None

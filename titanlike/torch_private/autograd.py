@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch import Tensor
 
 
 def in_backward() -> bool:
@@ -19,6 +20,11 @@ def in_backward() -> bool:
 def in_functorch() -> bool:
     """Whether a transform of torch.func runs, such as vmap, in which few custom functions work."""
     return torch._C._are_functorch_transforms_active()
+
+
+def shaped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A tensor that nobody else uses in another shape, not as a view of it."""
+    return torch.ops.aten._unsafe_view(tensor, shape)
 
 
 def accumulates(node: Any, index: int) -> bool:
