@@ -41,12 +41,6 @@ class Autocasting(Blocks):
     def __init__(self) -> None:
         super().__init__(*(InBf16Inside() for _ in range(4)))
 
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.out(x)
-
 
 class MaskedEncoder(nn.Module):
     """torch's encoder looks whether a mask is causal."""
@@ -105,12 +99,6 @@ class OneOfBf16(Blocks):
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(DIM, DIM), InBf16())
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.out(x)
 
 
 class InBf16(nn.Module):

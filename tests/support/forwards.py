@@ -23,6 +23,12 @@ class Blocks(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.out = nn.Linear(DIM, VOCAB)
 
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
 
 class TorchEncoder(nn.Module):
     """nn.TransformerEncoder with a mask computed in the forward and learned positions."""
@@ -77,12 +83,6 @@ class Experts(nn.Module):
 class Routed(Blocks):
     def __init__(self) -> None:
         super().__init__(*(Experts() for _ in range(4)))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.out(x)
 
 
 class Checkpointed(Blocks):
@@ -323,12 +323,6 @@ class NormedTwice(Blocks):
 
     def __init__(self) -> None:
         super().__init__(*(_TwoUses() for _ in range(4)))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.out(x)
 
 
 class Shuffled(Blocks):

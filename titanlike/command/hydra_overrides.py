@@ -355,10 +355,8 @@ class _OverrideChecker:
                     self.checked.add(Problem(key, value, reason, "hydra/sweeper=optuna"))
 
     def _parse(self, composed: DictConfig, swept: set[str]) -> None:
-        kind, unresolved = (
-            "sweep" if self.checked.multirun else "run",
-            OmegaConf.to_container(composed),
-        )
+        kind = "sweep" if self.checked.multirun else "run"
+        unresolved = OmegaConf.to_container(composed)
         assert isinstance(unresolved, dict)
         self.checked.environment |= environment(str(unresolved))
         try:

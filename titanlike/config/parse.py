@@ -236,10 +236,10 @@ def _float(value: float) -> float:
 
 def _bytes(value: Any) -> int | None:
     """A number of bytes, 512MiB, 75GB or 75G (powers of 1024); None for anything else."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
+    if isinstance(value, int):
+        return None if isinstance(value, bool) else value
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", str(value), re.I)
-    if found is None or isinstance(value, bool):
+    if found is None:
         return None
     return int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " "))
 

@@ -18,8 +18,10 @@ from titanlike.data import checks as data
 from titanlike.metrics.sinks import tensorboard_problem
 
 # without these no mesh and no stages can be derived
-_LAYOUT_KEYS = ("pp", "dp", "replicate", "batch_size", "seq_len", "schedule.stages_per_rank")
-_LAYOUT_KEYS += ("activation_checkpoint.every",)
+_LAYOUT_KEYS = (
+    *("pp", "dp", "replicate", "batch_size", "seq_len"),
+    *("schedule.stages_per_rank", "activation_checkpoint.every"),
+)
 
 
 def problems(config: Config, world_size: int | None = None) -> list[Problem]:

@@ -86,9 +86,8 @@ class JobRunner:
                     reporter.job_failed(failed)
                 print(f"\n{failed}", file=sys.stderr)
                 record_for_torchrun(failed)
-                return JobEnd(
-                    2 if failed.invalid else 1, failed.error, ends_sweep=failed.ends_sweep
-                )
+                code = 2 if failed.invalid else 1
+                return JobEnd(code, failed.error, ends_sweep=failed.ends_sweep)
         return _report_result(result, reporter)
 
     def _prepare(

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlike.config.errors import ConfigError
 from titanlike.data.sources import Batch
 from titanlike.graph.cut import StageGraph, messages, same_messages
 from titanlike.graph.model_graph import Fields, ModelGraph, fields_of, shapes
@@ -76,14 +75,9 @@ class Pipeline:
         reduced over dp and over the copies of tied weights.
         """
         with self._norms.collecting():
-            try:
-                loss, count, self._missing = self._step(
-                    self._runtime(batch).train, batch, self._reached.count_missing
-                )
-            except RuntimeError as error:  # of torch, around what a block raised
-                if isinstance(error.__cause__, ConfigError):
-                    raise error.__cause__ from None
-                raise
+            loss, count, self._missing = self._step(
+                self._runtime(batch).train, batch, self._reached.count_missing
+            )
         for deferred in self._deferred.values():
             deferred.check_all_taken()
         self._tied.add_gradients()

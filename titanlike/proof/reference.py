@@ -57,9 +57,8 @@ def reference_steps(
     if config.mixes_samples or _batch_norms(build_model(resolve_model(config))):
         groups = config.dp * draft(config, data).microbatches
     if config.precision.name == "bf16":
-        dtypes = torch.float32, torch.bfloat16
-        exact, rounded = (_single_process(config, data, device, d, groups) for d in dtypes)
-        return exact, rounded
+        exact = _single_process(config, data, device, torch.float32, groups)
+        return exact, _single_process(config, data, device, torch.bfloat16, groups)
     with watch_autocast() as used:
         exact = _single_process(config, data, device, torch.float32, groups)
     if not used:

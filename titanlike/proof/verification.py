@@ -80,7 +80,7 @@ def verify(config: Config, worker: Worker) -> dict[str, Any]:
     dist.all_gather_object(every, comparisons)
     rows = merge(every)
     if rounded is None:
-        rows = _explain(rows, config, data, exact, worker)
+        rows = _explain(rows, config, data, exact, worker, mesh.device)
     copies = Counter(name for names in run.draft.stage_parameters for name in names)
     # each element once a replica, and once a copy of a tied weight
     wanted = {n: t.numel() * config.replicate * copies[n] for n, t in exact.initial.items()}
@@ -102,16 +102,22 @@ def verify(config: Config, worker: Worker) -> dict[str, Any]:
 
 
 def _explain(
-    rows: list[Comparison], config: Config, data: Data, exact: Reference, worker: Worker
+    rows: list[Comparison],
+    config: Config,
+    data: Data,
+    exact: Reference,
+    worker: Worker,
+    device: torch.device,
 ) -> list[Comparison]:
     """The rows; where all agree up to the first update and not after it, what rounding explains."""
     different = [row for row in rows if not row.agrees]
-    early = [row for row in different if row.kind not in ("update", "state", "loss")]
-    early += [row for row in different if row.kind == "loss" and row.name in EARLY_LOSSES]
-    if early or not different or config.verify.steps == 1:
+    late = [
+        row.kind in ("update", "state", "loss") and row.name not in EARLY_LOSSES
+        for row in different
+    ]
+    if not different or not all(late) or config.verify.steps == 1:
         return rows
     if worker.rank == 0:
-        device, _ = choose_device(config.device, worker.local_rank, worker.local_world_size)
         grown = growth_of_rounding(config, data, device, exact)
         sizes = {name: t.numel() for name, t in (exact.updated | exact.state).items()}
         for i, row in enumerate(rows):

@@ -177,7 +177,8 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
             functions = self._comp_type_to_function_map
             functions[_Kind.SEND_F] = functions[_Kind.SEND_B] = self._send
         for ranks in (self._train, self._forward):
-            received = _received_after(ranks, order.place, self.rank)
+            own = _Kind.SEND_F in self._comp_type_to_function_map  # else torch waits by itself
+            received = _received_after(ranks, order.place, self.rank) if own else {}
             ranks[self.rank] = _Actions(ranks[self.rank], self._begin, self._release(received))
         if zero == 3:  # FSDP's own hooks gather each block when it runs
             register = self.register_custom_function

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -118,7 +117,8 @@ def draft(
         numel = [sum(stage.values()) for stage in parameters]
         return RankMemory(config, model_graph, order, zero, numel, targets, unit_costs)
 
-    recomputed = choose_recomputed(config, model_graph, graphs, order, rank_memory, _memory(config))
+    limit = functools.partial(_device_memory, config)
+    recomputed = choose_recomputed(config, model_graph, graphs, order, rank_memory, limit)
     used = {
         name for graph in graphs for name in model_graph.parameters_of(graph.units, graph.weights)
     }
@@ -165,17 +165,13 @@ def _local_ranks(config: Config) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if external else config.world_size
 
 
-def _memory(config: Config) -> Callable[[], int | None]:
+def _device_memory(config: Config) -> int | None:
     """Bytes that training may take on a device, where that is not said: what it has, less 8% for
     what the allocator loses and what communication takes."""
-
-    def available() -> int | None:
-        ranks = _local_ranks(config)
-        device, _ = choose_device(config.device, 0, ranks)
-        total = total_memory(device, ranks)
-        return None if total is None else int(0.92 * total)
-
-    return available
+    ranks = _local_ranks(config)
+    device, _ = choose_device(config.device, 0, ranks)
+    total = total_memory(device, ranks)
+    return None if total is None else int(0.92 * total)
 
 
 def _choose_order(config: Config, model: nn.Module) -> tuple[Order, str]:

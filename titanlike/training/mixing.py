@@ -59,7 +59,8 @@ def refuse_mixed_samples(run: Run, config: Config, stream: Iterator[Batch]) -> I
         reason = (
             f"{what} mixes the samples of a batch: {change}. Remove what mixes them (a mean, norm, "
             "sum or sort over dim 0, a division by the batch size, or attention that takes dim 0 as "
-            "the sequence where batch_first=True is missing), or accept that every layout and number of microbatches trains another model"
+            "the sequence where batch_first=True is missing), or accept that every layout and number "
+            "of microbatches trains another model"
         )
         raise ConfigError([Problem("mixes_samples", False, reason, "mixes_samples=true")])
     return chain(first, stream)
