@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from titanlike.config.schema import Config
 from titanlike.pipeline.order import Act, Order, awaited, needs, walk
-from titanlike.split.rank_memory import RankMemory, saved_operators, unit_costs_of
+from titanlike.split.rank_memory import RankMemory, saved_operators
 from titanlike.split.unit_costs import CostError, state_bytes
 from titanlike.training.draft import Draft
 
@@ -36,11 +36,9 @@ def estimate(config: Config, draft: Draft) -> Estimate:
 
     A unit whose costs cannot be measured alone counts only with its parameters.
     """
-    targets, unit_costs = unit_costs_of(config, draft.model_graph, draft.microbatches)
-    stages = range(draft.order.stages)
-    parameters = [draft.stage_numel(stage) for stage in stages]
-    parts = config, draft.model_graph, draft.order, draft.zero
-    memory = RankMemory(*parts, parameters, targets, unit_costs).of_ranks(draft.recomputed.blocks)
+    parameters = [draft.stage_numel(stage) for stage in range(draft.order.stages)]
+    memory = RankMemory(config, draft.model_graph, draft.order, draft.zero, parameters)
+    unit_costs = memory.unit_costs
     try:
         flops = [0] if unit_costs is None else unit_costs.flops()
     except CostError:
@@ -48,7 +46,7 @@ def estimate(config: Config, draft: Draft) -> Estimate:
         flops = [int(numel[at, at + 1]) for at in range(len(numel) - 1)]
     names = [name for stage in draft.stages for name in stage]
     of_unit = dict(zip(names, flops, strict=False))
-    read = 1 + _TOKENS_TO_READ_WEIGHTS / targets.numel()
+    read = 1 + _TOKENS_TO_READ_WEIGHTS / memory.tokens
     forward, backward = [], []
     for units, recomputed in zip(draft.stages, draft.recomputed.blocks, strict=True):
         once = read * sum(of_unit.get(name, 0) for name in units) / 3
@@ -57,7 +55,9 @@ def estimate(config: Config, draft: Draft) -> Estimate:
         again = read * flops_again / 3
         forward.append(once)
         backward.append(2 * once + again)
-    return Estimate(max(memory), step_time(draft.order, forward, backward))
+    return Estimate(
+        max(memory.of_ranks(draft.recomputed.blocks)), step_time(draft.order, forward, backward)
+    )
 
 
 def least_memory(config: Config, parameters: int) -> int:

@@ -42,11 +42,16 @@ class RankMemory:
         order: Order,
         zero: int,
         parameters: Sequence[int],
-        targets: Tensor,
-        unit_costs: UnitCosts | None,
     ) -> None:
-        """parameters: elements of each stage; targets: of one microbatch; unit_costs: None where
-        units cannot be run alone, which then count only with their parameters."""
+        """parameters: elements of each stage. Units that cannot be run alone count only with their
+        parameters."""
+        rows = config.batch_size // config.dp // order.microbatches
+        targets = example_batch(config)["targets"].repeat_interleave(rows, 0)
+        self.tokens = targets.numel()  # of a microbatch
+        unit_costs = None  # where units are not whole
+        if not isinstance(config.split, TraceSplit):
+            unit_costs = UnitCosts(model_graph, targets, build_loss(config.loss))
+        self.unit_costs = unit_costs
         self.unknown = ""  # why activations are not counted
         self._order = order
         self._stages = model_graph.stages
@@ -75,7 +80,7 @@ class RankMemory:
         flows = [[sum(t.nbytes for t in flow) for flow in messages(graph)] for graph in graphs]
         self._sent = [sent for _, sent in flows]
         last = order.stages - 1
-        self._logits = max(2 * saved[-1], _chunk_bytes(config, model_graph, targets))
+        self._logits = max(2 * saved[-1], _chunk_bytes(config, model_graph, self.tokens))
         self._steady = []  # bytes on each rank that do not depend on what is in flight
         for rank in range(len(order.ranks)):
             local = order.local(rank)
@@ -118,26 +123,15 @@ class RankMemory:
         return [self.of_rank(rank, recomputed) for rank in range(len(self._order.ranks))]
 
 
-def unit_costs_of(
-    config: Config, model_graph: ModelGraph, microbatches: int
-) -> tuple[Tensor, UnitCosts | None]:
-    """(targets of one microbatch on meta, costs of the units; None where they are not whole)."""
-    rows = config.batch_size // config.dp // microbatches
-    targets = example_batch(config)["targets"].repeat_interleave(rows, 0)
-    if isinstance(config.split, TraceSplit):
-        return targets, None
-    return targets, UnitCosts(model_graph, targets, build_loss(config.loss))
-
-
 def saved_operators(config: Config) -> list[str]:
     """Operators whose results a recomputed block keeps."""
     how = config.activation_checkpoint
     return how.save if isinstance(how, SelectiveActivationCheckpoint) else []
 
 
-def _chunk_bytes(config: Config, model_graph: ModelGraph, targets: Tensor) -> int:
+def _chunk_bytes(config: Config, model_graph: ModelGraph, tokens: int) -> int:
     """Bytes of a chunk of logits in its backward: logits, softmax, gradient."""
     logits = model_graph.meta_output(model_graph.fields, True)
     if not isinstance(config.loss, ChunkedCrossEntropy) or not isinstance(logits, Tensor):
         return 0
-    return 3 * 4 * min(config.loss.chunk, targets.numel()) * logits.shape[-1]
+    return 3 * 4 * min(config.loss.chunk, tokens) * logits.shape[-1]

@@ -33,7 +33,7 @@ from titanlike.pipeline import from_config
 from titanlike.pipeline.order import Order
 from titanlike.split.auto_split import AutoSplitResult, MeasureTimes, find_auto_split
 from titanlike.split.partition import SplitError, partition
-from titanlike.split.rank_memory import RankMemory, unit_costs_of
+from titanlike.split.rank_memory import RankMemory
 from titanlike.split.unit_costs import UnitCosts
 from titanlike.training import checks
 from titanlike.training.recomputed_blocks import Recomputed, choose_recomputed
@@ -113,9 +113,8 @@ def draft(
     ]
 
     def rank_memory() -> RankMemory:
-        targets, unit_costs = unit_costs_of(config, model_graph, order.microbatches)
         numel = [sum(stage.values()) for stage in parameters]
-        return RankMemory(config, model_graph, order, zero, numel, targets, unit_costs)
+        return RankMemory(config, model_graph, order, zero, numel)
 
     limit = functools.partial(_device_memory, config)
     recomputed = choose_recomputed(config, model_graph, graphs, order, rank_memory, limit)
