@@ -71,6 +71,15 @@ def test_a_rank_that_was_killed_is_named_with_its_signal(tmp_path: Path) -> None
     assert launched.all_exit()
 
 
+def test_a_rank_that_is_ended_while_it_reports_an_error_adds_no_traceback(tmp_path: Path) -> None:
+    job = "rank_0_fails_while_rank_1_tells_its_error"
+    launched = Launched(job, "pp=2", f"run_dir={tmp_path}")
+    code, _, err = launched.wait(30)
+    assert code == 1 and "rank 1 failed: LongError: a long story" in err
+    assert "Interrupted" not in err and "Traceback" not in err
+    assert launched.all_exit()
+
+
 @pytest.mark.parametrize(
     "signum, code", [(signal.SIGTERM, 143), *slow((signal.SIGINT, 130), (signal.SIGKILL, -9))]
 )

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).parents[2]))
@@ -43,6 +44,27 @@ def rank_0_fails_late(config, worker):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(8)
     raise RuntimeError(f"rank {worker.rank} has enough")
+
+
+def rank_0_fails_while_rank_1_tells_its_error(config, worker):
+    """Rank 0's failure ends rank 1, which has logged its error and is reporting it."""
+
+    class LongError(RuntimeError):
+        def __str__(self) -> str:
+            if "run_job" not in (frame.name for frame in traceback.extract_stack()):
+                # the main thread sees the signal before the thread that would end the process
+                sys.setswitchinterval(30)
+                (worker.run_dir / "reporting").touch()
+                end = time.monotonic() + 20
+                while time.monotonic() < end:
+                    pass
+            return "a long story"
+
+    if worker.rank == 1:
+        raise LongError
+    while not (worker.run_dir / "reporting").exists():
+        time.sleep(0.05)
+    raise RuntimeError("rank 0 has enough")
 
 
 def leaks(config, worker):

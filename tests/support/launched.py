@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -75,6 +77,18 @@ class Launched:
             except (psutil.Error, OSError):
                 continue
         return found
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """All its processes stand still meanwhile: they see what is done as one change."""
+        processes = self.alive()
+        for process in processes:
+            process.suspend()
+        try:
+            yield
+        finally:
+            for process in processes:
+                process.resume()
 
     def all_exit(self, within: float = 10) -> bool:
         """Whether all its processes end within some seconds; the others are killed."""

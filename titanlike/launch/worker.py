@@ -145,35 +145,43 @@ def main(scratch: str, driver: int) -> None:
     die_with_parent(driver, signal.SIGKILL)  # safe: checkpoints are atomic
     folder = Path(scratch)
     stop = StopRequest(folder)
-    with interruptible(stop=stop, grace=0):
-        job = Job.from_json((folder / "job.json").read_text(encoding="utf-8"))
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        try:
-            from titanlike.launch.local_rendezvous import workers_store
-
-            worker = Worker(
-                rank=rank,
-                world_size=world_size,
-                local_rank=rank,
-                local_world_size=world_size,
-                one_machine=True,
-                run_dir=job.run_dir,
-                store=workers_store(folder, world_size),
-                overrides=job.overrides,
-                stop_request=stop,
-            )
-            result = run_job(job, worker)
-            if rank == 0:
-                (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
-        except Interrupted as interrupted:
-            exit_now(interrupted.exit_code)
-        except BaseException as error:
-            failure = describe(rank, error)
-            if not failure.transport:  # run_dir may be lost, or be a later start's
-                with contextlib.suppress(OSError):  # removed: the driver has the cause from a peer
-                    write_failure(folder, failure)
-            exit_now(1)  # destroying the process groups would look like the root cause to peers
-        # none exits before all have finished: see `_peer_ended`
-        with contextlib.suppress(RuntimeError):  # the driver finds the rank that failed
-            barrier(worker, "end", job.config.launch.timeout)
+    try:
+        with interruptible(stop=stop, grace=0):
+            _run_and_report(folder, stop)
+    except Interrupted as interrupted:  # also while an error was being reported
+        exit_now(interrupted.exit_code)
     sys.stdout.flush()
+
+
+def _run_and_report(folder: Path, stop: StopRequest) -> None:
+    """The job on this rank, and what the driver reads of it: result.json or an error."""
+    job = Job.from_json((folder / "job.json").read_text(encoding="utf-8"))
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        from titanlike.launch.local_rendezvous import workers_store
+
+        worker = Worker(
+            rank=rank,
+            world_size=world_size,
+            local_rank=rank,
+            local_world_size=world_size,
+            one_machine=True,
+            run_dir=job.run_dir,
+            store=workers_store(folder, world_size),
+            overrides=job.overrides,
+            stop_request=stop,
+        )
+        result = run_job(job, worker)
+        if rank == 0:
+            (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
+    except Interrupted:
+        raise
+    except BaseException as error:
+        failure = describe(rank, error)
+        if not failure.transport:  # run_dir may be lost, or be a later start's
+            with contextlib.suppress(OSError):  # removed: the driver has the cause from a peer
+                write_failure(folder, failure)
+        exit_now(1)  # destroying the process groups would look like the root cause to peers
+    # none exits before all have finished: see `_peer_ended`
+    with contextlib.suppress(RuntimeError):  # the driver finds the rank that failed
+        barrier(worker, "end", job.config.launch.timeout)
