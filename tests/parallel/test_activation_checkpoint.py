@@ -51,6 +51,7 @@ from titanlike.training.draft import draft
 from titanlike.training.step import to_device
 from titanlike.training.train import train
 
+CPU = torch.device("cpu")
 FULL = ActivationCheckpoint("full")
 HOW = {
     "none": ActivationCheckpoint("none"),
@@ -258,7 +259,7 @@ def test_only_plain_linear_layers_queue_their_gradients() -> None:
 
     right = run()
     stage.zero_grad()
-    deferred = DeferredWeightGradients(stage)
+    deferred = DeferredWeightGradients(stage, CPU)
     assert "plain.weight" not in run()
     with pytest.raises(AssertionError):
         deferred.check_all_taken()
@@ -320,7 +321,7 @@ def test_a_linear_layer_that_waits_is_used_as_any_other(use) -> None:
 
     right = run(lambda: None)
     linear.zero_grad()
-    deferred = DeferredWeightGradients(nn.ModuleList([linear]))
+    deferred = DeferredWeightGradients(nn.ModuleList([linear]), CPU)
     torch.testing.assert_close(run(lambda: deferred.take()()), right)
 
 
@@ -328,7 +329,7 @@ def test_a_linear_layer_that_waits_is_used_as_any_other(use) -> None:
 def test_what_a_linear_layer_returns_is_no_view(bias: bool) -> None:
     """FSDP warns of a view, and a view that a custom function returns cannot be changed in place."""
     stage = nn.Sequential(nn.Linear(4, 6, bias=bias))
-    DeferredWeightGradients(stage)
+    DeferredWeightGradients(stage, CPU)
     result = stage(torch.randn(2, 3, 4, requires_grad=True))
     assert result.shape == (2, 3, 6) and not result._is_view()
 

@@ -154,6 +154,7 @@ class Config:
     matmul_precision: Literal["highest", "high", "medium"] = key(
         "highest", "of fp32 matrix products: high = TensorFloat-32 on GPUs, medium = bf16"
     )
+    compile: bool = key(False, "compile each block with torch.compile (inductor)")
     deterministic: bool = key(False, "deterministic kernels only; an operation without one fails")
     on_nonfinite: Literal["stop", "skip", "rollback"] = key(
         "stop",

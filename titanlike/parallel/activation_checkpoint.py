@@ -19,10 +19,10 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
-    noop_context_fn,
 )
 
 from titanlike.config.errors import ConfigError, Problem
+from titanlike.parallel.weight_gradient_operator import DEFERRED_LINEAR
 from titanlike.torch_private import pytree
 
 
@@ -34,21 +34,21 @@ def checkpoint_blocks(stage: nn.Module, blocks: Iterable[str], save: Sequence[st
     """
     for name in blocks:
         block = stage.get_submodule(name)
-        block.forward = functools.partial(_forward, block.forward, _contexts(name, save))
+        # torch.compile accepts no context_fn that does nothing
+        options = {"context_fn": _contexts(name, save)} if save else {}
+        block.forward = functools.partial(_forward, block.forward, options)
 
 
 def _contexts(block: str, save: Sequence[str]) -> Callable[[], Any]:
     """Makes the contexts of a block's forward and of its recomputation."""
-    if not save:
-        return noop_context_fn
     saved: dict[Any, bool] = {}  # by operator
     return lambda: create_selective_checkpoint_contexts(_Kept(block, save, saved))
 
 
-def _forward(forward: Callable[..., Any], context: Any, *args: Any, **kwargs: Any) -> Any:
+def _forward(forward: Callable[..., Any], options: Any, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=context, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
 
 class _Kept:
@@ -66,6 +66,7 @@ class _Kept:
 
     def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = str(getattr(operator, "overloadpacket", operator))  # "aten.mm", of all its overloads
+        name = "aten.mm" if name == DEFERRED_LINEAR else name
         if operator not in self._saved:
             self._saved[operator] = any(fnmatchcase(name, pattern) for pattern in self._save)
         if not context.is_recompute:

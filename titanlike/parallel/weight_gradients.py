@@ -14,42 +14,73 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titanlike.parallel.weight_gradient_operator import linear, take_waiting
 from titanlike.torch_private.autograd import accumulates, in_functorch, shaped
 
 
 class DeferredWeightGradients:
     """The linear layers of a stage: their weight gradients wait until they are taken."""
 
-    def __init__(self, stage: nn.Module) -> None:
-        """Replace the forward of the stage's linear layers; call it before `fully_shard`."""
+    def __init__(self, stage: nn.Module, device: torch.device) -> None:
+        """Replace the forward of the stage's linear layers; call it before `fully_shard`.
+
+        device: on which the stage will run.
+        """
+        alive = torch.zeros(1, device=device, requires_grad=True)
         self._queue: list[tuple[Tensor, Tensor, nn.Parameter, nn.Parameter | None]] = []
+        self._layers: list[nn.Linear] = []
         for module in stage.modules():
             if type(module) is nn.Linear and "forward" not in vars(module):
-                module.forward = partial(self._forward, module)
+                # not a closure: of blocks whose layers have other functions each is compiled
+                module.forward = MethodType(_forward, module)
+                vars(module)[_OWNER], vars(module)[_ALIVE] = self, alive
+                self._layers.append(module)
 
     def take(self) -> Callable[[], None]:
         """What computes the queued gradients and adds them to `.grad`; the queue is empty then."""
         queued, self._queue = self._queue, []
+        if compiled := take_waiting():
+            layers = {layer.weight.data_ptr(): layer for layer in self._layers}
+            for inputs, gradient, address in compiled:
+                layer = layers[address]
+                queued.append((inputs, gradient, layer.weight, layer.bias))
         return partial(_add_gradients, queued)
+
+    def drop(self) -> None:
+        """Forget what is queued."""
+        self._queue.clear()
+        take_waiting()
 
     def check_all_taken(self) -> None:
         """Assert that no gradient of a step is left."""
-        assert not self._queue, f"{len(self._queue)} weight gradients of the step were not computed"
+        left = len(self._queue) + len(take_waiting())
+        assert not left, f"{left} weight gradients of the step were not computed"
 
-    def _forward(self, module: nn.Linear, input: Tensor) -> Tensor:
-        weight, bias = module.weight, module.bias
-        own = [weight] if bias is None else [weight, bias]
-        # not of weights that are computed from others or frozen, nor in other dtypes by autocast
-        trained = all(isinstance(p, nn.Parameter) and p.requires_grad for p in own)
-        elsewhere = torch.is_autocast_enabled(input.device.type) or in_functorch()
-        if not trained or elsewhere or not torch.is_grad_enabled():
+
+# attributes of a linear layer
+_OWNER, _ALIVE = "weight_gradients", "weight_gradients_alive"
+
+
+def _forward(module: nn.Linear, input: Tensor) -> Tensor:
+    weight, bias = module.weight, module.bias
+    own = [weight] if bias is None else [weight, bias]
+    # not of weights that are computed from others or frozen, nor in other dtypes by autocast
+    trained = all(isinstance(p, nn.Parameter) and p.requires_grad for p in own)
+    if not trained or not torch.is_grad_enabled() or torch.is_autocast_enabled(input.device.type):
+        return F.linear(input, weight, bias)
+    if torch.compiler.is_compiling():
+        if weight.numel() == 0:  # it has no address
             return F.linear(input, weight, bias)
-        return _Linear.apply(input, weight, bias, self)
+        return linear(input, weight, bias, getattr(module, _ALIVE))
+    if in_functorch():
+        return F.linear(input, weight, bias)
+    return _Linear.apply(input, weight, bias, vars(module)[_OWNER])
 
 
 class _Linear(torch.autograd.Function):

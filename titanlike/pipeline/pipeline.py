@@ -25,7 +25,7 @@ from titanlike.parallel.reached import Reached
 from titanlike.parallel.tied import Tied
 from titanlike.parallel.weight_gradients import DeferredWeightGradients
 from titanlike.pipeline.order import Order
-from titanlike.torch_private.pipeline_runtime import OrderRuntime
+from titanlike.torch_private.pipeline_runtime import FIELD, OrderRuntime
 from titanlike.torch_private.pipeline_stage import make_stage
 
 MOST_SHAPES = 32  # of batches whose runtimes, with their message buffers, are cached
@@ -103,6 +103,32 @@ class Pipeline:
         finally:
             self._loss = loss
         return each.kept or sums
+
+    def rehearse(self, batch: Batch) -> None:
+        """Run each of this rank's stages alone on a microbatch, with made-up messages: forward, and
+        backward in training. Nothing is sent between stages; collective over dp, whose ranks gather
+        parameters. Gradients and weight gradients that wait are dropped."""
+        self._runtime(batch)
+        fields, size = fields_of(batch), self._model_graph.microbatch_size
+        microbatch = {name: value[:size] for name, value in batch.items()}
+        for index, stage in self._stages.items():
+            graph = self._model_graph.graphs(fields, stage.training)[index]
+            received = [microbatch["inputs"]]
+            if index > 0:
+                like = messages(graph)[0]
+                received = [torch.zeros_like(m, device=self._mesh.device) for m in like]
+            for message in received:
+                message.requires_grad_(stage.training and index > 0)
+            output = stage(*received, **{FIELD + name: microbatch[name] for name in graph.fields})
+            if not stage.training:
+                continue
+            tensors = [output] if isinstance(output, Tensor) else output
+            reached = [tensor for tensor in tensors if tensor.grad_fn is not None]
+            torch.autograd.backward(reached, [torch.zeros_like(tensor) for tensor in reached])
+            stage.zero_grad()
+            if index in self._deferred:
+                self._deferred[index].drop()
+        self._reached.count_missing()
 
     def with_microbatches_of(self, size: int, fields: Fields) -> Pipeline | None:
         """For batches of as many microbatches of another size, over the same stages; None where the

@@ -48,6 +48,7 @@ from titanlike.proof.reference import (
     state_of,
 )
 from titanlike.training.build import Run, build
+from titanlike.training.compiling import compile_blocks
 from titanlike.training.mixing import refuse_mixed_samples
 from titanlike.training.session import open_data_on_every_rank
 from titanlike.training.step import optimizer_step, to_device, validate
@@ -74,6 +75,11 @@ def verify(config: Config, worker: Worker) -> dict[str, Any]:
     exact, rounded = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
 
     run = build(config, mesh, data)
+    stream = batches(data.train, config, dp_rank=mesh.dp_rank)
+    if run.compiled:
+        compile_blocks(
+            run, to_device(next(stream), mesh, config), True, worker, config.launch.timeout
+        )
     refuse_mixed_samples(run, config, batches(data.train, config, dp_rank=mesh.dp_rank))
     comparisons = list(_compare_layout(run, config, data, exact, rounded))
     every: list[list[Comparison]] = [[] for _ in range(mesh.world_size)]

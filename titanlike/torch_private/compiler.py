@@ -1,8 +1,9 @@
-"""torch.compiler: what a forward asks to know whether it is being compiled."""
+"""torch.compile: graphs, where they break, how many there are; what a forward asks of it."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 
 import torch
@@ -22,3 +23,57 @@ def as_if_compiling() -> Iterator[None]:
         yield
     finally:
         torch.compiler.is_compiling = before
+
+
+def is_graph_break(error: Exception) -> bool:
+    """Whether a function cannot be compiled as a whole."""
+    from torch._dynamo import exc
+
+    return isinstance(error, (exc.Unsupported, exc.UserError, exc.InternalTorchDynamoError))
+
+
+def graph_break_reason(error: Exception) -> str:
+    """What breaks the graph and where, in one line."""
+    text = str(error)
+    first = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    explained = [
+        line.partition("Explanation:")[2].strip()
+        for line in text.splitlines()
+        if line.strip().startswith("Explanation:")
+    ]
+    places = [line.strip() for line in text.splitlines() if line.strip().startswith("File ")]
+    place = places[-1].removeprefix("File ").replace('"', "") if places else ""
+    reason = " ".join([first.rstrip("."), *explained[:1]])
+    return f"{reason} ({place})" if place else reason
+
+
+def allow_graphs(count: int) -> None:
+    """Let a function have so many graphs.
+
+    Symptom without it: the ninth kind of block (another size or setting), or the ninth length, ends
+    the run with FailOnRecompileLimitHit, and where graphs may break it runs uncompiled, silently.
+    Test: `test_fences.py::test_torch_compiles_a_function_eight_times_only`.
+    """
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, count)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, count)
+
+
+def hide_checkpoint_warning() -> None:
+    """Symptom: with a list of operators to save, torch.compile warns of in-place operators in four
+    lines; it has replaced them by others before the list is asked.
+    Test: `test_fences.py::test_torch_warns_of_selective_checkpointing_under_compile`.
+    """
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_no_checkpoint_warning)
+
+
+def _is_no_checkpoint_warning(record: logging.LogRecord) -> bool:
+    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
+
+
+def graph_count() -> int:
+    """Graphs compiled in this process so far."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]

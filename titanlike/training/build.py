@@ -23,6 +23,7 @@ from titanlike.optim.loss import build_loss
 from titanlike.optim.optimizer import StageState, build_optimizer
 from titanlike.parallel.activation_checkpoint import checkpoint_blocks
 from titanlike.parallel.batchnorm import BatchNorms
+from titanlike.parallel.compiled_blocks import CompiledBlocks
 from titanlike.parallel.initialize import initialize, piece_seed
 from titanlike.parallel.mesh import Mesh
 from titanlike.parallel.reached import Reached
@@ -46,6 +47,7 @@ class Run:
     stage_states: list[StageState]
     pipeline: Pipeline
     norms: BatchNorms
+    compiled: CompiledBlocks | None  # with compile=true
     origin: str  # of the initial weights, for the opening table
 
     @cached_property
@@ -82,11 +84,14 @@ def build(config: Config, mesh: Mesh, data: Data | None = None) -> Run:
     canonical = plan.model_graph.canonical_names()
     stages: dict[int, Stage] = {}
     deferred: dict[int, DeferredWeightGradients] = {}
+    compiled = CompiledBlocks(plan.variable) if config.compile else None
     for index in local:
         stage = stages[index] = Stage(build_model(plan.model), *plan.stage_modules[index])
-        checkpoint_blocks(stage, plan.recomputed.blocks[index], saved_operators(config))
         if plan.order.splits_backward and defers_weight_gradients(config.schedule):
-            deferred[index] = DeferredWeightGradients(stage)
+            deferred[index] = DeferredWeightGradients(stage, mesh.device)
+        checkpoint_blocks(stage, plan.recomputed.blocks[index], saved_operators(config))
+        if compiled is not None:
+            compiled.add(stage, plan.blocks(index))
         _shard(stage, config, plan, *plan.stage_modules[index], mesh)
         device = torch.device("cpu") if config.fsdp.cpu_offload else mesh.device
         initialize(stage, weights, device, canonical)
@@ -116,7 +121,7 @@ def build(config: Config, mesh: Mesh, data: Data | None = None) -> Run:
     reached = Reached(stages.values(), canonical, mesh, plan.zero)
     parts = {"tied": tied, "norms": norms, "reached": reached, "deferred": deferred}
     pipeline = Pipeline(plan.order, plan.model_graph, stages, loss, mesh, plan.zero, **parts)
-    run = Run(mesh, plan, [*stages.values()], [*states.values()], pipeline, norms, origin)
+    run = Run(mesh, plan, [*stages.values()], [*states.values()], pipeline, norms, compiled, origin)
     run.train_mode(True)
     return run
 

@@ -55,6 +55,7 @@ class Draft:
     unused: list[str]  # parameters that the forward does not use: they stay as they are
     flops_per_token: float | None
     recomputed: Recomputed
+    variable: bool  # batches differ in length
     auto_split: AutoSplitResult | None = None  # how the stages were found, of split=auto
 
     @property
@@ -71,10 +72,10 @@ class Draft:
         """Names of the units of each stage."""
         return self.model_graph.stages
 
-    def blocks(self, stage: int) -> int:
-        """Number of a stage's blocks, which may be recomputed."""
+    def blocks(self, stage: int) -> list[str]:
+        """Names of a stage's blocks, which may be recomputed and compiled."""
         blocks = {unit.name for unit in self.model_graph.units if unit.block}
-        return len(blocks.intersection(self.stages[stage]))
+        return [name for name in self.stages[stage] if name in blocks]
 
     def stage_numel(self, stage: int) -> int:
         """Elements of a stage's parameters."""
@@ -133,6 +134,7 @@ def draft(
         unused=[name for name, _ in model.named_parameters() if name not in used],
         flops_per_token=_flops_per_token(config, model, data),
         recomputed=recomputed,
+        variable=data is not None and data.variable,
         auto_split=auto_split,
     )
 

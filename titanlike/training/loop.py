@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
 
 from titanlike.data.loader import batches
 from titanlike.data.sources import Batch
+from titanlike.parallel.compiled_blocks import uncompiled
+from titanlike.training.compiling import compile_blocks
 from titanlike.training.guard import BadNumbers, Verdict
 from titanlike.training.mixing import refuse_mixed_samples
 from titanlike.training.session import Session, last_step
-from titanlike.training.step import measured_step, validate
+from titanlike.training.step import measured_step, to_device, validate
 
 MOST_ROLLBACKS = 3  # to one checkpoint: then leaving batches out does not help
 
@@ -28,7 +32,10 @@ def train_steps(s: Session) -> None:
     stall: float | None = None  # seconds that training waited for the last save
     if not s.progress.step:
         s.watchdog.enter_phase(1, "check for mixed samples", timeout)
-        stream = refuse_mixed_samples(s.run, config, stream)
+        with uncompiled() if s.run.compiled else nullcontext():
+            stream = refuse_mixed_samples(s.run, config, stream)
+    if s.run.compiled:
+        stream = _compile(s, stream)
     while s.progress.step < last and not s.stop_code:
         step = s.progress.step + 1
         final = step == last  # completed whatever stop request comes
@@ -67,6 +74,18 @@ def train_steps(s: Session) -> None:
             s.stop_code = s.stop_code or _agreed_stop_code(s)
     if s.progress.step >= last:
         s.stop_code = 0
+
+
+def _compile(s: Session, stream: Iterator[Batch]) -> Iterator[Batch]:
+    """The same batches. A wait for a rank that compiles is not a hang."""
+    timeout = s.config.launch.timeout
+    s.watchdog.enter_phase(s.progress.step + 1, "compile", timeout)
+    s.console.line("compiling the blocks")
+    first = next(stream)
+    batch = to_device(first, s.run.mesh, s.config)
+    text = compile_blocks(s.run, batch, s.config.validation.every > 0, s.worker, timeout)
+    s.events.log("compile", s.progress.step, text)
+    return chain([first], stream)
 
 
 def batches_from(s: Session) -> Iterator[Batch]:

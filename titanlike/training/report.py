@@ -62,7 +62,7 @@ def opening(session: Session) -> None:
             if costed:
                 rows[-1].append(_TEXT[found.cost](found.chosen.stages[stage] * found.scale))
             if recomputed:
-                rows[-1].append(f"{len(chosen.blocks[stage])} of {draft.blocks(stage)} blocks")
+                rows[-1].append(f"{len(chosen.blocks[stage])} of {len(draft.blocks(stage))} blocks")
             if chosen.memory:
                 rows[-1].append(units.size(chosen.memory[rank]))
     console.table("", headings, rows)
@@ -124,7 +124,7 @@ def _recomputed(config: Config, draft: Draft) -> str:
     how, chosen = config.activation_checkpoint.name, draft.recomputed
     if how == "none":
         return ""
-    total = sum(draft.blocks(stage) for stage in range(draft.order.stages))
+    total = sum(len(draft.blocks(stage)) for stage in range(draft.order.stages))
     text = f"{how}: {chosen.count} of {total} blocks, in the backward"
     if chosen.limit is None:
         return text

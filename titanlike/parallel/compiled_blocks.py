@@ -1,0 +1,76 @@
+"""torch.compile of the blocks of a stage, each alone.
+
+Equal blocks share one graph: parameters are inputs of it. FSDP's hooks run around a block's forward
+and stay outside of it. A block that breaks the graph is compiled in pieces, and says where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from titanlike.parallel.batchnorm import has_statistics
+from titanlike.torch_private import compiler
+
+MOST_GRAPHS = 256  # of a function that many blocks share, which may differ in their settings
+
+
+class CompiledBlocks:
+    """The compiled blocks of this rank's stages."""
+
+    def __init__(self, dynamic: bool) -> None:
+        """dynamic: sizes of activations differ from batch to batch; one graph serves all."""
+        # None: a size that changes nevertheless is seen by torch, which compiles once more
+        self._dynamic = dynamic or None
+        self.names: list[str] = []
+        self.eager: dict[str, str] = {}  # block -> why it is not compiled
+        self.broken: dict[str, str] = {}  # block -> where it breaks the graph
+        compiler.allow_graphs(MOST_GRAPHS)
+        compiler.hide_checkpoint_warning()
+
+    def add(self, stage: nn.Module, blocks: Iterable[str]) -> None:
+        """Compile these blocks of a stage when they run first; call it before `fully_shard`, after
+        all else that replaces forwards."""
+        for name in blocks:
+            block = stage.get_submodule(name)
+            if any(map(has_statistics, block.modules())):
+                self.eager[name] = "its batch norm collects statistics"
+            else:
+                block.forward = self._forward(name, block.forward)
+                self.names.append(name)
+
+    def _forward(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        compiled = torch.compile(forward, fullgraph=True, dynamic=self._dynamic)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal compiled
+            try:
+                return compiled(*args, **kwargs)
+            except Exception as error:
+                if name in self.broken or not compiler.is_graph_break(error):
+                    raise
+                self.broken[name] = compiler.graph_break_reason(error)
+            compiled = torch.compile(forward, dynamic=self._dynamic)
+            return compiled(*args, **kwargs)
+
+        return call
+
+    @property
+    def notes(self) -> list[str]:
+        """What there is to say of blocks that are not compiled as a whole, a line a reason."""
+        lines = []
+        for found, what in ((self.eager, "not compiled"), (self.broken, "not compiled as a whole")):
+            for reason in dict.fromkeys(found.values()):
+                names = [name for name, why in found.items() if why == reason]
+                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                lines.append(f"{names[0]}{more} {what}: {reason}")
+        return lines
+
+
+def uncompiled() -> AbstractContextManager[None]:
+    """Within it, compiled blocks run as they are written, and nothing is compiled."""
+    return torch.compiler.set_stance("force_eager")
