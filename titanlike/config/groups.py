@@ -281,6 +281,26 @@ class Precision:
 
     name: Literal["fp32", "bf16"] = key("fp32", "choice")
 
+    @property
+    def low(self) -> bool:
+        """Whether activations are in bf16, and weights cast to it."""
+        return self.name != "fp32"
+
+
+@dataclass
+class Float8Precision(Precision):
+    """bf16, and the matrix products of linear layers in float8 by torchao (titanlike[float8])."""
+
+    name: Literal["float8"] = key("float8", "choice")
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = key(
+        "tensorwise",
+        "of torchao: one scale for a tensor, one for each row, or rows and weight gradients in bf16",
+    )
+    skip: list[str] = key(
+        [], "linear layers that stay in bf16, by patterns of their names: [layers.0.*,*.wo]"
+    )
+    min_features: int = key(64, "linear layers with fewer inputs or outputs stay in bf16, too")
+
 
 # --- activation checkpointing -------------------------------------------------------------------
 

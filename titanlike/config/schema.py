@@ -24,6 +24,7 @@ from titanlike.config.groups import (
     EvenSplit,
     EveryActivationCheckpoint,
     FitActivationCheckpoint,
+    Float8Precision,
     LoopedSchedule,
     LoopedZeroBubbleSchedule,
     Mse,
@@ -226,7 +227,7 @@ VARIANTS: dict[str, dict[str, type]] = {
         "chunked_cross_entropy": ChunkedCrossEntropy,
         "mse": Mse,
     },
-    "precision": {"fp32": Precision, "bf16": Precision},
+    "precision": {"fp32": Precision, "bf16": Precision, "float8": Float8Precision},
     "activation_checkpoint": {
         "none": ActivationCheckpoint,
         "full": ActivationCheckpoint,

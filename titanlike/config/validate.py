@@ -41,7 +41,7 @@ _LEAST = {
     **dict.fromkeys(("checkpoint.keep_every", "checkpoint.keep_best"), 0),
     **dict.fromkeys(("launch.max_restarts", "launch.step_timeout", "lr.warmup"), 0),
     **{"validation.batches": 1, "verify.steps": 1, "spike_window": 2},
-    **{"activation_checkpoint.every": 1},
+    **{"activation_checkpoint.every": 1, "precision.min_features": 1},
 }
 _ABOVE_ZERO = {  # and finite; key -> an example
     **{"launch.timeout": "600", "launch.heartbeat": "10", "checkpoint.timeout": "1800"},

@@ -30,7 +30,7 @@ def example_batch(config: Config, data: Data | None = None) -> dict[str, torch.T
         if getattr(config.data, "documents", False):
             sample["document_ids"] = ids
         batch = stack([sample])
-    dtype = torch.bfloat16 if config.precision.name == "bf16" else torch.float32
+    dtype = torch.bfloat16 if config.precision.low else torch.float32
     dtypes = {name: dtype if t.is_floating_point() else t.dtype for name, t in batch.items()}
     return {n: torch.empty(t.shape, dtype=dtypes[n], device="meta") for n, t in batch.items()}
 

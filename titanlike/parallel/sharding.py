@@ -21,7 +21,7 @@ from titanlike.parallel.mesh import Mesh
 
 def compute_dtype(config: Config) -> torch.dtype:
     """The dtype of activations."""
-    return torch.bfloat16 if config.precision.name == "bf16" else torch.float32
+    return torch.bfloat16 if config.precision.low else torch.float32
 
 
 def shard_stage(
@@ -34,12 +34,12 @@ def shard_stage(
     """
     if next(stage.parameters(), None) is None:
         return  # an empty stage
-    bf16 = config.precision.name == "bf16"
-    if mesh.dp == 1 and not bf16 and not config.fsdp.cpu_offload:
+    low = config.precision.low
+    if mesh.dp == 1 and not low and not config.fsdp.cpu_offload:
         return
     # only axes larger than one: a mesh of one axis is FSDP, of two HSDP
     axes = ("replicate", "shard") if config.replicate > 1 else ("shard",)
-    dtype = torch.bfloat16 if bf16 else None
+    dtype = torch.bfloat16 if low else None
     # reduce_dtype is always given: left out, it means bf16 in torch 2.13 and fp32 in 2.15.
     precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     options = {"mesh": mesh.axes[axes], "reshard_after_forward": zero == 3, "mp_policy": precision}

@@ -26,6 +26,7 @@ from titanlike.launch.worker import Worker, barrier
 from titanlike.metrics import units
 from titanlike.metrics.console import Console
 from titanlike.metrics.sinks import JsonlSink
+from titanlike.models.float8 import use_float8
 from titanlike.models.registry import build_model, initial_weights_of, resolve_model
 from titanlike.optim.learning_rate import set_lr
 from titanlike.optim.optimizer import build_optimizer
@@ -113,15 +114,16 @@ def _plain_loop(config: Config, data: Data, device: torch.device) -> Iterator[di
     alone = replace(config, dp=1, replicate=1)
     resolved = resolve_model(config)
     model = build_model(resolved)
+    use_float8(model, config, device)
     initialize(model, initial_weights_of(resolved, config.seed), device)
     optimizer = build_optimizer(model, config.optimizer)
     stream = batches(data.train, alone, dp_rank=0)
-    bf16 = config.precision.name == "bf16"
+    low = config.precision.low
     for step in range(1, config.steps + 1):
         begin = time.perf_counter()
         batch = next(stream)
         inputs, targets = (batch[key].to(device) for key in ("inputs", "targets"))
-        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=low):
             logits = model(inputs)
         loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE)
         loss.backward()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from titanlike.config.schema import Config
 from titanlike.data.loader import batches, validation_batches
 from titanlike.data.sources import Data
+from titanlike.models.float8 import use_float8
 from titanlike.models.registry import build_model, initial_weights_of, resolve_model
 from titanlike.optim.learning_rate import set_lr
 from titanlike.optim.loss import build_loss
@@ -52,11 +53,12 @@ class Reference:
 def reference_steps(
     config: Config, data: Data, device: torch.device
 ) -> tuple[Reference, Reference | None]:
-    """(in fp32, in bf16 if the config or an autocast in the model asks for it), each by one process."""
+    """(in fp32, in bf16 or float8 if the config or an autocast in the model asks for it), each by one
+    process."""
     groups = 1
     if config.mixes_samples or _batch_norms(build_model(resolve_model(config))):
         groups = config.dp * draft(config, data).microbatches
-    if config.precision.name == "bf16":
+    if config.precision.low:
         exact = _single_process(config, data, device, torch.float32, groups)
         return exact, _single_process(config, data, device, torch.bfloat16, groups)
     with watch_autocast() as used:
@@ -112,7 +114,8 @@ def _single_process(
     rounding: str = "",
     nudge: int | None = None,
 ) -> Reference:
-    """Training steps of the whole model on whole batches, computing in `dtype`.
+    """Training steps of the whole model on whole batches, computing in `dtype` (bf16: and in float8
+    where the config says so).
 
     groups: equal parts of the batch that go through the model one after the other. rounding: the
     precision of the layout that it is for, if not the config's. nudge: a seed of
@@ -121,6 +124,8 @@ def _single_process(
     config = replace(config, dp=1, replicate=1)
     resolved = resolve_model(config)
     model = build_model(resolved)
+    if dtype == torch.bfloat16:
+        use_float8(model, config, device)
     initialize(model, initial_weights_of(resolved, config.seed), device)
     if nudge is not None:
         generator = torch.Generator().manual_seed(nudge)

@@ -75,7 +75,7 @@ class RankMemory:
         self._queued = dict(zip(names, queued, strict=True))
 
         each = state_bytes(config, zero)
-        sharing = config.dp > 1 or config.precision.name == "bf16" or config.fsdp.cpu_offload
+        sharing = config.dp > 1 or config.precision.low or config.fsdp.cpu_offload
         graphs = model_graph.graphs(model_graph.fields, True)
         flows = [[sum(t.nbytes for t in flow) for flow in messages(graph)] for graph in graphs]
         self._sent = [sent for _, sent in flows]

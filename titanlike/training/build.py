@@ -18,6 +18,7 @@ from torch import nn
 from titanlike.config.schema import Config
 from titanlike.data.sources import Data
 from titanlike.graph.stage import Stage, fsdp_groups
+from titanlike.models.float8 import use_float8
 from titanlike.models.registry import build_model, initial_weights_of
 from titanlike.optim.loss import build_loss
 from titanlike.optim.optimizer import StageState, build_optimizer
@@ -86,7 +87,9 @@ def build(config: Config, mesh: Mesh, data: Data | None = None) -> Run:
     deferred: dict[int, DeferredWeightGradients] = {}
     compiled = CompiledBlocks(plan.variable) if config.compile else None
     for index in local:
-        stage = stages[index] = Stage(build_model(plan.model), *plan.stage_modules[index])
+        model = build_model(plan.model)
+        use_float8(model, config, mesh.device)
+        stage = stages[index] = Stage(model, *plan.stage_modules[index])
         if plan.order.splits_backward and defers_weight_gradients(config.schedule):
             deferred[index] = DeferredWeightGradients(stage, mesh.device)
         checkpoint_blocks(stage, plan.recomputed.blocks[index], saved_operators(config))

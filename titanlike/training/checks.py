@@ -37,8 +37,8 @@ def norm_problems(config: Config, model: nn.Module) -> list[Problem]:
             key, value = "split", "trace"
             reason = f"the tracer cannot see that {name} is a batch norm and keeps statistics"
             fix = "split=points or split=even, which leave modules whole"
-        elif has_statistics(module) and config.precision.name == "bf16":
-            key, value = "precision", "bf16"
+        elif has_statistics(module) and config.precision.low:
+            key, value = "precision", config.precision.name
             reason = f"its {name} is a batch norm, whose running statistics are too fine for bf16"
             fix = "precision=fp32, or a group norm"
         else:

@@ -10,6 +10,7 @@ import functools
 import os
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from titanlike.config import schema
@@ -22,6 +23,7 @@ from titanlike.graph.cut import StageGraph, cut
 from titanlike.graph.model_graph import Fields, ModelGraph, fields_of
 from titanlike.graph.recording import RecordError
 from titanlike.models.checks import model_problems
+from titanlike.models.float8 import Float8Layers, use_float8
 from titanlike.models.registry import build_model, constructed_buffers, resolve_model
 from titanlike.optim import own
 from titanlike.optim.chunked_loss import HeadNested, find_head, with_chunked_loss
@@ -56,6 +58,7 @@ class Draft:
     flops_per_token: float | None
     recomputed: Recomputed
     variable: bool  # batches differ in length
+    float8: Float8Layers | None = None  # of precision=float8
     auto_split: AutoSplitResult | None = None  # how the stages were found, of split=auto
 
     @property
@@ -101,6 +104,7 @@ def draft(
     resolved = resolve_model(config)
     model = build_model(resolved)
     order, why_microbatches = _choose_order(config, model)
+    float8 = use_float8(model, config, _device(config))
     zero, why_zero = _choose_zero(config, order.splits_backward)
     model_graph, targets = _record_model(config, resolved, model, data, order.microbatches)
     found = _cut_stages(config, model_graph, targets, order, zero, measure_times)
@@ -135,6 +139,7 @@ def draft(
         flops_per_token=_flops_per_token(config, model, data),
         recomputed=recomputed,
         variable=data is not None and data.variable,
+        float8=float8,
         auto_split=auto_split,
     )
 
@@ -164,6 +169,12 @@ def _local_ranks(config: Config) -> int:
     """Ranks on this machine: of torchrun or srun, or all of them in the launcher's own process."""
     external = int(os.environ.get("WORLD_SIZE", "1")) > 1
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if external else config.world_size
+
+
+def _device(config: Config) -> torch.device:
+    """The first local rank's; a CPU where there is no GPU, which preflight reports."""
+    wanted = "cpu" if config.device == "cpu" else "auto"
+    return choose_device(wanted, 0, _local_ranks(config))[0]
 
 
 def _device_memory(config: Config) -> int | None:
@@ -245,9 +256,7 @@ def _record(
     traced = isinstance(config.split, schema.TraceSplit)
     key = "model.name"
     buffers = functools.cache(lambda: constructed_buffers(resolved, config.seed))
-    wanted = "cpu" if config.device == "cpu" else "auto"  # preflight reports that there is no GPU
-    device, _ = choose_device(wanted, 0, _local_ranks(config))
-    options = {"traced": traced, "device": device.type, "buffers": buffers}
+    options = {"traced": traced, "device": _device(config).type, "buffers": buffers}
     try:
         graph = ModelGraph(model, fields, microbatch_size, points, **options)
         while chunked and (nested := _chunk_loss(graph, build_loss(config.loss))):

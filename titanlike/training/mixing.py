@@ -29,6 +29,7 @@ from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config, Custom
 from titanlike.data.sources import Batch
 from titanlike.graph.model_graph import fields_of
+from titanlike.models.float8 import in_bf16
 from titanlike.parallel.initialize import seeded
 from titanlike.pipeline.pipeline import Pipeline
 from titanlike.torch_private.base_classes import BatchNorm
@@ -38,7 +39,7 @@ from titanlike.training.step import to_device
 # differences of losses, relative (root mean square):
 NO_CHANGE = 2e-6  # rounding, in any precision
 ROUNDING = 10.0  # times what the same rows at other positions of their microbatch change
-MOST_ROUNDING = {"fp32": 1e-5, "bf16": 1e-2}  # if that is more, it is no rounding
+MOST_ROUNDING, MOST_ROUNDING_IN_BF16 = 1e-5, 1e-2  # if that is more, it is no rounding
 # of the same samples in microbatches of another size, for which kernels round in another order
 MOST_BY_SIZE, MOST_BY_SIZE_IN_BF16 = 1e-4, 1e-2
 KNOWN = ("llama", "gpt2")  # titanlike's own models mix nothing
@@ -90,7 +91,8 @@ def _change_by_companions(run: Run, config: Config, first: list[Batch]) -> str |
                     half = "in a microbatch of half as many samples the losses of a sample"
                     return f"{half} change by {by_size:.0e} of their size"
                 rounding = rows.change(plain, rows.losses(3))
-                if rounding > MOST_ROUNDING[config.precision.name] or change > ROUNDING * rounding:
+                most = MOST_ROUNDING_IN_BF16 if config.precision.low else MOST_ROUNDING
+                if rounding > most or change > ROUNDING * rounding:
                     beside = "beside other samples in its microbatch the losses of a sample"
                     return f"{beside} change by {change:.0e} of their size"
                 return None
@@ -194,7 +196,7 @@ def _everywhere(run: Run, possible: bool) -> bool:
 
 
 def _most_by_size(config: Config) -> float:
-    exact = config.precision.name == "fp32" and config.matmul_precision == "highest"
+    exact = not config.precision.low and config.matmul_precision == "highest"
     return MOST_BY_SIZE if exact else MOST_BY_SIZE_IN_BF16
 
 
@@ -216,7 +218,8 @@ def _mode(run: Run, training: bool) -> Iterator[None]:
     for norm in affine:  # without running statistics it always mixes
         norm.forward = _affine.__get__(norm)
     try:
-        yield
+        with in_bf16(modules):  # the largest number of a microbatch sets a scale of float8
+            yield
     finally:
         for norm in affine:
             del norm.forward

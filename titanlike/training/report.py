@@ -32,7 +32,7 @@ def opening(session: Session) -> None:
         ("model", f"{config.model.name}, {units.count(draft.numel)} parameters"),
         ("weights", "" if start or config.checkpoint.start_from else run.origin),
         ("not used", f"{_first(draft.unused)}: no gradient, no update" if draft.unused else ""),
-        ("precision", config.precision.name),
+        ("precision", _precision(config, draft)),
         ("recomputed", _recomputed(config, draft)),
         ("data", data.description),
         ("epochs", epochs(config, len(data.train))),
@@ -117,6 +117,16 @@ def _splits(found: AutoSplitResult) -> list[tuple[str, str]]:
         ("split", f"auto by {found.cost}: {heaviest_rank(found.chosen)}{proven}"),
         ("", f"even would give: {heaviest_rank(found.even)}"),
     ]
+
+
+def _precision(config: Config, draft: Draft) -> str:
+    """And for float8 how many layers compute in it, and that it is emulated, which gains nothing."""
+    layers, precision = draft.float8, config.precision
+    if layers is None:
+        return precision.name
+    text = f"bf16, and {layers.count} of {layers.of} linear layers in float8 ({precision.recipe})"
+    emulated = "emulated, which is slower: this device has no float8 matrix products"
+    return f"{text}; {emulated}" if layers.emulated else text
 
 
 def _recomputed(config: Config, draft: Draft) -> str:

@@ -1,0 +1,165 @@
+"""precision=float8: torchao's linear layers in place of torch's, in the blocks of a model on meta.
+
+A `Float8Linear` keeps its name and its fp32 weight. It scales its inputs, its weight and the gradient
+of its results so that each fills the range of float8 (a dynamic scale), and multiplies those; its
+results are bf16, as everything between such layers. Left in bf16 are the layers outside of blocks
+(embedding, head), weights that several modules share, and sizes that gain nothing.
+
+Idea: https://arxiv.org/abs/2209.05433, and https://github.com/pytorch/ao for training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from types import ModuleType
+
+import torch
+from torch import nn
+
+from titanlike.config.errors import ConfigError, Problem, nearest
+from titanlike.config.schema import Config, Custom, Float8Precision
+from titanlike.graph.find_units import find_units
+
+_MULTIPLE = 16  # of both sides of a matrix, for the kernels of float8
+_BF16 = "precision=bf16"
+
+
+@dataclass(frozen=True)
+class Float8Layers:
+    """What `use_float8` did, for the opening table."""
+
+    count: int  # linear layers in float8
+    of: int  # linear layers of the model
+    emulated: bool  # rounded to float8 and multiplied in fp32
+
+
+def use_float8(model: nn.Module, config: Config, device: torch.device) -> Float8Layers | None:
+    """Replace linear layers of a model in place, if `precision` is float8.
+
+    device: on which it will compute. Raises ConfigError where torchao is missing, where a pattern of
+    `precision.skip` names no layer, and where no layer is left.
+    """
+    settings = config.precision
+    if not isinstance(settings, Float8Precision):
+        return None
+    torchao = _import_torchao()
+    chosen = _choose(model, settings)
+    emulated = not _has_float8(device)
+    made = torchao.Float8LinearConfig.from_recipe_name(settings.recipe)
+    # products over tokens need a multiple of 16 of them: zeros are added, at the price of a copy
+    pad = config.seq_len % _MULTIPLE != 0 or isinstance(config.data, Custom)
+    for name, value in (("emulate", emulated), ("pad_inner_dim", pad)):
+        object.__setattr__(made, name, value)  # a frozen dataclass; a recipe takes no arguments
+    torchao.convert_to_float8_training(
+        model, config=made, module_filter_fn=lambda _, name: name in chosen
+    )
+    linear = sum(isinstance(module, nn.Linear) for module in model.modules())
+    return Float8Layers(len(chosen), linear, emulated)
+
+
+@contextlib.contextmanager
+def in_bf16(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Within it, linear layers in float8 compute as others do."""
+    layers = [m for m in modules if type(m).forward.__module__.startswith("torchao.float8.")]
+    for layer in layers:
+        layer.forward = nn.Linear.forward.__get__(layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def _has_float8(device: torch.device) -> bool:
+    """Whether a device multiplies float8 matrices: NVIDIA's Ada and Hopper, AMD's MI300, and later."""
+    if device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device) >= ((9, 4) if torch.version.hip else (8, 9))
+
+
+def _import_torchao() -> ModuleType:
+    """torchao.float8. Raises ConfigError."""
+    # Importing it logs each of its libraries that is for another device, and torch a deprecation.
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        import torchao.float8
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name == "torchao"
+        reason = "torchao is not installed" if missing else f"importing torchao failed: {error}"
+        fix = f"pip install 'titanlike[float8]', or {_BF16}"
+        raise ConfigError([Problem("precision", "float8", reason, fix)]) from None
+    finally:
+        logging.disable(level)
+    return torchao.float8
+
+
+def _choose(model: nn.Module, settings: Float8Precision) -> set[str]:
+    """Names of the layers that compute in float8. Raises ConfigError."""
+    units = find_units(model)
+    blocks = tuple(f"{unit.name}." for unit in units if unit.block)
+    # of a chain of layers each is a block, the head as well
+    alone = {unit.name for unit in units[:-1] if unit.block}
+    holders = Counter(
+        id(parameter)
+        for module in model.modules()
+        for parameter in module.parameters(recurse=False)
+    )
+    linear = {name: module for name, module in model.named_modules() if _is_plain(module)}
+    inside = {
+        name
+        for name, module in linear.items()
+        if (name.startswith(blocks) or name in alone) and holders[id(module.weight)] == 1
+    }
+    unmatched = [
+        pattern
+        for pattern in settings.skip
+        if not any(fnmatchcase(name, pattern) for name in linear)
+    ]
+    problems = []
+    for pattern in unmatched:
+        near = nearest(pattern, linear)
+        others = [other for other in settings.skip if other != pattern]
+        fix = f"precision.skip=[{','.join([*others, *([near] if near else [])])}]"
+        reason = "the model has no linear layer of this name"
+        problems.append(Problem("precision.skip", pattern, reason, fix))
+    if not inside:
+        reason = "there are no linear layers (torch.nn.Linear) in the model's blocks"
+        problems.append(Problem("precision", "float8", reason, _BF16))
+    if problems:
+        raise ConfigError(problems)
+    fit = {name for name in inside if _fits(linear[name], settings.min_features)}
+    chosen = {n for n in fit if not any(fnmatchcase(n, pattern) for pattern in settings.skip)}
+    if fit and not chosen:
+        reason = "leaves no linear layer for float8"
+        raise ConfigError([Problem("precision.skip", settings.skip, reason, _BF16)])
+    if not chosen:
+        sizes = (linear[name] for name in inside)
+        least = max(min(layer.in_features, layer.out_features) for layer in sizes)
+        wide = [name for name in inside if _fits(linear[name], 1)]
+        if not wide:
+            reason = f"no linear layer has numbers of inputs and outputs divisible by {_MULTIPLE}"
+            raise ConfigError([Problem("precision", "float8", reason, _BF16)])
+        least = max(min(linear[n].in_features, linear[n].out_features) for n in wide)
+        reason = f"the model's linear layers have at most {least} inputs or outputs"
+        fix = f"precision.min_features={least}"
+        key = "precision.min_features"
+        raise ConfigError([Problem(key, settings.min_features, reason, fix)])
+    return chosen
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether it computes as torch.nn.Linear does: a copy would lose what was changed in it."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    changed = "forward" in vars(module) or any(hooks) or "weight" not in module._parameters
+    return type(module) is nn.Linear and not changed
+
+
+def _fits(layer: nn.Linear, least: int) -> bool:
+    sides = layer.in_features, layer.out_features
+    return min(sides) >= least and all(side % _MULTIPLE == 0 for side in sides)
