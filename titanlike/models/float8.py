@@ -3,7 +3,7 @@
 A `Float8Linear` keeps its name and its fp32 weight. It scales its inputs, its weight and the gradient
 of its results so that each fills the range of float8 (a dynamic scale), and multiplies those; its
 results are bf16, as everything between such layers. Left in bf16 are the layers outside of blocks
-(embedding, head), weights that several modules share, and sizes that gain nothing.
+(embedding, head), weights of several names (tied), and sizes that gain nothing.
 
 Idea: https://arxiv.org/abs/2209.05433, and https://github.com/pytorch/ao for training.
 """
@@ -13,8 +13,8 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from types import ModuleType
 
@@ -50,13 +50,12 @@ def use_float8(model: nn.Module, config: Config, device: torch.device) -> Float8
     torchao = _import_torchao()
     chosen = _choose(model, settings)
     emulated = not _has_float8(device)
-    made = torchao.Float8LinearConfig.from_recipe_name(settings.recipe)
     # products over tokens need a multiple of 16 of them: zeros are added, at the price of a copy
     pad = config.seq_len % _MULTIPLE != 0 or isinstance(config.data, Custom)
-    for name, value in (("emulate", emulated), ("pad_inner_dim", pad)):
-        object.__setattr__(made, name, value)  # a frozen dataclass; a recipe takes no arguments
+    recipe = torchao.Float8LinearConfig.from_recipe_name(settings.recipe)
+    recipe = replace(recipe, emulate=emulated, pad_inner_dim=pad)
     torchao.convert_to_float8_training(
-        model, config=made, module_filter_fn=lambda _, name: name in chosen
+        model, config=recipe, module_filter_fn=lambda _, name: name in chosen
     )
     linear = sum(isinstance(module, nn.Linear) for module in model.modules())
     return Float8Layers(len(chosen), linear, emulated)
@@ -65,7 +64,8 @@ def use_float8(model: nn.Module, config: Config, device: torch.device) -> Float8
 @contextlib.contextmanager
 def in_bf16(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Within it, linear layers in float8 compute as others do."""
-    layers = [m for m in modules if type(m).forward.__module__.startswith("torchao.float8.")]
+    # by name: without float8 torchao is not imported
+    layers = [m for m in modules if any(c.__name__ == "Float8Linear" for c in type(m).__mro__)]
     for layer in layers:
         layer.forward = nn.Linear.forward.__get__(layer)
     try:
@@ -105,52 +105,45 @@ def _choose(model: nn.Module, settings: Float8Precision) -> set[str]:
     blocks = tuple(f"{unit.name}." for unit in units if unit.block)
     # of a chain of layers each is a block, the head as well
     alone = {unit.name for unit in units[:-1] if unit.block}
-    holders = Counter(
-        id(parameter)
-        for module in model.modules()
-        for parameter in module.parameters(recurse=False)
-    )
+    names = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     linear = {name: module for name, module in model.named_modules() if _is_plain(module)}
-    inside = {
-        name
+    # name -> the smaller side of its matrix
+    sizes = {
+        name: min(module.in_features, module.out_features)
         for name, module in linear.items()
-        if (name.startswith(blocks) or name in alone) and holders[id(module.weight)] == 1
+        if (name.startswith(blocks) or name in alone)
+        and names[id(module.weight)] == 1
+        and module.in_features % _MULTIPLE == module.out_features % _MULTIPLE == 0
     }
-    unmatched = [
-        pattern
-        for pattern in settings.skip
-        if not any(fnmatchcase(name, pattern) for name in linear)
-    ]
-    problems = []
-    for pattern in unmatched:
-        near = nearest(pattern, linear)
-        others = [other for other in settings.skip if other != pattern]
-        fix = f"precision.skip=[{','.join([*others, *([near] if near else [])])}]"
-        reason = "the model has no linear layer of this name"
-        problems.append(Problem("precision.skip", pattern, reason, fix))
-    if not inside:
-        reason = "there are no linear layers (torch.nn.Linear) in the model's blocks"
-        problems.append(Problem("precision", "float8", reason, _BF16))
-    if problems:
-        raise ConfigError(problems)
-    fit = {name for name in inside if _fits(linear[name], settings.min_features)}
+    fit = {name for name, size in sizes.items() if size >= settings.min_features}
     chosen = {n for n in fit if not any(fnmatchcase(n, pattern) for pattern in settings.skip)}
-    if fit and not chosen:
-        reason = "leaves no linear layer for float8"
-        raise ConfigError([Problem("precision.skip", settings.skip, reason, _BF16)])
-    if not chosen:
-        sizes = (linear[name] for name in inside)
-        least = max(min(layer.in_features, layer.out_features) for layer in sizes)
-        wide = [name for name in inside if _fits(linear[name], 1)]
-        if not wide:
-            reason = f"no linear layer has numbers of inputs and outputs divisible by {_MULTIPLE}"
-            raise ConfigError([Problem("precision", "float8", reason, _BF16)])
-        least = max(min(linear[n].in_features, linear[n].out_features) for n in wide)
-        reason = f"the model's linear layers have at most {least} inputs or outputs"
+    problems = [*_skip_problems(settings.skip, linear)]
+    if not sizes:
+        what = f"no linear layers (torch.nn.Linear) of sizes divisible by {_MULTIPLE}"
+        reason = f"there are {what} in the model's blocks"
+        problems.append(Problem("precision", "float8", reason, _BF16))
+    elif not fit:
+        least = max(sizes.values())
+        reason = f"no linear layer has so many inputs and outputs; the largest has {least}"
         fix = f"precision.min_features={least}"
         key = "precision.min_features"
-        raise ConfigError([Problem(key, settings.min_features, reason, fix)])
+        problems.append(Problem(key, settings.min_features, reason, fix))
+    elif not chosen:
+        reason = "leaves no linear layer for float8"
+        problems.append(Problem("precision.skip", settings.skip, reason, "precision.skip=[]"))
+    if problems:
+        raise ConfigError(problems)
     return chosen
+
+
+def _skip_problems(skip: Sequence[str], linear: Collection[str]) -> Iterator[Problem]:
+    for pattern in skip:
+        if not any(fnmatchcase(name, pattern) for name in linear):
+            near = nearest(pattern, linear)
+            others = [other for other in skip if other != pattern]
+            fix = f"precision.skip=[{','.join([*others, *([near] if near else [])])}]"
+            reason = "the model has no linear layer of this name"
+            yield Problem("precision.skip", pattern, reason, fix)
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -158,8 +151,3 @@ def _is_plain(module: nn.Module) -> bool:
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
     changed = "forward" in vars(module) or any(hooks) or "weight" not in module._parameters
     return type(module) is nn.Linear and not changed
-
-
-def _fits(layer: nn.Linear, least: int) -> bool:
-    sides = layer.in_features, layer.out_features
-    return min(sides) >= least and all(side % _MULTIPLE == 0 for side in sides)
