@@ -28,6 +28,7 @@ from titanlike.config.schema import (
     Config,
     ConstantLr,
     Custom,
+    Float8Precision,
     Fsdp,
     LoopedSchedule,
     PointSplit,
@@ -43,7 +44,8 @@ from titanlike.pipeline.pipeline import Pipeline
 from titanlike.proof.verification import verify
 from titanlike.training.train import train
 
-BF16 = Precision("bf16")
+BF16, FLOAT8 = Precision("bf16"), Float8Precision(min_features=16)
+SCALED = {"bf16": 1.02, "float8": 1.05}  # what a fault multiplies a gradient with
 UNEVEN = Custom("support.data.uneven", {"vocab_size": 64})
 
 MESHES = ((2, 1), (2, 2), (4, 2))
@@ -144,7 +146,7 @@ def verify_with_a_fault(config: Config, worker: Worker, fault: str) -> dict:
             named = dict(self._stages[1].named_parameters())
             parameter = named["layers.5.ffn.up.weight"]
             if fault == "scaled" or (fault == "scaled later" and steps > 1):
-                parameter.grad *= 1.02 if config.precision == BF16 else 1.01
+                parameter.grad *= SCALED.get(config.precision.name, 1.01)
             elif fault == "missing":
                 parameter.grad = None
             elif fault == "nan":
@@ -188,9 +190,20 @@ def test_rounding_that_a_model_amplifies_from_step_to_step_is_no_fault(
     )
 
 
-@pytest.mark.parametrize("fault", ["scaled", "dp rank", *slow("missing", "microbatch")])
-def test_a_wrong_gradient_is_named_in_bf16_too(fault: str, tmp_path: Path) -> None:
-    config = tiny(2, 2, optimizer=Sgd(), precision=BF16)
+FAULTS = ("scaled", "dp rank", "missing", "microbatch")
+QUICK_FAULTS = [(BF16, "scaled"), (BF16, "dp rank"), (FLOAT8, "scaled")]
+LOW_PRECISIONS = [(precision, fault) for precision in (BF16, FLOAT8) for fault in FAULTS]
+
+
+@pytest.mark.parametrize(
+    "precision, fault",
+    [*QUICK_FAULTS, *slow(*(case for case in LOW_PRECISIONS if case not in QUICK_FAULTS))],
+)
+def test_a_wrong_gradient_is_named_in_low_precision_too(
+    precision: Precision, fault: str, tmp_path: Path
+) -> None:
+    dp = 2 if precision == BF16 or fault == "dp rank" else 1
+    config = tiny(2, dp, optimizer=Sgd(), precision=precision)
     results = run_world(verify_with_a_fault, config, tmp_path, fault)
     assert {result["exit_code"] for result in results} == {1}
     shown = (tmp_path / "rank0.out").read_text()

@@ -1,0 +1,249 @@
+"""precision=float8: which layers compute in it, what they compute, and that every layout agrees."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support.cells import cells
+from support.commands import TINY, command
+from support.hf_tiny import model_of, tiny_hf
+from support.models import tiny
+from support.proven import assert_proven
+from support.world import run_world
+from titanlike.config.errors import ConfigError
+from titanlike.config.schema import (
+    ActivationCheckpoint,
+    Checkpoint,
+    Config,
+    Custom,
+    Float8Precision,
+    Fsdp,
+    Precision,
+    SelectiveActivationCheckpoint,
+    Sgd,
+    ZeroBubbleSchedule,
+)
+from titanlike.metrics.sinks import read_jsonl
+from titanlike.models.float8 import use_float8
+from titanlike.models.registry import build_model, resolve_model
+from titanlike.planning.estimate import estimate
+from titanlike.training.draft import draft, preflight
+from titanlike.training.train import train
+
+FLOAT8 = Float8Precision(min_features=16)
+BF16 = Precision("bf16")
+ROWWISE = replace(FLOAT8, recipe="rowwise")
+CPU = torch.device("cpu")
+FULL = ActivationCheckpoint("full")
+
+# --- every layout agrees with one process -------------------------------------------------------
+
+WAYS = {
+    "zero bubble, recomputed": tiny(
+        2, 1, ZeroBubbleSchedule(), layers=4, precision=FLOAT8, activation_checkpoint=FULL
+    ),
+}
+MORE_WAYS = {
+    "one process": tiny(precision=FLOAT8),
+    "a pipeline and ZeRO 2": tiny(2, 2, precision=FLOAT8),
+    "ZeRO 3": tiny(dp=2, fsdp=Fsdp(3), precision=FLOAT8, activation_checkpoint=FULL),
+    "ZeRO 3 in a pipeline": tiny(2, 2, "interleaved1f1b", fsdp=Fsdp(3), precision=ROWWISE),
+    "zero bubble": tiny(2, 2, "interleavedzerobubble", precision=FLOAT8),
+    "a V, gradients together": tiny(
+        2,
+        2,
+        ZeroBubbleSchedule("dualpipev", weight_gradients="together"),
+        precision=ROWWISE,
+        activation_checkpoint=SelectiveActivationCheckpoint(),
+    ),
+    "HSDP and SGD": tiny(dp=4, replicate=2, precision=FLOAT8, optimizer=Sgd()),
+    "weight gradients in bf16, GPT-2, tied": tiny(
+        2, 2, family="gpt2", tied=True, precision=replace(FLOAT8, recipe="rowwise_with_gw_hp")
+    ),
+    "CPU offload": tiny(2, 2, fsdp=Fsdp(cpu_offload=True), precision=FLOAT8),
+    "sequences of no multiple of 16": tiny(2, 1, seq_len=13, precision=FLOAT8),
+    # whose samples are checked for mixing, which a scale for all of them does
+    "HF Llama": tiny_hf(model_of("llama"), 2, 2, precision=FLOAT8),
+}
+
+
+@pytest.mark.parametrize("config", cells(WAYS, MORE_WAYS))
+def test_every_layout_in_float8_is_proven(config: Config, tmp_path: Path) -> None:
+    """Within what one process in float8 differs from fp32; faults: `test_layouts.py`."""
+    assert_proven(config, tmp_path)
+
+
+# --- what is computed ---------------------------------------------------------------------------
+
+
+def in_float8(config: Config) -> set[str]:
+    """Names of the layers that compute in float8."""
+    model = build_model(resolve_model(config))
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    layers = use_float8(model, config, CPU)
+    assert [name for name, _ in model.named_parameters(remove_duplicate=False)] == names
+    found = {n for n, m in model.named_modules() if type(m).__name__ == "Float8Linear"}
+    assert layers is not None and layers.count == len(found) and layers.emulated
+    return found
+
+
+LLAMA = {
+    f"layers.{block}.{name}"
+    for block in range(2)
+    for name in ("attention.wq", "attention.wk", "attention.wv", "attention.wo")
+    + ("ffn.gate", "ffn.up", "ffn.down")
+}
+
+
+class Chain(nn.Sequential):
+    """Layers without blocks: the last one is the head; one that is given twice stays in bf16."""
+
+    def __init__(self) -> None:
+        twice = nn.Linear(32, 32)
+        middle = nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32), nn.Linear(32, 24)
+        super().__init__(nn.Embedding(64, 32), *middle, nn.Linear(24, 32), twice, twice)
+        self.append(nn.Linear(32, 64))
+
+
+class Normed(nn.Module):
+    """A block whose matrix is computed from others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        plain = nn.Linear(64, 32), nn.utils.parametrizations.weight_norm(nn.Linear(32, 32))
+        self.layers = nn.ModuleList([nn.Sequential(*plain)])
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        (FLOAT8, LLAMA),
+        (replace(FLOAT8, min_features=32), {n for n in LLAMA if not n.endswith(("wk", "wv"))}),
+        (
+            replace(FLOAT8, skip=["layers.0.*", "*.wo"]),
+            {n for n in LLAMA if "layers.1" in n and not n.endswith("wo")},
+        ),
+    ],
+)
+def test_linear_layers_of_blocks_compute_in_float8_but_small_and_named_ones(
+    settings: Float8Precision, expected: set[str]
+) -> None:
+    assert in_float8(tiny(layers=2, precision=settings)) == expected
+
+
+def test_a_chain_of_layers_keeps_its_head_shared_and_odd_layers() -> None:
+    chain = Custom("models.test_float8.Chain", {})
+    assert in_float8(tiny(model=chain, precision=FLOAT8)) == {"1", "3"}
+    normed = Custom("models.test_float8.Normed", {})
+    assert in_float8(tiny(model=normed, precision=FLOAT8)) == {"layers.0.0"}
+
+
+def rounded(x: Tensor, kind: torch.dtype) -> Tensor:
+    """To float8, with one scale."""
+    scale = torch.finfo(kind).max / x.abs().max().double()
+    return (x * scale.float()).to(kind).float() / scale.float()
+
+
+def test_a_layer_multiplies_what_is_rounded_to_float8() -> None:
+    config = tiny(layers=1, precision=FLOAT8)
+    model = build_model(resolve_model(config), "cpu")
+    use_float8(model, config, CPU)
+    layer = model.get_submodule("layers.0.ffn.up")
+    torch.manual_seed(0)
+    nn.init.normal_(layer.weight)
+    x = torch.randn(4, 16, 32, requires_grad=True)
+    gradient = torch.randn(4, 16, 64)
+    output = layer(x)
+    output.backward(gradient)
+    weight = rounded(layer.weight.detach(), torch.float8_e4m3fn)
+    inputs = rounded(x.detach(), torch.float8_e4m3fn)
+    gradient = rounded(gradient, torch.float8_e5m2)
+    torch.testing.assert_close(output, inputs @ weight.t())
+    torch.testing.assert_close(x.grad, gradient @ weight)
+    torch.testing.assert_close(layer.weight.grad, gradient.flatten(0, 1).t() @ inputs.flatten(0, 1))
+    plain = x.detach() @ layer.weight.detach().t()
+    assert 0.01 < (output - plain).norm() / plain.norm() < 0.1
+
+
+def test_the_estimates_and_flops_are_those_of_bf16() -> None:
+    config = tiny(2, 2, layers=4, precision=BF16)
+    float8 = replace(config, precision=FLOAT8)
+    found = [(estimate(c, d), d.flops_per_token) for c in (config, float8) for d in [draft(c)]]
+    assert found[0] == found[1] and found[0][1] > 0
+
+
+# --- what a user is told ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config, said",
+    [
+        (
+            tiny(precision=replace(FLOAT8, skip=["layers.0.ffn.upp"])),
+            r"precision.skip=.*no linear layer of this name; write "
+            r"precision.skip=\[layers.0.ffn.up\]",
+        ),
+        (tiny(precision=replace(FLOAT8, skip=["*"])), r"leaves no .*; write precision.skip=\[\]"),
+        (
+            tiny(precision=Float8Precision()),
+            "precision.min_features=64: .*largest has 32; write precision.min_features=32",
+        ),
+        (
+            tiny_hf(model_of("gpt2"), precision=FLOAT8),
+            "no linear layers .* in the model's blocks; write precision=bf16",
+        ),
+    ],
+)
+def test_settings_that_leave_no_layer_are_refused(config: Config, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as raised:
+        draft(config)
+    assert len(raised.value.problems) == 1
+
+
+def test_a_missing_torchao_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("torchao.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    [problem] = preflight(tiny(precision=FLOAT8))
+    assert str(problem) == (
+        "precision=float8: torchao is not installed; pip install 'titanlike[float8]', or "
+        "precision=bf16"
+    )
+
+
+@pytest.mark.slow
+def test_a_run_says_that_it_is_emulated_and_nothing_of_torchao(tmp_path: Path) -> None:
+    words = [*TINY, "precision=float8", "precision.min_features=16", "steps=2", "device=cpu"]
+    done = command(*words, f"run_dir={tmp_path / 'run'}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "bf16, and 56 of 57 linear layers in float8 (tensorwise); emulated" in done.stdout
+    assert "torchao" not in done.stderr and "register_constant" not in done.stderr
+    plain = [sys.executable, "-c", "import torchao"]
+    noise = subprocess.run(plain, capture_output=True, text=True).stderr
+    assert noise, "importing torchao is silent now: `_import_torchao` need not disable logging"
+
+
+# --- checkpoints --------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_in_another_precision_and_back(tmp_path: Path) -> None:
+    """Three steps in float8, then one each in fp32, in bf16, in float8; losses as in fp32 alone."""
+    saving = Checkpoint(every=1, last=True)
+    config = tiny(2, 2, steps=3, precision=FLOAT8, checkpoint=saving, optimizer=Sgd())
+    for step, precision in enumerate((FLOAT8, Precision("fp32"), BF16, FLOAT8), 3):
+        run_world(train, replace(config, steps=step, precision=precision), tmp_path / "changing")
+    run_world(train, replace(config, steps=6, precision=Precision("fp32")), tmp_path / "fp32")
+    changing, exact = (
+        [row["loss"] for row in read_jsonl(tmp_path / name / "metrics.jsonl")]
+        for name in ("changing", "fp32")
+    )
+    assert len(changing) == len(exact) == 6
+    assert changing == pytest.approx(exact, rel=2e-3) and changing[0] != exact[0]
