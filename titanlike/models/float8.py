@@ -27,6 +27,7 @@ from titanlike.graph.find_units import find_units
 
 _MULTIPLE = 16  # of both sides of a matrix, for the kernels of float8
 _BF16 = "precision=bf16"
+_NAMES = ("torchao", "torchao.float8")
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def _import_torchao() -> ModuleType:
     try:
         import torchao.float8
     except ImportError as error:
-        missing = isinstance(error, ModuleNotFoundError) and error.name == "torchao"
+        missing = isinstance(error, ModuleNotFoundError) and error.name in _NAMES
         reason = "torchao is not installed" if missing else f"importing torchao failed: {error}"
         fix = f"pip install 'titanlike[float8]', or {_BF16}"
         raise ConfigError([Problem("precision", "float8", reason, fix)]) from None
