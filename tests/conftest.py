@@ -7,6 +7,7 @@ import os
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each rank starts compilers
 
 LONGEST = ("test_the_main_job", "test_of_twelve_jobs")  # with -m slow, and without
 

@@ -9,6 +9,6 @@ from titanlike.config.schema import Config
 from titanlike.proof.verification import verify
 
 
-def assert_proven(config: Config, folder: Path) -> None:
-    results = run_world(verify, config, folder)
+def assert_proven(config: Config, folder: Path, timeout: float = 60) -> None:
+    results = run_world(verify, config, folder, timeout=timeout)
     assert {result["exit_code"] for result in results} == {0}, (folder / "rank0.out").read_text()

@@ -11,7 +11,6 @@ Idea: https://arxiv.org/abs/2209.05433, and https://github.com/pytorch/ao for tr
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from torch import nn
 from titanlike.config.errors import ConfigError, Problem, nearest
 from titanlike.config.schema import Config, Custom, Float8Precision
 from titanlike.graph.find_units import find_units
+from titanlike.models.quiet_import import quiet_import
 
 _MULTIPLE = 16  # of both sides of a matrix, for the kernels of float8
 _BF16 = "precision=bf16"
@@ -85,18 +85,14 @@ def _has_float8(device: torch.device) -> bool:
 
 def _import_torchao() -> ModuleType:
     """torchao.float8. Raises ConfigError."""
-    # Importing it logs each of its libraries that is for another device, and torch a deprecation.
-    level = logging.root.manager.disable
-    logging.disable(logging.WARNING)
     try:
-        import torchao.float8
+        with quiet_import():
+            import torchao.float8
     except ImportError as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name in _NAMES
         reason = "torchao is not installed" if missing else f"importing torchao failed: {error}"
         fix = f"pip install 'titanlike[float8]', or {_BF16}"
         raise ConfigError([Problem("precision", "float8", reason, fix)]) from None
-    finally:
-        logging.disable(level)
     return torchao.float8
 
 

@@ -30,6 +30,7 @@ from titanlike.models.hf_config import needs_eager, routes, settings_of
 from titanlike.models.hf_init import ScratchWeights
 from titanlike.models.hf_weights import INDEX, SINGLE, FolderWeights, has_weights, other_weights
 from titanlike.models.packing import attention_inputs
+from titanlike.models.quiet_import import quiet_import
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -168,7 +169,8 @@ class Decoder(nn.Module):
 
 def _construct(settings: PreTrainedConfig, attention: str) -> Any:
     """The model in fp32 on torch's default device."""
-    from transformers import AutoModelForCausalLM
+    with quiet_import():
+        from transformers import AutoModelForCausalLM
 
     # of a mixture of experts: one that does not branch on values
     experts = {"experts_implementation": "grouped_mm"} if routes(settings) else {}

@@ -6,6 +6,9 @@ and stay outside of it. A block that breaks the graph is compiled in pieces, and
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from titanlike.config.errors import Problem
 from titanlike.parallel.batchnorm import has_statistics
 from titanlike.torch_private import compiler
 
@@ -29,6 +33,7 @@ class CompiledBlocks:
         self.names: list[str] = []
         self.eager: dict[str, str] = {}  # block -> why it is not compiled
         self.broken: dict[str, str] = {}  # block -> where it breaks the graph
+        self._graphs = compiler.graph_count()
         compiler.allow_graphs(MOST_GRAPHS)
         compiler.hide_checkpoint_warning()
 
@@ -59,6 +64,11 @@ class CompiledBlocks:
 
         return call
 
+    def new_graphs(self) -> int:
+        """How many graphs were compiled since the last call."""
+        before, self._graphs = self._graphs, compiler.graph_count()
+        return self._graphs - before
+
     @property
     def notes(self) -> list[str]:
         """What there is to say of blocks that are not compiled as a whole, a line a reason."""
@@ -69,6 +79,18 @@ class CompiledBlocks:
                 more = f" and {len(names) - 1} more" if len(names) > 1 else ""
                 lines.append(f"{names[0]}{more} {what}: {reason}")
         return lines
+
+
+def compiler_problem(device: torch.device) -> Problem | None:
+    """What torch.compile lacks on this machine."""
+    if device.type == "cpu":
+        name = os.environ.get("CXX", "g++")
+        missing = shutil.which(name) is None
+        reason = f"a C++ compiler is needed to compile for the CPU, and {name} is not found"
+    else:
+        missing = importlib.util.find_spec("triton") is None
+        reason = "the package triton is needed to compile for GPUs, and is not installed"
+    return Problem("compile", True, reason, "compile=false") if missing else None
 
 
 def uncompiled() -> AbstractContextManager[None]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from titanlike.data.sources import Batch
 from titanlike.graph.cut import StageGraph, messages, same_messages
@@ -120,12 +121,14 @@ class Pipeline:
             for message in received:
                 message.requires_grad_(stage.training and index > 0)
             output = stage(*received, **{FIELD + name: microbatch[name] for name in graph.fields})
-            if not stage.training:
-                continue
-            tensors = [output] if isinstance(output, Tensor) else output
-            reached = [tensor for tensor in tensors if tensor.grad_fn is not None]
-            torch.autograd.backward(reached, [torch.zeros_like(tensor) for tensor in reached])
-            stage.zero_grad()
+            if stage.training:
+                tensors = [output] if isinstance(output, Tensor) else output
+                reached = [tensor for tensor in tensors if tensor.grad_fn is not None]
+                torch.autograd.backward(reached, [torch.zeros_like(tensor) for tensor in reached])
+                stage.zero_grad()
+            for module in stage.modules():
+                if isinstance(module, FSDPModule):  # which stay gathered after an evaluation
+                    module.reshard()
             if index in self._deferred:
                 self._deferred[index].drop()
         self._reached.count_missing()

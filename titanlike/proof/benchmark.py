@@ -30,10 +30,12 @@ from titanlike.models.float8 import use_float8
 from titanlike.models.registry import build_model, initial_weights_of, resolve_model
 from titanlike.optim.learning_rate import set_lr
 from titanlike.optim.optimizer import build_optimizer
+from titanlike.parallel.activation_checkpoint import checkpoint_blocks
 from titanlike.parallel.device import peak_memory, resident_memory
 from titanlike.parallel.initialize import initialize
 from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.proof.reference import REFERENCE_TIMEOUT
+from titanlike.split.rank_memory import saved_operators
 from titanlike.training.build import Run, build
 from titanlike.training.guard import Guard
 from titanlike.training.session import open_data_on_every_rank
@@ -60,7 +62,7 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
         next(titanlike_loop)
     memory = peak_memory(mesh.device)
     if mesh.world_size == 1:
-        plain_loop = _plain_loop(config, data, mesh.device)
+        plain_loop = _plain_loop(config, data, run)
         for _ in range(WARMUP):
             next(plain_loop)
         ours, plain, ratios = [], [], []
@@ -109,12 +111,17 @@ def _titanlike_loop(
         yield record
 
 
-def _plain_loop(config: Config, data: Data, device: torch.device) -> Iterator[dict[str, Any]]:
-    """A training loop without a framework."""
+def _plain_loop(config: Config, data: Data, run: Run) -> Iterator[dict[str, Any]]:
+    """A training loop without a framework, which recomputes and compiles the same blocks."""
+    device, plan = run.mesh.device, run.draft
     alone = replace(config, dp=1, replicate=1)
     resolved = resolve_model(config)
     model = build_model(resolved)
     use_float8(model, config, device)
+    for stage, recomputed in enumerate(plan.recomputed.blocks):
+        checkpoint_blocks(model, recomputed, saved_operators(config))
+        for block in map(model.get_submodule, plan.blocks(stage) if config.compile else ()):
+            block.forward = torch.compile(block.forward)
     initialize(model, initial_weights_of(resolved, config.seed), device)
     optimizer = build_optimizer(model, config.optimizer)
     stream = batches(data.train, alone, dp_rank=0)
@@ -150,7 +157,7 @@ def _plain_loop_on_rank_0(
         threads = torch.get_num_threads()
         torch.set_num_threads(available_cores())
         try:
-            loop = _plain_loop(config, data, run.mesh.device)
+            loop = _plain_loop(config, data, run)
             records = [next(loop) for _ in range(WARMUP + counted)][WARMUP:]
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()

@@ -110,5 +110,10 @@ def stage_problems(
     if reasons:
         fix = "split=points with points elsewhere"
         return [Problem("split", config.split.name, reasons[0], fix)]
+    if config.compile and not any(unit.block for unit in model_graph.units):
+        reason = "the model has no blocks, that is no list of layers"
+        if config.split.name == "trace":
+            reason = "split=trace takes the blocks apart that would be compiled"
+        return [Problem("compile", True, reason, "compile=false")]
     units = [graph.units for graph in graphs]
     return shared_norm_problems(config, model_graph.model, units)

@@ -10,7 +10,6 @@ import torch
 
 from titanlike.data.sources import Batch
 from titanlike.launch.worker import Worker, barrier
-from titanlike.torch_private.compiler import graph_count
 from titanlike.training.build import Run
 
 
@@ -21,7 +20,8 @@ def compile_blocks(run: Run, batch: Batch, evaluates: bool, worker: Worker, time
     Raises BarrierTimeout where a rank has not compiled its blocks in `timeout` seconds.
     """
     assert run.compiled is not None
-    begin, before = time.perf_counter(), graph_count()
+    begin = time.perf_counter()
+    run.compiled.new_graphs()
     with _unchanged(run):
         run.pipeline.rehearse(batch)
         if evaluates:
@@ -29,7 +29,7 @@ def compile_blocks(run: Run, batch: Batch, evaluates: bool, worker: Worker, time
             with torch.no_grad():
                 run.pipeline.rehearse(batch)
             run.train_mode(True)
-    graphs, seconds = graph_count() - before, time.perf_counter() - begin
+    graphs, seconds = run.compiled.new_graphs(), time.perf_counter() - begin
     barrier(worker, "compile", timeout)
     count = len(run.compiled.names)
     text = f"compiled {count} block{'s' * (count != 1)}, {graphs} graph{'s' * (graphs != 1)}"

@@ -29,6 +29,7 @@ from titanlike.optim import own
 from titanlike.optim.chunked_loss import HeadNested, find_head, with_chunked_loss
 from titanlike.optim.loss import Loss, build_loss, check_loss, trained_outputs
 from titanlike.parallel.batchnorm import freeze_statistics
+from titanlike.parallel.compiled_blocks import compiler_problem
 from titanlike.parallel.device import choose_device, total_memory
 from titanlike.parallel.sharding import compute_dtype
 from titanlike.pipeline import from_config
@@ -151,6 +152,8 @@ def preflight(config: Config) -> list[Problem]:
         choose_device(config.device, 0, _local_ranks(config))
     except ValueError as error:
         problems.append(Problem.parse("device", str(error)))
+    if config.compile and (problem := compiler_problem(_device(config))):
+        problems.append(problem)
     problems += own.problems(config)
     try:  # before the model, whose problems would hide it
         build_loss(config.loss)

@@ -44,6 +44,9 @@ def train_steps(s: Session) -> None:
         s.watchdog.enter_phase(step, "data", timeout)
         record, verdict, s.stop_code = measured_step(s.run, config, step, stream, s.guard, s.worker)
         timeout = None
+        if s.run.compiled and (graphs := s.run.compiled.new_graphs()):
+            text = f"step {step} compiled {graphs} more graph{'s' * (graphs > 1)} than the first"
+            s.events.log("compile", step, text, graphs=graphs)
         if stall is not None:
             record["save_stall_seconds"], stall = stall, None  # between the last step and this one
 
@@ -80,7 +83,8 @@ def _compile(s: Session, stream: Iterator[Batch]) -> Iterator[Batch]:
     """The same batches. A wait for a rank that compiles is not a hang."""
     timeout = s.config.launch.timeout
     s.watchdog.enter_phase(s.progress.step + 1, "compile", timeout)
-    s.console.line("compiling the blocks")
+    if s.worker.rank == 0:
+        s.console.line("compiling the blocks")
     first = next(stream)
     batch = to_device(first, s.run.mesh, s.config)
     text = compile_blocks(s.run, batch, s.config.validation.every > 0, s.worker, timeout)

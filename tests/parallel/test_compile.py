@@ -1,0 +1,211 @@
+"""compile=true: the same numbers, one graph for equal blocks, compiled before the first message."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+
+from support.cells import cells, slow
+from support.hf_tiny import model_of, tiny_hf
+from support.models import schedule_of, tiny
+from support.proven import assert_proven
+from support.world import run_world
+from titanlike.config.groups import (
+    ActivationCheckpoint,
+    EveryActivationCheckpoint,
+    FitActivationCheckpoint,
+    SelectiveActivationCheckpoint,
+    ZeroBubbleSchedule,
+)
+from titanlike.config.schema import Checkpoint, Config, Custom, Fsdp, Precision, Validation
+from titanlike.job.check import problems
+from titanlike.metrics.sinks import read_jsonl
+from titanlike.parallel import compiled_blocks
+from titanlike.parallel.activation_checkpoint import checkpoint_blocks
+from titanlike.parallel.compiled_blocks import CompiledBlocks
+from titanlike.parallel.weight_gradients import DeferredWeightGradients
+from titanlike.torch_private.compiler import graph_count
+from titanlike.training.train import train
+
+PATIENCE = 300  # seconds: the first one compiles, the others find it on disk
+HOW = {
+    "none": ActivationCheckpoint("none"),
+    "full": ActivationCheckpoint("full"),
+    "selective": SelectiveActivationCheckpoint(),
+    "every": EveryActivationCheckpoint(every=3),
+    "fit": FitActivationCheckpoint(memory=700_000),
+}
+# each schedule and each choice twice, in other company
+COVER = [
+    ("1f1b", "none", 1),
+    ("1f1b", "selective", 2),
+    ("interleaved1f1b", "full", 1),
+    ("interleaved1f1b", "every", 2),
+    ("interleavedzerobubble", "fit", 1),
+    ("interleavedzerobubble", "none", 2),
+    ("zbvzerobubble", "selective", 1),
+    ("dualpipev", "every", 1),
+    ("dualpipev", "fit", 2),
+]
+
+
+@pytest.mark.parametrize("schedule, how, dp", [("zbvzerobubble", "full", 2), *slow(*COVER)])
+def test_every_schedule_with_every_recomputation_is_exact_when_compiled(
+    schedule: str, how: str, dp: int, tmp_path: Path
+) -> None:
+    schedule = schedule_of(schedule, 2, tmp_path)
+    changes = {"layers": 4, "compile": True, "activation_checkpoint": HOW[how]}
+    assert_proven(tiny(2, dp, schedule, **changes), tmp_path, PATIENCE)
+
+
+TOGETHER = ZeroBubbleSchedule(weight_gradients="together")
+WAYS = {
+    "sharded parameters, without a pipeline": tiny(1, 2, compile=True, layers=2),
+    "gradients together": tiny(2, 1, TOGETHER, compile=True, layers=4),
+    "GPT-2, tied, with biases": tiny(
+        2, 1, ZeroBubbleSchedule(), family="gpt2", tied=True, compile=True, layers=4
+    ),
+    "sharded parameters": tiny(2, 2, fsdp=Fsdp(3), compile=True, layers=4),
+    "CPU offload": tiny(1, 2, fsdp=Fsdp(cpu_offload=True), compile=True, layers=2),
+    "HSDP": tiny(1, 4, replicate=2, compile=True, layers=2),
+    "bf16": tiny(2, 2, ZeroBubbleSchedule(), precision=Precision("bf16"), compile=True, layers=4),
+    "HF Llama": tiny_hf(model_of("llama"), 2, 1, compile=True),
+    "HF Qwen3": tiny_hf(
+        model_of("qwen3"), 2, 1, "zbvzerobubble", compile=True, activation_checkpoint=HOW["full"]
+    ),
+}
+
+
+@pytest.mark.parametrize("config", cells({}, WAYS))
+def test_every_compiled_layout_is_exact(config: Config, tmp_path: Path) -> None:
+    assert_proven(config, tmp_path, PATIENCE)
+
+
+# --- graphs -------------------------------------------------------------------------------------
+
+
+def test_equal_blocks_share_a_graph_and_no_step_compiles_again(tmp_path: Path) -> None:
+    config = tiny(2, 1, ZeroBubbleSchedule(), compile=True, layers=4, validation=Validation(2))
+    run_world(train, config, tmp_path, timeout=PATIENCE)
+    (event,) = read_jsonl(tmp_path / "events.jsonl")
+    # one for training, one for evaluation
+    assert re.match(r"compiled 2 blocks, 2 graphs, in [\d.]+ s$", event["text"])
+    assert "compiling the blocks" in (tmp_path / "rank0.out").read_text()
+    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 5
+
+
+class Twice(nn.Module):
+    """Calls a layer twice with the same input, and one whose input needs no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.a(x) + self.a(x) + self.b(Stopped.apply(x.exp()))
+
+
+class Stopped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+class InPlace(nn.Module):
+    """Changes a result of a matrix product, which `selective` keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(self.a(x).relu_())
+
+
+class Looks(nn.Module):
+    """Looks at a value, which breaks the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.a(x) * (2 if x.sum().item() > 0 else 1)
+
+
+def gradients(blocks: nn.ModuleList, deferred: DeferredWeightGradients | None) -> list[Tensor]:
+    x = torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    y = x
+    for block in blocks:
+        y = block(y)
+    y.square().mean().backward()
+    if deferred is not None:
+        deferred.take()()
+        deferred.check_all_taken()
+    found = [x.grad, *(parameter.grad for parameter in blocks.parameters())]
+    blocks.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("kind", [Twice, InPlace, Looks])
+@pytest.mark.parametrize("save", [None, *slow([], ["aten.*mm"])])
+def test_weight_gradients_that_wait_are_exact_in_compiled_blocks(kind: type, save: list) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    blocks = nn.ModuleList([kind(), kind()])
+    truth = gradients(blocks, None)
+    deferred = DeferredWeightGradients(blocks, torch.device("cpu"))
+    if save is not None:
+        checkpoint_blocks(blocks, ["0", "1"], save)
+    before, compiled = graph_count(), CompiledBlocks(dynamic=False)
+    compiled.add(blocks, ["0", "1"])
+    for _ in range(2):
+        for mine, right in zip(gradients(blocks, deferred), truth, strict=True):
+            torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-6)
+    if kind is Looks:
+        (note,) = compiled.notes
+        assert "0 not compiled as a whole: " in note and "test_compile.py" in note
+    else:
+        assert graph_count() - before == 1 and not compiled.notes
+
+
+@pytest.mark.slow
+def test_batches_of_many_lengths_share_a_graph(tmp_path: Path) -> None:
+    data = Custom("support.samples.phrases", {})
+    config = tiny(2, 1, compile=True, layers=4, data=data, steps=8)
+    run_world(train, config, tmp_path, timeout=PATIENCE)
+    (event,) = read_jsonl(tmp_path / "events.jsonl")
+    assert "2 graphs" in event["text"]
+
+
+# --- runs ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_run_resumes_compiled_and_back(tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run_world(train, tiny(steps=6, layers=4), whole)
+    for steps, layout in ((2, {}), (4, {"compile": True, "pp": 2}), (6, {"dp": 2})):
+        config = tiny(steps=steps, layers=4, checkpoint=Checkpoint(every=2), **layout)
+        run_world(train, config, parts, timeout=PATIENCE)
+    expected = [record["loss"] for record in read_jsonl(whole / "metrics.jsonl")]
+    losses = [record["loss"] for record in read_jsonl(parts / "metrics.jsonl")]
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_is_missing_to_compile_is_said_before_anything_starts(monkeypatch) -> None:
+    monkeypatch.setattr(compiled_blocks.shutil, "which", lambda name: None)
+    (problem,) = problems(tiny(compile=True))
+    assert str(problem) == (
+        "compile=true: a C++ compiler is needed to compile for the CPU, and g++ is not found; "
+        "write compile=false"
+    )
