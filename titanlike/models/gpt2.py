@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titanlike.models.attention import attention
+from titanlike.models.documents import Documents
 from titanlike.models.packing import attention_inputs
 from titanlike.models.sizes import not_positive
 
@@ -33,12 +35,12 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(dim, 3 * dim)
         self.out = nn.Linear(dim, dim)
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | Documents | None) -> Tensor:
         q, k, v = (  # [B, T, D] -> [B, T, 3 * D] -> 3 x [B, T, H, E] -> 3 x [B, H, T, E]
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for part in self.qkv(x).chunk(3, dim=-1)
         )
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        y = attention(q, k, v, mask)
         return self.out(y.transpose(1, 2).flatten(-2))  # [B, H, T, E] -> [B, T, D]
 
 
@@ -53,7 +55,7 @@ class Block(nn.Module):
         self.up = nn.Linear(dim, 4 * dim)
         self.down = nn.Linear(4 * dim, dim)
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | Documents | None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), mask)
         hidden = F.gelu(self.up(self.ffn_norm(x)), approximate="tanh")  # [B, T, 4 * D]
         return x + self.down(hidden)

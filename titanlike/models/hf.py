@@ -26,10 +26,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from titanlike.models import hf_attention
+from titanlike.models.documents import Documents, sequence_spans
 from titanlike.models.hf_config import needs_eager, routes, settings_of
 from titanlike.models.hf_init import ScratchWeights
 from titanlike.models.hf_weights import INDEX, SINGLE, FolderWeights, has_weights, other_weights
-from titanlike.models.packing import attention_inputs
+from titanlike.models.packing import attention_inputs, takes_documents
 from titanlike.models.quiet_import import quiet_import
 
 if TYPE_CHECKING:
@@ -125,7 +127,8 @@ class Decoder(nn.Module):
         mask: Tensor | None = None,
     ) -> Tensor:
         """document_ids, positions, mask: see `attention_inputs` in `packing.py`."""
-        positions, allowed = attention_inputs(ids, document_ids, positions, mask)
+        by_offsets = self.config._attn_implementation == hf_attention.NAME
+        positions, allowed = attention_inputs(ids, document_ids, positions, mask, by_offsets)
         given: dict[str, Any] = {"input_ids": ids, "use_cache": False}
         if "position_ids" in inspect.signature(super().forward).parameters:
             given["position_ids"] = positions[None] if positions.dim() == 1 else positions
@@ -170,7 +173,13 @@ class Decoder(nn.Module):
 def _construct(settings: PreTrainedConfig, attention: str) -> Any:
     """The model in fp32 on torch's default device."""
     with quiet_import():
-        from transformers import AutoModelForCausalLM
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+    hf_attention.register()
+    if attention == "sdpa" and hf_attention.takes_documents(
+        MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
+    ):
+        attention = hf_attention.NAME
 
     # of a mixture of experts: one that does not branch on values
     experts = {"experts_implementation": "grouped_mm"} if routes(settings) else {}
@@ -213,10 +222,10 @@ def _shapes_of_experts(config: PreTrainedConfig, ids: Tensor) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _our_masks(model: nn.Module, ids: Tensor, allowed: Tensor | None) -> Iterator[None]:
+def _our_masks(model: nn.Module, ids: Tensor, allowed: Tensor | Documents | None) -> Iterator[None]:
     """Within it, transformers' mask functions do not read values.
 
-    allowed: bool [B, 1, T, T], or None = causal over the whole sequence.
+    allowed: documents; bool [B, 1, T, T]; or None = causal over the whole sequence.
     """
     modules = {sys.modules[type(part).__module__] for part in model.modules()}
     before = []
@@ -232,7 +241,7 @@ def _our_masks(model: nn.Module, ids: Tensor, allowed: Tensor | None) -> Iterato
             setattr(module, name, function)
 
 
-def _mask_function(ids: Tensor, allowed: Tensor | None, window: str | None) -> Any:
+def _mask_function(ids: Tensor, allowed: Tensor | Documents | None, window: str | None) -> Any:
     """Replaces transformers' `create_causal_mask` and `create_sliding_window_causal_mask`."""
     tokens = ids.size(1)
 
@@ -244,14 +253,20 @@ def _mask_function(ids: Tensor, allowed: Tensor | None, window: str | None) -> A
         and_mask_function: Any = None,
         allow_is_causal_skip: bool = True,
         **__: Any,
-    ) -> Tensor | None:
-        """[B or 1, 1, T, T]: True = attends; for eager attention, what is added to the scores."""
+    ) -> Tensor | Documents | None:
+        """[B or 1, 1, T, T]: True = attends; for eager attention, what is added to the scores.
+        Documents, of which a whole sequence may be one, where attention takes them."""
         assert or_mask_function is None and and_mask_function is None, "refused by `settings_of`"
         eager = config._attn_implementation == "eager"
         width = getattr(config, window) if window else None
         slides = width is not None and width < tokens
         if allowed is None and not slides and not eager and allow_is_causal_skip:
             return None  # sdpa's own causal mask
+        slides_by_offsets = allowed is None and slides and takes_documents(ids)
+        if slides_by_offsets and config._attn_implementation == hf_attention.NAME:
+            return Documents(sequence_spans(ids), width)
+        if isinstance(allowed, Documents):
+            return allowed._replace(window=width if slides else None)
         at = torch.arange(tokens, device=ids.device)
         mask = (at[:, None] >= at)[None, None] if allowed is None else allowed
         if slides:

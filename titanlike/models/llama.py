@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titanlike.models.attention import attention
+from titanlike.models.documents import Documents
 from titanlike.models.packing import attention_inputs
 from titanlike.models.sizes import not_positive
 
@@ -54,19 +56,12 @@ class Attention(nn.Module):
         self.wv = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(heads * self.head_dim, dim, bias=False)
 
-    def forward(self, x: Tensor, table: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, table: Tensor, mask: Tensor | Documents | None) -> Tensor:
         q, k, v = (  # [B, T, D] -> [B, T, H or K, E] -> q [B, H, T, E]; k, v [B, K, T, E]
             w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for w in (self.wq, self.wk, self.wv)
         )
-        y = F.scaled_dot_product_attention(
-            rotate(q, table),
-            rotate(k, table),
-            v,
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=q.size(1) != k.size(1),
-        )  # [B, H, T, E]
+        y = attention(rotate(q, table), rotate(k, table), v, mask)  # [B, H, T, E]
         return self.wo(y.transpose(1, 2).flatten(-2))  # [B, T, H, E] -> [B, T, H * E] -> [B, T, D]
 
 
@@ -93,7 +88,7 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(dim, norm_eps)
         self.ffn = FeedForward(dim, ffn_dim)
 
-    def forward(self, x: Tensor, table: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, table: Tensor, mask: Tensor | Documents | None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), table, mask)
         return x + self.ffn(self.ffn_norm(x))
 

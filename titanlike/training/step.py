@@ -13,6 +13,7 @@ from titanlike.config.schema import Config
 from titanlike.data.loader import validation_batches
 from titanlike.data.sources import Batch, Data
 from titanlike.launch.worker import Worker
+from titanlike.models.documents import with_host_copy
 from titanlike.optim.learning_rate import learning_rate, set_lr
 from titanlike.optim.optimizer import clip_gradients, gradient_norm
 from titanlike.parallel.device import peak_flops, peak_memory
@@ -75,6 +76,8 @@ def to_device(batch: Batch, mesh: Mesh, config: Config) -> Batch:
     """A batch on this rank's device, the model's floating-point inputs in the compute dtype."""
     dtype = compute_dtype(config)
     moved = {name: value.to(mesh.device, non_blocking=True) for name, value in batch.items()}
+    if mesh.device.type == "cuda" and "document_ids" in moved:  # attention asks how many there are
+        with_host_copy(moved["document_ids"], batch["document_ids"])
     for name, value in moved.items():
         if value.is_floating_point() and name != "targets":
             moved[name] = value.to(dtype)

@@ -1,0 +1,394 @@
+"""Attention within documents: every kernel gives what a mask gives, with no [T, T] mask on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, flex_attention
+
+from support.cells import slow
+from support.hf_tiny import model_of
+from support.models import tiny
+from support.varlen import as_on_a_gpu
+from support.world import run_world
+from titanlike.config.schema import Config, Custom
+from titanlike.data.sources import Data
+from titanlike.graph import node_cost
+from titanlike.graph.model_graph import Field, ModelGraph
+from titanlike.graph.recording import Recording
+from titanlike.launch.worker import Worker
+from titanlike.models import attention as attention_module
+from titanlike.models import documents as documents_module
+from titanlike.models.attention import attention
+from titanlike.models.documents import (
+    Documents,
+    document_blocks,
+    document_mask,
+    document_spans,
+    with_host_copy,
+)
+from titanlike.models.packing import attention_inputs
+from titanlike.models.registry import build_model, initial_weights_of
+from titanlike.parallel.initialize import initialize
+from titanlike.parallel.mesh import close_mesh, open_mesh
+from titanlike.training.build import build
+
+B, T, E = 2, 37, 16
+TIGHT = {"rtol": 1e-6, "atol": 2e-6}
+# an id that occurs again, a document of one token, one that is a whole sequence
+IDS = {
+    "mixed": [[5] * 9 + [7] + [5] * 20 + [1] * 7, [2] * T],
+    "a token each": [list(range(T)), [0] * 30 + [1] * 7],
+    "whole sequences": [[0] * T, [0] * T],
+}
+LLAMA = Custom(
+    "llama",
+    {"vocab_size": 64, "dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 64},
+)
+GPT2 = Custom(
+    "gpt2", {"vocab_size": 64, "dim": 64, "layers": 2, "heads": 4, "max_seq_len": T, "tied": True}
+)
+
+
+def of(name: str) -> Tensor:
+    return torch.tensor(IDS[name])
+
+
+def heads(queries: int, keys: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(B, count, T, E) for count in (queries, keys, keys)]
+    drawn = [torch.randn(size, generator=generator).to(dtype) for size in sizes]
+    return [x.requires_grad_() for x in drawn]
+
+
+def with_gradients(result: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    weights = torch.randn(result.shape, generator=torch.Generator().manual_seed(1))
+    scalar = (result * weights.to(result)).sum()
+    return [result, *torch.autograd.grad(scalar, inputs)]
+
+
+@pytest.fixture
+def flex_on_cpu() -> Iterator[None]:
+    """Flex attention uncompiled, which torch computes on the CPU, and refuses to differentiate."""
+    with (
+        mock.patch.object(flex_attention, "_validate_device", lambda *_: None),
+        mock.patch.object(attention_module, "_compiled", lambda function: function),
+    ):
+        yield
+
+
+# --- the kernels --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keys", [4, 2], ids=["as many keys", "grouped"])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("name", IDS)
+@pytest.mark.parametrize("kernel", ["varlen", "flex"])
+def test_documents_by_offsets_are_exact(
+    kernel: str, name: str, window: int | None, keys: int, flex_on_cpu: None
+) -> None:
+    inputs, spans = heads(4, keys), document_spans(of(name))
+    documents = Documents(spans, window)
+    numbers = torch.tensor(IDS[name]).diff(prepend=torch.tensor([[-1]] * B)).ne(0).cumsum(1)
+    at = torch.arange(T)
+    allowed = (at[:, None] >= at) & (numbers[:, None, :, None] == numbers[:, None, None, :])
+    if window is not None:
+        allowed &= at[:, None] - at < window
+    assert torch.equal(document_mask(documents, B, T), allowed)
+    right = F.scaled_dot_product_attention(
+        *inputs, attn_mask=allowed, scale=0.2, enable_gqa=keys < 4
+    )
+    with as_on_a_gpu(kernel=kernel == "varlen"):
+        found = attention(*inputs, documents, scale=0.2)
+    torch.testing.assert_close(
+        with_gradients(found, inputs), with_gradients(right, inputs), **TIGHT
+    )
+
+
+def test_documents_and_dropout_take_a_mask() -> None:
+    inputs, documents = heads(4, 2), Documents(document_spans(of("mixed")))
+    torch.manual_seed(3)
+    found = attention(*inputs, documents, dropout=0.5)
+    torch.manual_seed(3)
+    mask = document_mask(documents, B, T)
+    right = F.scaled_dot_product_attention(*inputs, attn_mask=mask, dropout_p=0.5, enable_gqa=True)
+    assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize("window", [None, 100, 300])
+def test_blocks_are_those_that_torch_finds_in_a_mask(window: int | None) -> None:
+    tokens = 700
+    ids = (torch.rand(B, tokens, generator=torch.Generator().manual_seed(0)) < 0.01).cumsum(1)
+    ids[1] = 0
+    found = document_blocks(Documents(document_spans(ids), window), B, tokens)
+    right = flex_attention.create_block_mask(
+        found.mask_mod, B, None, tokens, tokens, device="cpu", BLOCK_SIZE=128
+    )
+    for part in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+        assert torch.equal(getattr(found, part), getattr(right, part)), part
+    assert torch.equal(found.to_dense(), right.to_dense())
+    assert found.full_kv_num_blocks.sum() > 0 or window == 100
+
+
+def test_offsets_are_as_many_as_there_are_documents_and_not_tokens() -> None:
+    ids = torch.zeros(1, 4096, dtype=torch.int64)
+    ids[:, 1000:], ids[:, 1300:] = 1, 2
+    spans = document_spans(ids)
+    assert spans.shape == (4096, 5) and spans.untyped_storage().nbytes() == 5 * 4
+    assert spans[0].tolist() == [0, 1000, 1300, 4096, 4096]
+    ids = torch.arange(4096)[None] // 100
+    assert document_spans(ids).shape == (128, 65)  # 41 documents of 100 tokens
+
+
+def test_compiled_as_one_graph_for_all_numbers_of_documents() -> None:
+    """fullgraph: a graph that breaks raises. The kernel itself needs a GPU."""
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        graphs.append(str(graph.graph))
+        return lambda *_: (torch.zeros(B, 4, T, E, dtype=torch.bfloat16),)
+
+    compiled = torch.compile(attention, backend=backend, fullgraph=True)
+    half = [x.detach() for x in heads(4, 2, torch.bfloat16)]
+    for step in (1, 40, 2, 20, 5, 10, 3):
+        spans = document_spans((torch.arange(B * T) // step).view(B, T))
+        compiled(*half, Documents(spans))
+    assert len(graphs) <= 3 and all("_varlen_attn" in graph for graph in graphs)
+    compiled(*half)
+    assert "scaled_dot_product_attention" in graphs[-1]
+
+
+# --- how many documents there are -----------------------------------------------------------------
+
+
+def test_a_device_is_not_waited_for_where_the_batch_was_copied_from_the_host() -> None:
+    """The values on the "device" are others, so that whoever reads them is found out."""
+    host = torch.cat([of("mixed"), of("a token each")])
+    device = with_host_copy(host.clone(), host)
+    right = [document_spans(part) for part in host.tensor_split(2)]
+    with mock.patch.object(Tensor, "cpu", side_effect=AssertionError("waits for the device")):
+        found = [document_spans(part) for part in device.tensor_split(2)]
+        assert [x.tolist() for x in found] == [x.tolist() for x in right]
+        with pytest.raises(AssertionError, match="waits"):
+            document_spans(host.clone())
+    read = with_host_copy(torch.zeros_like(host), host)
+    assert document_spans(read.tensor_split(2)[1]).shape == right[1].shape
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def real(model: Custom) -> nn.Module:
+    found = build_model(model)
+    initialize(found, initial_weights_of(model, 0), torch.device("cpu"))
+    return found.train()
+
+
+MODELS = {
+    "llama": LLAMA,
+    "gpt2": GPT2,
+    "hf llama": model_of("llama", max_position_embeddings=T),
+    "hf mistral": model_of("mistral", max_position_embeddings=T),  # a window of 5
+    "hf gemma3": model_of("gemma3_text", max_position_embeddings=T),  # a window in some layers
+    "hf gpt2": model_of("gpt2", n_positions=T),  # takes masks only
+    "hf gpt_oss": model_of("gpt_oss", max_position_embeddings=T),  # eager attention, with sinks
+}
+BY_MASK = ("hf gpt2", "hf gpt_oss")
+WINDOWS = ("hf mistral", "hf gemma3")
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", "hf gemma3", "hf gpt2", *slow(*(MODELS.keys() - {"llama", "gpt2"}))]
+)
+def test_a_model_gives_the_same_with_offsets_as_with_a_mask(name: str) -> None:
+    model = real(MODELS[name])
+    inputs = torch.randint(3, 64, (B, T), generator=torch.Generator().manual_seed(0))
+    calls: list[Documents] = []
+
+    def counted(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(*args: Any) -> Tensor:
+            calls.append(args[3])
+            return original(*args)
+
+        return call
+
+    for fields in ({"document_ids": of("mixed")}, {}):
+        right = with_gradients(model(inputs, **fields), list(model.parameters()))
+        kernel = counted(attention_module._varlen)
+        with as_on_a_gpu(), mock.patch.object(attention_module, "_varlen", kernel):
+            found = with_gradients(model(inputs, **fields), list(model.parameters()))
+        for one, other in zip(found, right, strict=True):
+            assert (one - other).norm() <= 2e-6 * other.norm()
+        if name in BY_MASK or (not fields and name not in WINDOWS):
+            assert not calls
+        elif name in WINDOWS:
+            assert {5} <= {documents.window for documents in calls} <= {5, None}
+        else:
+            assert len(calls) == 2
+        calls.clear()
+
+
+class Synthetic:
+    """Sequences of random tokens in documents of random lengths."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        ids = torch.randint(0, 64, (17,), generator=generator)
+        begins = torch.rand(16, generator=generator) < 0.05 * (index % 7)
+        return {"inputs": ids[:-1], "targets": ids[1:], "document_ids": begins.cumsum(0)}
+
+
+def data(seq_len: int) -> Data:
+    return Data(Synthetic(), Synthetic(), 64, "documents")
+
+
+def trained(
+    config: Config, worker: Worker, by_offsets: bool
+) -> tuple[float, float, dict[str, Tensor]]:
+    mesh = open_mesh(config, worker)
+    with as_on_a_gpu() if by_offsets else nullcontext():
+        run = build(config, mesh, data(16))
+        batch = torch.utils.data.default_collate([Synthetic()[i] for i in range(16)])
+        loss, _ = run.pipeline.train(batch)
+        gradients = {n: p.grad.clone() for s in run.stage_states for n, p in s.parameters()}
+        run.train_mode(False)
+        evaluated, _ = run.pipeline.evaluate(batch)
+    close_mesh()
+    return loss.item(), evaluated.item(), gradients
+
+
+def test_stages_compute_offsets_from_their_batch_and_train_as_with_a_mask(tmp_path: Path) -> None:
+    """Microbatches have other numbers of documents, so offsets of other shapes than recorded."""
+    changes = {"data": Custom("models.test_attention.data"), "layers": 2}
+    ((loss, evaluated, right),) = run_world(trained, tiny(**changes), tmp_path / "one", False)
+    ranks = run_world(trained, tiny(2, schedule="1f1b", **changes), tmp_path / "two", True)
+    for found, found_evaluated, gradients in ranks:
+        assert found == pytest.approx(loss, rel=1e-6)
+        assert found_evaluated == pytest.approx(evaluated, rel=1e-6)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, right[name], **TIGHT)
+    assert set().union(*(gradients for _, _, gradients in ranks)) == set(right)
+
+
+# --- a forward recorded for a GPU, here on meta ---------------------------------------------------
+
+
+def recorded_for_a_gpu(
+    model: Custom, dtype: torch.dtype, *fields: str, tokens: int = T
+) -> tuple[nn.Module, Recording]:
+    meta = build_model(model).to(dtype)
+    shapes = {name: Field((tokens,), torch.int64) for name in ("inputs", *fields)}
+    return meta, ModelGraph(meta, shapes, B, (), device="cuda").recording(shapes, True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["llama", "hf gemma3", "hf gpt2"])
+def test_documents_have_no_mask_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    _, recording = recorded_for_a_gpu(MODELS[name], dtype, "document_ids")
+    shapes = {tuple(node.value.shape) for node in recording.nodes if node.value is not None}
+    assert ((B, 1, T, T) in shapes) == (name in BY_MASK)
+
+
+def test_a_mask_of_the_users_own_is_taken_on_a_gpu_with_keys_repeated() -> None:
+    """The efficient kernel, the only one that takes masks for sure, has no grouped queries."""
+    called = mock.Mock(side_effect=F.scaled_dot_product_attention)
+    with mock.patch.object(F, "scaled_dot_product_attention", called):
+        meta = build_model(LLAMA)
+        mask = Field((T, T), torch.bool)
+        fields = {"inputs": Field((T,), torch.int64), "mask": mask}
+        ModelGraph(meta, fields, B, (), device="cuda")
+        ModelGraph(meta, {"inputs": fields["inputs"]}, B, (), device="cuda")
+    masked, plain = called.call_args_list[0], called.call_args_list[-1]
+    assert masked.args[1].size(1) == 4 and not masked.kwargs["enable_gqa"]
+    assert masked.kwargs["attn_mask"].shape == (B, 1, T, T)
+    assert plain.args[1].size(1) == 2 and plain.kwargs["enable_gqa"] and plain.kwargs["is_causal"]
+
+
+@pytest.mark.parametrize("name", ["llama", "hf llama"])
+def test_a_gpu_tries_its_kernels_in_order_and_a_cpu_sets_nothing(name: str) -> None:
+    with mock.patch.object(
+        attention_module, "sdpa_kernel", wraps=attention_module.sdpa_kernel
+    ) as s:
+        real(MODELS[name])(torch.zeros(B, T, dtype=torch.int64))
+        s.assert_not_called()
+        recorded_for_a_gpu(MODELS[name], torch.bfloat16)
+    (order,), options = s.call_args
+    assert order[:2] == [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+    assert options == {"set_priority": True}
+
+
+def test_costs_know_documents_by_offsets() -> None:
+    """As much as attention over whole sequences: an upper limit, known before the documents are."""
+    tokens = 256
+    found = []
+    for fields in ((), ("document_ids",)):
+        meta, recording = recorded_for_a_gpu(LLAMA, torch.bfloat16, *fields, tokens=tokens)
+        block = next(n for n in recording.nodes if n.kind == "unit" and n.target == "layers.0")
+        default = tiny_save()
+        found.append(
+            (
+                node_cost.flops(block, meta),
+                node_cost.saved_bytes(block, meta),
+                node_cost.recomputed_bytes(block, meta, default),
+            )
+        )
+    (flops, saved, kept), (flops_d, saved_d, kept_d) = found
+    # flash's backward computes the scores again: 5 products in place of 4
+    assert flops_d - flops == 2 * B * 4 * tokens * tokens * 16
+    assert saved_d == pytest.approx(saved, rel=0.1) and kept_d == pytest.approx(kept, rel=0.01)
+    assert kept_d > node_cost.recomputed_bytes(block, meta, ["aten.*mm"])
+
+
+def tiny_save() -> list[str]:
+    from titanlike.config.groups import SelectiveActivationCheckpoint
+
+    return SelectiveActivationCheckpoint(name="selective").save
+
+
+# --- with a GPU -----------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_gpus_kernels_are_exact(dtype: torch.dtype, window: int | None) -> None:
+    for name in IDS:
+        inputs = [x.detach().cuda().requires_grad_() for x in heads(4, 2, dtype)]
+        documents = Documents(document_spans(of(name).cuda()), window)
+        found = with_gradients(attention(*inputs, documents), inputs)
+        mask = document_mask(documents, B, T)
+        exact = [x.detach().double().requires_grad_() for x in inputs]
+        result = F.scaled_dot_product_attention(*exact, attn_mask=mask, enable_gqa=True)
+        right = with_gradients(result, exact)
+        close = 2e-2 if dtype == torch.bfloat16 else 1e-3  # TF32 in flex attention
+        for a, b in zip(found, right, strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=close, atol=close)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_is_not_waited_for() -> None:
+    host = of("mixed")
+    ids = with_host_copy(host.cuda(), host)
+    positions, documents = attention_inputs(ids, ids, None, None)
+    inputs = [x.detach().cuda().requires_grad_() for x in heads(4, 2, torch.bfloat16)]
+    attention(*inputs, documents).sum().backward()  # loads kernels
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        _, documents = attention_inputs(ids, ids, None, None)
+        attention(*inputs, documents).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert documents_module.document_starts(ids).is_cuda and positions.is_cuda

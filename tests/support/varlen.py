@@ -1,0 +1,59 @@
+"""torch's varlen attention, which needs a GPU, computed on the CPU document by document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+import torch.nn.attention.varlen as varlen
+from torch import Tensor
+
+from titanlike.models import attention, documents, hf, packing
+
+
+def varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> Tensor:
+    """[B * T, H, E], [B * T, K, E] twice -> [B * T, H, E]; as the kernel it trusts its arguments."""
+    assert cu_seq_q is cu_seq_k and cu_seq_q.dtype == torch.int32 and window_size[1] == 0
+    assert enable_gqa or query.size(1) == key.size(1)
+    lengths = cu_seq_q.diff().tolist()
+    assert min(lengths) >= 0 and max(lengths) <= max_q == max_k and sum(lengths) == len(query)
+    results = []
+    for q, k, v in zip(*(x.split(lengths) for x in (query, key, value)), strict=True):
+        at = torch.arange(len(q))
+        allowed = at[:, None] >= at
+        if window_size[0] >= 0:
+            allowed &= at[:, None] - at <= window_size[0]
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, length, E]
+        result = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=allowed, scale=scale, enable_gqa=enable_gqa
+        )
+        results.append(result[0].transpose(0, 1))
+    return torch.cat(results)
+
+
+@contextmanager
+def as_on_a_gpu(*, kernel: bool = True) -> Iterator[None]:
+    """Within it, models take documents by offsets; `kernel`: varlen attention takes fp32 as well."""
+    with (
+        mock.patch.object(packing, "takes_documents", lambda ids: True),
+        mock.patch.object(hf, "takes_documents", lambda ids: True),
+        mock.patch.object(attention, "takes_offsets", lambda q, v: kernel and not q.is_meta),
+        mock.patch.object(varlen, "varlen_attn", varlen_attn),
+        mock.patch.object(documents, "_TILE", 4),
+    ):
+        yield

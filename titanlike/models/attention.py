@@ -1,0 +1,148 @@
+"""Causal attention of all models, and which of torch's kernels computes it.
+
+| where, what | kernel |
+|---|---|
+| CPU | scaled_dot_product_attention; documents as a mask |
+| GPU, no mask | the first of cuDNN, flash, efficient, math that takes the arguments |
+| GPU, a mask that a user gives | the same, of which flash takes none |
+| GPU, documents, bf16 or fp16 | varlen attention: flash over the offsets of documents |
+| GPU, documents, fp32 | flex attention with a block mask, compiled |
+| GPU, documents, otherwise (dropout, fp64, narrow heads) | as a mask |
+
+Shapes: B batch, T tokens, H query heads, K key/value heads, E head dim, N documents.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from titanlike.models.documents import Documents, document_blocks, document_mask
+
+# The fastest first: flash here is FlashAttention 2, which cuDNN beats on Hopper and later.
+BACKENDS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | Documents | None = None,
+    *,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """softmax(q k^T * scale) v: q [B, H, T, E], k and v [B, K, T, E] -> [B, H, T, E].
+
+    K divides H: each key/value head belongs to H / K query heads that follow each other.
+    mask: None = causal over the whole sequence; documents; or bool [B or 1, 1, T, T] (query, key;
+    True = attends), which says all by itself. scale: None = E ** -0.5.
+    """
+    if isinstance(mask, Documents):
+        if not dropout and takes_offsets(q, v):
+            return _varlen(q, k, v, mask, scale)
+        if not dropout and _takes_blocks(q, v):
+            return _flex(q, k, v, mask, scale)
+        mask = document_mask(mask, q.size(0), q.size(2))
+    if mask is not None and q.is_cuda:  # the efficient kernel takes masks, and no grouped queries
+        groups = q.size(1) // k.size(1)
+        k, v = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (k, v))
+    return by_priority(
+        F.scaled_dot_product_attention,
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=q.size(1) != k.size(1),
+    )
+
+
+def by_priority(function: Callable[..., Any], q: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """`function(q, *args, **kwargs)`, in which GPUs try the kernels of `BACKENDS` in that order."""
+    if not q.is_cuda:
+        return function(q, *args, **kwargs)
+    with sdpa_kernel(BACKENDS, set_priority=True):
+        return function(q, *args, **kwargs)
+
+
+def takes_offsets(q: Tensor, v: Tensor) -> bool:
+    """Whether varlen attention, which is FlashAttention 2, takes these queries and values."""
+    width = q.size(-1)
+    if q.dtype not in (torch.bfloat16, torch.float16) or width != v.size(-1):
+        return False
+    return width % 8 == 0 and width <= 256 and (not q.is_cuda or _is_ampere(q.device))
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # late: it imports torch's compiler
+
+    packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # [B * T, H or K, E]
+    offsets, longest = documents.spans[0], documents.spans.size(0)
+    left = -1 if documents.window is None else documents.window - 1
+    # flash alone: cuDNN, which torch 2.15 prefers here, plans anew for each number of documents
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        result = varlen_attn(
+            *packed,
+            offsets,
+            offsets,
+            longest,
+            longest,
+            scale=scale,
+            window_size=(left, 0),
+            **_grouping(q.size(1) != k.size(1)),
+        )
+    return result.unflatten(0, (q.size(0), -1)).transpose(1, 2)  # [B, H, T, E]
+
+
+def _grouping(grouped: bool) -> dict[str, bool]:
+    """varlen_attn's argument for K < H; torch 2.11 has none, and takes them."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return {"enable_gqa": True} if grouped and known else {}
+
+
+def _is_ampere(device: torch.device) -> bool:
+    """Whether a GPU is an Ampere or newer; yes where none is in use, as in a plan for GPUs."""
+    in_use = torch.cuda.is_initialized()
+    return not in_use or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _takes_blocks(q: Tensor, v: Tensor) -> bool:
+    """Whether flex attention's kernels take these queries and values."""
+    known = q.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return known and q.size(-1) >= 16 and v.size(-1) >= 16
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None) -> Tensor:
+    grouped = q.size(1) != k.size(1)
+    if q.is_meta:  # costs as much, and is known to what counts costs
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=grouped
+        )
+    from torch.nn.attention.flex_attention import flex_attention  # late, as varlen_attn
+
+    blocks = document_blocks(documents, q.size(0), q.size(2))
+    flex = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
+    return flex(q, k, v, block_mask=blocks, scale=scale, enable_gqa=grouped)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Flex attention writes all scores to memory unless it is compiled."""
+    return torch.compile(function)

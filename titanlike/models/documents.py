@@ -1,0 +1,152 @@
+"""Documents packed into sequences, in the form in which attention kernels take them.
+
+A mask has T * T values a sequence; offsets of documents have a value a document.
+
+Shapes: B sequences of T tokens, N documents in all of them together.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+_TILE = 128  # queries, and keys, that kernels process together
+
+
+class Documents(NamedTuple):
+    """A token attends to itself and to the tokens before it in its document.
+
+    spans: int32 [L, N + 1], L times the same row, in the memory of one. The row is the offset of
+    each document's first token among the B * T, then B * T; documents at its end may be empty. L is
+    the length of the longest document, or more: kernels want it on the host, where it is a shape.
+    window: attends to so many tokens only, itself included; None = to all.
+    """
+
+    spans: Tensor
+    window: int | None = None
+
+
+def document_starts(document_ids: Tensor) -> Tensor:
+    """Bool [B, T]: where a document begins, the first token of a sequence apart (False)."""
+    return F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0))
+
+
+def document_spans(document_ids: Tensor) -> Tensor:
+    """`Documents.spans` of document_ids, integers [B, T] that change where a document begins.
+
+    N and L depend on values, which are read from the tensor's `host_copy` if it has one: a GPU is
+    not waited for. Both are rounded up to powers of two, for which a kernel is compiled once: empty
+    documents cost a GPU little as long as there are not more of them than others. On meta the
+    shape is that of one document a sequence.
+    """
+    if has_torch_function_unary(document_ids):  # recorded as one call, not by its operations
+        return handle_torch_function(document_spans, (document_ids,), document_ids)
+    batch, tokens = document_ids.shape
+    if document_ids.is_meta:
+        return sequence_spans(document_ids)
+    count, longest = _count_and_longest(_on_host(document_ids))
+    count, longest = _power_of_two(count), min(max(_power_of_two(longest), _TILE), tokens)
+    starts = document_starts(document_ids)
+    starts[:, 0] = True
+    number = starts.flatten().cumsum(0)  # of each token's document: 1, 2, ...
+    wanted = torch.arange(1, count + 2, device=number.device)
+    return torch.searchsorted(number, wanted, out_int32=True).expand(longest, -1)
+
+
+def sequence_spans(ids: Tensor) -> Tensor:
+    """`Documents.spans` where each sequence of ids [B, T] is one document."""
+    batch, tokens = ids.shape
+    ends = torch.arange(batch + 1, device=ids.device, dtype=torch.int32) * tokens
+    return ends.expand(tokens, -1)
+
+
+def with_host_copy(tensor: Tensor, host: Tensor) -> Tensor:
+    """The same tensor, which knows its copy on the CPU; so do its microbatches, as views of it."""
+    tensor.host_copy = host
+    return tensor
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """The values on the CPU; waits for the device if there is no `host_copy`."""
+    base = tensor if tensor._base is None else tensor._base
+    host = getattr(base, "host_copy", None)
+    if host is None or host.stride() != base.stride():
+        return tensor.cpu()
+    offset = tensor.storage_offset() - base.storage_offset() + host.storage_offset()
+    return host.as_strided(tensor.shape, tensor.stride(), offset)
+
+
+def _count_and_longest(document_ids: Tensor) -> tuple[int, int]:
+    """Of documents in all sequences, and of tokens in one of them."""
+    starts = document_starts(document_ids)
+    starts[:, 0] = True
+    (first,) = torch.where(starts.flatten())
+    end = first.new_tensor([document_ids.numel()])
+    return len(first), int(first.diff(append=end).max())
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+# --- other forms, for kernels that take no offsets ----------------------------------------------
+
+
+def document_mask(documents: Documents, batch: int, tokens: int) -> Tensor:
+    """Bool [B, 1, T, T] (query, key): True = attends."""
+    numbers = _numbers(documents, batch, tokens)
+    at = torch.arange(tokens, device=numbers.device)
+    allowed = (at[:, None] >= at) & (numbers[:, None, :, None] == numbers[:, None, None, :])
+    if documents.window is not None:
+        allowed = allowed & (at[:, None] - at < documents.window)
+    return allowed
+
+
+def document_blocks(documents: Documents, batch: int, tokens: int) -> BlockMask:
+    """The same for flex attention, without a tensor of T * T values (`create_block_mask` makes one
+    unless it is compiled): documents follow each other, so the first and last of a block tell."""
+    from torch.nn.attention.flex_attention import BlockMask  # late: it imports torch's compiler
+
+    numbers = _numbers(documents, batch, tokens)
+    window = documents.window
+
+    def attends(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        allowed = (query >= key) & (numbers[b, query] == numbers[b, key])
+        return allowed if window is None else allowed & (query - key < window)
+
+    blocks = -(-tokens // _TILE)
+    beyond = batch * tokens + 1  # so that no block with tokens beyond T is full
+    padded = F.pad(numbers, (0, blocks * _TILE - tokens), value=beyond).unflatten(1, (blocks, -1))
+    first, last = padded[..., 0], padded[..., -1]  # [B, blocks]
+    last_token = padded.where(padded < beyond, 0).amax(-1)
+    at = torch.arange(blocks, device=numbers.device)
+    apart = at[:, None] - at  # [blocks, blocks], of query and key
+    some = (apart >= 0) & (last_token[:, None, :] >= first[:, :, None])
+    full = (apart > 0) & (first[:, None, :] == last[:, :, None])
+    if window is not None:
+        some = some & ((apart - 1) * _TILE + 1 < window)
+        full = full & ((apart + 1) * _TILE - 1 < window)
+    lists: list[Tensor] = []  # of each block of queries: how many of keys, and which
+    for which in (some & ~full, full):
+        dense = which[:, None].int()  # [B, 1, blocks, blocks]
+        order = dense.argsort(dim=-1, descending=True, stable=True)
+        lists += [dense.sum(-1, dtype=torch.int32), order.int()]
+    return BlockMask.from_kv_blocks(
+        *lists,
+        BLOCK_SIZE=_TILE,
+        mask_mod=attends,
+        seq_lengths=(tokens, tokens),
+    )
+
+
+def _numbers(documents: Documents, batch: int, tokens: int) -> Tensor:
+    """The number of each token's document, from 1, [B, T]."""
+    at = torch.arange(batch * tokens, device=documents.spans.device, dtype=torch.int32)
+    return torch.searchsorted(documents.spans[0], at, right=True).view(batch, tokens)
