@@ -20,6 +20,16 @@ from titanlike.graph.recording import DEVICE, Node
 from titanlike.torch_private.base_classes import TorchDispatchMode
 
 _META = torch.device("meta")
+# What scaled_dot_product_attention on meta stands for, on one device or another.
+_ATTENTION = (
+    "aten._scaled_dot_product_attention",
+    "aten._scaled_dot_product_cudnn_attention",
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+    "torch_attn._varlen_attn",
+    "flex_attention",
+)
 
 
 def flops(node: Node, model: nn.Module) -> int:
@@ -61,7 +71,7 @@ def recomputed_bytes(node: Node, model: nn.Module, save: Sequence[str]) -> int:
     attention = _FusedAttention()
     with results, attention:
         call.forward()
-    fused = any(fnmatchcase("aten._scaled_dot_product_attention", name) for name in save)
+    fused = any(fnmatchcase(kernel, name) for name in save for kernel in _ATTENTION)
     return given + results.nbytes + (attention.nbytes if fused else 0)
 
 

@@ -15,7 +15,6 @@ Shapes: B batch, T tokens, H query heads, K key/value heads, E head dim, N docum
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -50,10 +49,12 @@ def attention(
     mask: None = causal over the whole sequence; documents; or bool [B or 1, 1, T, T] (query, key;
     True = attends), which says all by itself. scale: None = E ** -0.5.
     """
+    if isinstance(mask, Documents) and q.is_meta:
+        mask = None  # which documents there are is unknown; whole sequences cost the most
     if isinstance(mask, Documents):
         if not dropout and takes_offsets(q, v):
             return _varlen(q, k, v, mask, scale)
-        if not dropout and _takes_blocks(q, v):
+        if not dropout and takes_blocks(q, v):
             return _flex(q, k, v, mask, scale)
         mask = document_mask(mask, q.size(0), q.size(2))
     if mask is not None and q.is_cuda:  # the efficient kernel takes masks, and no grouped queries
@@ -83,9 +84,10 @@ def by_priority(function: Callable[..., Any], q: Tensor, *args: Any, **kwargs: A
 def takes_offsets(q: Tensor, v: Tensor) -> bool:
     """Whether varlen attention, which is FlashAttention 2, takes these queries and values."""
     width = q.size(-1)
-    if q.dtype not in (torch.bfloat16, torch.float16) or width != v.size(-1):
+    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or width != v.size(-1):
         return False
-    return width % 8 == 0 and width <= 256 and (not q.is_cuda or _is_ampere(q.device))
+    ampere = torch.cuda.get_device_capability(q.device) >= (8, 0)
+    return ampere and width % 8 == 0 and width <= 256
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None) -> Tensor:
@@ -113,33 +115,22 @@ def _grouping(grouped: bool) -> dict[str, bool]:
     """varlen_attn's argument for K < H; torch 2.11 has none, and takes them."""
     from torch.nn.attention.varlen import varlen_attn
 
-    known = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    known = "enable_gqa" in varlen_attn.__kwdefaults__
     return {"enable_gqa": True} if grouped and known else {}
 
 
-def _is_ampere(device: torch.device) -> bool:
-    """Whether a GPU is an Ampere or newer; yes where none is in use, as in a plan for GPUs."""
-    in_use = torch.cuda.is_initialized()
-    return not in_use or torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def _takes_blocks(q: Tensor, v: Tensor) -> bool:
+def takes_blocks(q: Tensor, v: Tensor) -> bool:
     """Whether flex attention's kernels take these queries and values."""
     known = q.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    return known and q.size(-1) >= 16 and v.size(-1) >= 16
+    return q.is_cuda and known and q.size(-1) >= 16 and v.size(-1) >= 16
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None) -> Tensor:
-    grouped = q.size(1) != k.size(1)
-    if q.is_meta:  # costs as much, and is known to what counts costs
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scale, enable_gqa=grouped
-        )
     from torch.nn.attention.flex_attention import flex_attention  # late, as varlen_attn
 
     blocks = document_blocks(documents, q.size(0), q.size(2))
     flex = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
-    return flex(q, k, v, block_mask=blocks, scale=scale, enable_gqa=grouped)
+    return flex(q, k, v, block_mask=blocks, scale=scale, enable_gqa=q.size(1) != k.size(1))
 
 
 @functools.cache
