@@ -83,8 +83,9 @@ def opened(config: Config, worker: Worker) -> tuple[Run, Checkpointer]:
     for parameter in run.parameters:
         parameter.grad = torch.zeros_like(parameter)
     for part in run.stage_states:
-        part.optimizer.step()  # so that there is a state
-        part.optimizer.zero_grad()
+        for optimizer in part.optimizers:
+            optimizer.step()  # so that there is a state
+        part.zero_grad()
     events = Events(worker.run_dir, None)
     return run, Checkpointer(run.stage_states, config, open_data(config), events)
 
@@ -94,7 +95,7 @@ def tensors(run: Run) -> list[tuple[str, torch.Tensor]]:
     for part in run.stage_states:
         for name, parameter in part.parameters():
             found.append((name, parameter.data))
-            for key, value in part.optimizer.state[parameter].items():
+            for key, value in part.optimizer_state(parameter).items():
                 found.append((f"{name}.{key}", value))
     return found
 

@@ -59,15 +59,16 @@ def update(run, leave_out: str) -> None:
         for name, parameter in part.stage.named_parameters():
             if leave_out not in name:
                 parameter.grad = torch.ones_like(parameter)
-        part.optimizer.step()
-        part.optimizer.zero_grad()
+        for optimizer in part.optimizers:
+            optimizer.step()
+        part.zero_grad()
 
 
 def states(run) -> dict[str, torch.Tensor]:
     found = {}
     for part in run.stage_states:
         for name, parameter in part.stage.named_parameters():
-            for key, value in part.optimizer.state.get(parameter, {}).items():
+            for key, value in part.optimizer_state(parameter).items():
                 local = value.to_local() if hasattr(value, "to_local") else value
                 found[f"{name}.{key}"] = local.clone()
     return found

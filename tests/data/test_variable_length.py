@@ -201,8 +201,8 @@ def several_steps(
         difference = max(difference, abs(norm.item() - right.item()))
         optimizer_step(run, config, step + 1, norm)
         plain.step()
-        for optimizer in (plain, *(part.optimizer for part in run.stage_states)):
-            optimizer.zero_grad()
+        for each in (plain, *run.stage_states):
+            each.zero_grad()
         # validation in between, of another length than training
         other = (step + 1) % len(STEPS)
         run.train_mode(False)

@@ -84,7 +84,7 @@ def measured(config: Config, worker: Worker) -> Measured:
             optimizer_step(run, config, step, torch.ones(()))
             seconds = time.process_time() - begin
             for state in run.stage_states:
-                state.optimizer.zero_grad()
+                state.zero_grad()
     close_mesh()
     products = sum(live.operators[name] for name in ("mm", "addmm", "bmm"))
     return Measured(forwards[True], products, live.peak, seconds)

@@ -28,7 +28,7 @@ from titanlike.data.loader import batches, open_data
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.models.registry import build_model, initial_weights_of, resolve_model
 from titanlike.optim.learning_rate import set_lr
-from titanlike.optim.optimizer import build_optimizer
+from titanlike.optim.optimizer import build_optimizers
 from titanlike.parallel.initialize import initialize
 from titanlike.training.guard import MOST_IN_A_ROW, Guard
 from titanlike.training.loop import MOST_ROLLBACKS
@@ -121,14 +121,14 @@ def plain_loop(config: Config, updates: dict[int, int]) -> dict[str, Tensor]:
     resolved = resolve_model(config)
     model = build_model(resolved)
     initialize(model, initial_weights_of(resolved, config.seed), torch.device("cpu"))
-    optimizer = build_optimizer(model, config.optimizer)
+    (optimizer,) = build_optimizers(dict(model.named_parameters()), model, config)
     source = open_data(config).train
     for step, place in updates.items():
         batch = next(batches(source, config, dp_rank=0, start_step=place - 1))
         logits = model(batch["inputs"])
         F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)
-        set_lr(optimizer, config, step)
+        set_lr([optimizer], config, step)
         optimizer.step()
         optimizer.zero_grad()
     return {f"model.{name}": p.detach() for name, p in model.named_parameters()}

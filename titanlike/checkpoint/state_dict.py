@@ -47,10 +47,10 @@ def model_tensors(
 def run_tensors(stage_states: list[StageState], *, copies: bool = False) -> Tensors:
     """This rank's entries of a run's checkpoint; copies: see `model_tensors`."""
     tensors = model_tensors(stage_states, copies=copies)
-    for stage in stage_states:  # one optimizer each: DCP mixes up those that span several modules
-        if not stage.optimizer.state:
-            continue  # torch would initialize it by a step with lr=0, and count that step
-        for name, value in _optimizer_state(stage).items():
+    for stage in stage_states:  # each by itself: DCP mixes up optimizers that span several modules
+        # torch would initialize others by a step with lr=0, and count that step
+        stepped = [optimizer for optimizer in stage.optimizers if optimizer.state]
+        for name, value in _optimizer_state(stage, stepped).items():
             # hyperparameters (lr, betas) come from the config, and objects would be unpickled
             if isinstance(value, Tensor) and name.startswith("state."):
                 name = _in_model(name, stage)
@@ -77,7 +77,7 @@ def load_run(folder: Storage, stage_states: list[StageState], group: dist.Proces
     metadata = read_metadata(folder)
     saved = metadata.state_dict_metadata
     for stage in stage_states:
-        _optimizer_state(stage)  # allocates the state that is read into
+        _optimizer_state(stage, stage.optimizers)  # allocates the state that is read into
     tensors = run_tensors(stage_states, copies=True)
     # a parameter that never had a gradient has no state in the checkpoint, and gets none here
     stateful = {_parameter(name) for name in saved if name.startswith("optimizer.state.")}
@@ -107,17 +107,18 @@ def load_run(folder: Storage, stage_states: list[StageState], group: dist.Proces
             stage.stage, {name: tensors[f"model.{stage.names.get(name, name)}"] for name in state}
         )
         # hyperparameters are not in the checkpoint and stay
-        state = _optimizer_state(stage)
+        state = _optimizer_state(stage, stage.optimizers)
         for name, entry in ((name, _in_model(name, stage)) for name in state):
             if entry in tensors:  # each copy of a tied weight has its own state
                 own = stage.owns(_parameter(entry))
                 state[name] = tensors[entry] if own else tensors[entry].clone()
         if stage.names:
-            of_stage = stage.stage, stage.optimizer, state
+            of_stage = stage.stage, stage.optimizers, state
             dcp_state_dict.set_optimizer_state_dict(*of_stage, options=_FLAT)
         for name, parameter in stage.parameters():
             if name not in stateful:
-                stage.optimizer.state.pop(parameter, None)
+                for optimizer in stage.optimizers:
+                    optimizer.state.pop(parameter, None)
 
 
 def read(
@@ -166,10 +167,10 @@ def _in_model(name: str, stage: StageState) -> str:
     return f"optimizer.{kind}.{stage.names.get(parameter, parameter)}.{key}"
 
 
-def _optimizer_state(stage: StageState) -> dict[str, Any]:
-    if not stage.names:
+def _optimizer_state(stage: StageState, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
+    if not stage.names or not optimizers:
         return {}  # torch raises for a stage without parameters
-    return dcp_state_dict.get_optimizer_state_dict(stage.stage, stage.optimizer, options=_FLAT)
+    return dcp_state_dict.get_optimizer_state_dict(stage.stage, optimizers, options=_FLAT)
 
 
 def _rng_states() -> Tensors:

@@ -200,6 +200,9 @@ class SyntheticData:
 # --- optimization ------------------------------------------------------------------------------
 
 
+_STATE_DTYPE = "dtype of the two running means; bf16 = half the memory, rounded stochastically"
+
+
 @dataclass
 class AdamW:
     """torch.optim.AdamW, fused."""
@@ -210,6 +213,32 @@ class AdamW:
     eps: float = key(1e-8, "added to the denominator")
     weight_decay: float = key(0.1, "decoupled decay of matrices; vectors (norms, biases) have none")
     clip: float | None = key(1.0, "largest global gradient norm; null = no clipping")
+    state_dtype: Literal["fp32", "bf16"] = key("fp32", _STATE_DTYPE)
+
+
+@dataclass
+class Muon:
+    """Muon (arXiv 2502.16982) for the matrices of the blocks, AdamW for everything else."""
+
+    name: str = key("muon", "choice")
+    lr: float = key(3e-3, "peak learning rate of the matrices that Muon updates")
+    momentum: float = key(0.95, "decay of the running mean of gradients")
+    nesterov: bool = key(True, "look ahead by one more step of the momentum")
+    ns_steps: int = key(5, "iterations that orthogonalize a matrix")
+    adjust_lr: Literal["match_rms_adamw", "original"] = key(
+        "match_rms_adamw",
+        "lr of a matrix: match_rms_adamw = 0.2 sqrt(longer side), so that AdamW's lr fits; original "
+        "= sqrt(rows / columns), at least 1",
+    )
+    weight_decay: float = key(0.1, "decoupled decay of matrices; vectors (norms, biases) have none")
+    clip: float | None = key(1.0, "largest global gradient norm; null = no clipping")
+    adamw_lr: float | None = key(None, "peak learning rate of all others; null = lr")
+    betas: list[float] = key([0.9, 0.95], "of AdamW: decay of the two running means")
+    eps: float = key(1e-8, "of AdamW: added to the denominator")
+    state_dtype: Literal["fp32", "bf16"] = key("fp32", f"of AdamW: {_STATE_DTYPE}")
+    adamw: list[str] = key(
+        [], "matrices of blocks that AdamW updates too, by patterns of names: ['*.router.weight']"
+    )
 
 
 @dataclass

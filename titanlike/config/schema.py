@@ -28,6 +28,7 @@ from titanlike.config.groups import (
     LoopedSchedule,
     LoopedZeroBubbleSchedule,
     Mse,
+    Muon,
     NoLogger,
     OwnOptimizer,
     OwnSchedule,
@@ -179,7 +180,7 @@ class Config:
     split: EvenSplit | PointSplit | BalanceSplit | AutoSplit = key(EvenSplit, "where stages begin")
     schedule: Schedule | CsvSchedule | OwnSchedule = key(Schedule, "pipeline schedule")
     data: TextData | TokenData | SyntheticData | Custom = key(TextData, "training data")
-    optimizer: AdamW | Sgd | OwnOptimizer = key(AdamW, "optimizer")
+    optimizer: AdamW | Muon | Sgd | OwnOptimizer = key(AdamW, "optimizer")
     lr: ConstantLr | DecayLr | WsdLr | Custom = key(WsdLr, "learning-rate schedule")
     loss: CrossEntropy | ChunkedCrossEntropy | Mse | Custom = key(CrossEntropy, "loss function")
     precision: Precision = key(Precision, "compute precision")
@@ -220,7 +221,7 @@ VARIANTS: dict[str, dict[str, type]] = {
         "csv": CsvSchedule,
     },
     "data": {"text": TextData, "tokens": TokenData, "synthetic": SyntheticData},
-    "optimizer": {"adamw": AdamW, "sgd": Sgd},
+    "optimizer": {"adamw": AdamW, "muon": Muon, "sgd": Sgd},
     "lr": {"constant": ConstantLr, "linear": DecayLr, "cosine": DecayLr, "wsd": WsdLr},
     "loss": {
         "cross_entropy": CrossEntropy,

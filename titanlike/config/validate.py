@@ -14,7 +14,7 @@ from typing import Any
 
 from titanlike.config.errors import Problem
 from titanlike.config.parse import to_plain
-from titanlike.config.schema import AdamW, Config, DecayLr, OwnOptimizer, Sgd, Wandb, WsdLr
+from titanlike.config.schema import AdamW, Config, DecayLr, Muon, OwnOptimizer, Sgd, Wandb, WsdLr
 
 MAX_STAGES = 256
 MAX_RANKS = 1_000_000
@@ -195,13 +195,19 @@ def _ranges(config: Config) -> Iterator[Problem]:
     if not isinstance(optimizer, OwnOptimizer):
         good = 0 <= optimizer.weight_decay < inf
         checks += [("optimizer.weight_decay", good, "must be at least 0, finite", 0.1)]
-    if isinstance(optimizer, AdamW):
+    if isinstance(optimizer, (AdamW, Muon)):
         good = len(optimizer.betas) == 2 and all(0 <= beta < 1 for beta in optimizer.betas)
         checks += [
             ("optimizer.betas", good, "must be two numbers in [0, 1)", "[0.9,0.95]"),
             ("optimizer.eps", optimizer.eps > 0, "must be above 0", 1e-8),
         ]
-    if isinstance(optimizer, Sgd):
+    if isinstance(optimizer, Muon):
+        good = optimizer.adamw_lr is None or 0 <= optimizer.adamw_lr < inf
+        checks += [
+            ("optimizer.adamw_lr", good, "must be at least 0, or null for optimizer.lr", "null"),
+            ("optimizer.ns_steps", 1 <= optimizer.ns_steps <= 20, "must be from 1 to 20", 5),
+        ]
+    if isinstance(optimizer, (Muon, Sgd)):
         checks += [("optimizer.momentum", 0 <= optimizer.momentum < 1, "must be in [0, 1)", 0.9)]
     if isinstance(lr, (DecayLr, WsdLr)):
         checks += [("lr.final", 0 <= lr.final <= 1, "must be in [0, 1]", 0.1)]

@@ -6,6 +6,7 @@ A run that is resumed with more steps follows the longer curve.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 
@@ -34,7 +35,10 @@ def learning_rate(config: Config, step: int) -> float:
     return config.optimizer.lr * lr_factor(config.lr, step, config.steps)
 
 
-def set_lr(optimizer: torch.optim.Optimizer, config: Config, step: int) -> None:
-    """Give all parameters the learning rate of a step."""
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate(config, step)
+def set_lr(optimizers: Iterable[torch.optim.Optimizer], config: Config, step: int) -> None:
+    """Give all parameters the learning rate of a step; groups with a peak of their own (`initial_lr`)
+    keep their ratio to the others."""
+    factor = lr_factor(config.lr, step, config.steps)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group.get("initial_lr", config.optimizer.lr) * factor

@@ -1,16 +1,20 @@
-"""Optimizers, one a stage, and the norm of all gradients."""
+"""The optimizers of a stage, and the norm of all gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titanlike.config.schema import AdamW, OwnOptimizer, Sgd
+from titanlike.config.schema import AdamW, Config, Muon, OwnOptimizer, Sgd
+from titanlike.optim import muon
+from titanlike.optim.bf16_state import Bf16StateAdamW
 from titanlike.optim.own import own_optimizer
+from titanlike.parallel.initialize import piece_seed
 from titanlike.parallel.mesh import Mesh
 
 
@@ -19,7 +23,7 @@ class StageState:
     """What this rank trains of one stage that has parameters or buffers."""
 
     stage: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizers: list[torch.optim.Optimizer]  # of different parameters
     # parameter in the stage -> its name in the whole model, one for all copies of a tied one
     names: dict[str, str]
     owned: frozenset[str]  # names in the whole model; each parameter is owned by one stage
@@ -29,25 +33,73 @@ class StageState:
         for name, parameter in self.stage.named_parameters():
             yield self.names[name], parameter
 
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def optimizer_state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """What is remembered of a parameter: {} where it was never updated."""
+        return optimizer_state(self.optimizers, parameter)
+
     def owns(self, name: str) -> bool:
         """Whether a parameter or buffer, by its name in the whole model, counts in this stage: in
         the gradient norm and in a checkpoint. A tied parameter counts in one stage alone."""
         return name in self.owned or name not in self.names.values()
 
 
-def build_optimizer(stage: nn.Module, config: AdamW | Sgd | OwnOptimizer) -> torch.optim.Optimizer:
-    """One optimizer for one stage; vectors (norms, biases) are not decayed."""
-    matrices = [p for p in stage.parameters() if p.dim() >= 2]
-    vectors = [p for p in stage.parameters() if p.dim() < 2]
-    if isinstance(config, OwnOptimizer):
-        return own_optimizer(config, matrices, vectors)
-    decays = ((matrices, config.weight_decay), (vectors, 0.0))
-    groups = [{"params": params, "weight_decay": decay} for params, decay in decays if params]
-    groups = groups or [{"params": []}]  # a stage of buffers alone
-    if isinstance(config, Sgd):
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
-    betas = tuple(config.betas)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+def optimizer_state(
+    optimizers: Iterable[torch.optim.Optimizer], parameter: nn.Parameter
+) -> dict[str, Any]:
+    """What the one of these optimizers that updates a parameter remembers of it; {} before that."""
+    found = (optimizer.state.get(parameter) for optimizer in optimizers)
+    return next((state for state in found if state), {})
+
+
+def build_optimizers(
+    parameters: Mapping[str, nn.Parameter], model: nn.Module, config: Config
+) -> list[torch.optim.Optimizer]:
+    """Of some parameters of a model, by name: each by one optimizer, whose choice does not depend on
+    the layout. Vectors (norms, biases) are not decayed. A group's `initial_lr` is its peak.
+
+    model: the whole one, which may be on meta.
+    """
+    choice = config.optimizer
+    rest, optimizers = dict(parameters), []
+    if isinstance(choice, Muon):
+        hidden = muon.hidden_matrices(model, choice)
+        matrices = [rest.pop(name) for name in [*rest] if name in hidden]
+        # products in bf16 are as exact as the gradients then
+        dtype = torch.float32 if config.precision.name == "fp32" else torch.bfloat16
+        optimizers = [muon.Muon(matrices, choice, dtype)] if matrices else []
+    if rest or not optimizers:  # neither: a stage of buffers alone
+        optimizers.append(_elementwise_optimizer(rest, config))
+    return optimizers
+
+
+def _elementwise_optimizer(
+    parameters: Mapping[str, nn.Parameter], config: Config
+) -> torch.optim.Optimizer:
+    choice = config.optimizer
+    matrices = [p for p in parameters.values() if p.dim() >= 2]
+    vectors = [p for p in parameters.values() if p.dim() < 2]
+    if isinstance(choice, OwnOptimizer):
+        return own_optimizer(choice, matrices, vectors)
+    decays = ((matrices, choice.weight_decay), (vectors, 0.0))
+    groups: list[dict[str, Any]] = [
+        {"params": params, "weight_decay": decay} for params, decay in decays if params
+    ]
+    groups = groups or [{"params": []}]
+    if isinstance(choice, Sgd):
+        return torch.optim.SGD(groups, lr=choice.lr, momentum=choice.momentum)
+    lr = choice.lr
+    if isinstance(choice, Muon) and choice.adamw_lr is not None:
+        lr = choice.adamw_lr
+    groups = [{**group, "initial_lr": lr} for group in groups]
+    options = {"lr": lr, "betas": tuple(choice.betas), "eps": choice.eps}
+    if choice.state_dtype == "bf16":
+        seeds = {p: piece_seed(config.seed, f"rounding of {n}", 0) for n, p in parameters.items()}
+        return Bf16StateAdamW(groups, seeds, **options)
+    return torch.optim.AdamW(groups, fused=True, **options)
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ from titanlike.metrics.sinks import JsonlSink
 from titanlike.models.float8 import use_float8
 from titanlike.models.registry import build_model, initial_weights_of, resolve_model
 from titanlike.optim.learning_rate import set_lr
-from titanlike.optim.optimizer import build_optimizer
+from titanlike.optim.optimizer import build_optimizers
 from titanlike.parallel.activation_checkpoint import checkpoint_blocks
 from titanlike.parallel.device import peak_memory, resident_memory
 from titanlike.parallel.initialize import initialize
@@ -123,7 +123,7 @@ def _plain_loop(config: Config, data: Data, run: Run) -> Iterator[dict[str, Any]
         for block in map(model.get_submodule, plan.blocks(stage) if config.compile else ()):
             block.forward = torch.compile(block.forward)
     initialize(model, initial_weights_of(resolved, config.seed), device)
-    optimizer = build_optimizer(model, config.optimizer)
+    optimizers = build_optimizers(dict(model.named_parameters()), model, config)
     stream = batches(data.train, alone, dp_rank=0)
     low = config.precision.low
     for step in range(1, config.steps + 1):
@@ -136,9 +136,10 @@ def _plain_loop(config: Config, data: Data, run: Run) -> Iterator[dict[str, Any]
         loss.backward()
         if config.optimizer.clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)
-        set_lr(optimizer, config, step)
-        optimizer.step()
-        optimizer.zero_grad()
+        set_lr(optimizers, config, step)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         value = loss.item()
         if device.type == "cuda":
             torch.cuda.synchronize()

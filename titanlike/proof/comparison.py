@@ -53,7 +53,7 @@ class Comparison:
             self.squared + other.squared,
             self.scale + other.scale,
             self.along + other.along,
-            None if self.rounding is None else self.rounding + other.rounding,
+            None if None in (self.rounding, other.rounding) else self.rounding + other.rounding,
             self.rounding_along + other.rounding_along,
         )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from titanlike.models.float8 import use_float8
 from titanlike.models.registry import build_model, initial_weights_of, resolve_model
 from titanlike.optim.learning_rate import set_lr
 from titanlike.optim.loss import build_loss
-from titanlike.optim.optimizer import build_optimizer
+from titanlike.optim.optimizer import build_optimizers, optimizer_state
 from titanlike.parallel.initialize import initialize
 from titanlike.proof.comparison import compare, reliable
 from titanlike.torch_private.autocast import watch_autocast
@@ -166,7 +166,7 @@ def _single_process(
     stream = batches(data.train, config, dp_rank=0)
     model.train()
     norms = _WholeBatchStatistics(model)
-    optimizer = build_optimizer(model, config.optimizer)
+    optimizers = build_optimizers(dict(model.named_parameters()), model, config)
     losses = {VALIDATION_LOSS: validation}
     first: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
@@ -185,15 +185,16 @@ def _single_process(
             )
         if config.optimizer.clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)
-        set_lr(optimizer, config, step)
-        optimizer.step()
-        optimizer.zero_grad()
+        set_lr(optimizers, config, step)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
     losses["loss after the last step"] = mean_over(iter([next(stream)]))
     updated = copy_of(model.named_parameters())
     state = copy_of(
         (f"{name} {key}", value)
         for name, p in model.named_parameters()
-        for key, value in state_of(optimizer, p).items()
+        for key, value in state_of(optimizers, p).items()
     )
     return Reference(initial, first, masks, updated, state, losses, buffers, groups)
 
@@ -205,13 +206,15 @@ def loss_name(step: int) -> str:
 EARLY_LOSSES = {VALIDATION_LOSS, loss_name(1)}  # before the first update
 
 
-def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """What the optimizer remembers of a parameter: {} where it was never updated. Adam's mean of
+def state_of(
+    optimizers: Iterable[torch.optim.Optimizer], parameter: nn.Parameter
+) -> dict[str, Tensor]:
+    """What the optimizers remember of a parameter: {} where it was never updated. Adam's mean of
     squares as its root, which is of the size of a gradient."""
     state = {}
-    for key, value in optimizer.state.get(parameter, {}).items():
+    for key, value in optimizer_state(optimizers, parameter).items():
         if key == "exp_avg_sq":
-            state["sqrt(exp_avg_sq)"] = value.sqrt()
+            state["sqrt(exp_avg_sq)"] = value.float().sqrt().to(value.dtype)
         elif isinstance(value, Tensor | int | float):
             state[key] = torch.as_tensor(value)
     return state

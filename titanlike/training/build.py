@@ -21,7 +21,7 @@ from titanlike.graph.stage import Stage, fsdp_groups
 from titanlike.models.float8 import use_float8
 from titanlike.models.registry import build_model, initial_weights_of
 from titanlike.optim.loss import build_loss
-from titanlike.optim.optimizer import StageState, build_optimizer
+from titanlike.optim.optimizer import StageState, build_optimizers
 from titanlike.parallel.activation_checkpoint import checkpoint_blocks
 from titanlike.parallel.batchnorm import BatchNorms
 from titanlike.parallel.compiled_blocks import CompiledBlocks
@@ -108,11 +108,12 @@ def build(config: Config, mesh: Mesh, data: Data | None = None) -> Run:
     states: dict[int, StageState] = {}
     for index, stage in stages.items():
         if stage.state_dict():  # a batch norm without weights has buffers to save
-            parameters = stage.named_parameters(remove_duplicate=False)
-            names = {name: canonical[name] for name, _ in parameters}
+            every = stage.named_parameters(remove_duplicate=False)
+            names = {name: canonical[name] for name, _ in every}
             owned = frozenset(name for name in names.values() if holders[name][0] == index)
-            optimizer = build_optimizer(stage, config.optimizer)
-            states[index] = StageState(stage, optimizer, names, owned)
+            parameters = {names[name]: parameter for name, parameter in stage.named_parameters()}
+            optimizers = build_optimizers(parameters, plan.model_graph.model, config)
+            states[index] = StageState(stage, optimizers, names, owned)
 
     # 3. the pipeline
     local_parameters = {index: dict(state.parameters()) for index, state in states.items()}

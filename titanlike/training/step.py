@@ -36,7 +36,7 @@ def train_step(
     verdict = guard.judge(record, run)
     lr = optimizer_step(run, config, step, norm) if verdict is None else 0.0
     for state in run.stage_states:
-        state.optimizer.zero_grad()
+        state.zero_grad()
     return record | {"lr": lr, "tokens": step * config.batch_size * config.seq_len}, verdict
 
 
@@ -47,8 +47,9 @@ def optimizer_step(run: Run, config: Config, step: int, norm: Tensor) -> float:
     if config.optimizer.clip is not None:
         clip_gradients(run.parameters, norm, config.optimizer.clip)
     for state in run.stage_states:
-        set_lr(state.optimizer, config, step)
-        state.optimizer.step()
+        set_lr(state.optimizers, config, step)
+        for optimizer in state.optimizers:
+            optimizer.step()
     run.norms.update()
     return learning_rate(config, step)
 

@@ -1,0 +1,101 @@
+"""Muon (https://kellerjordan.github.io/posts/muon, arXiv 2502.16982), exact on FSDP's shards.
+
+torch.optim.Muon orthogonalizes the shards that it is given, which is wrong without an error; here
+the momentum is kept on the shards, and `orthogonalize` gathers whole matrices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titanlike.config.schema import Muon as MuonConfig
+from titanlike.graph.find_units import find_units
+from titanlike.optim.orthogonalize import orthogonalize
+
+
+class Muon(torch.optim.Optimizer):
+    """Updates matrices by their orthogonalized momentum; the arithmetic of torch.optim.Muon."""
+
+    def __init__(
+        self, matrices: Iterable[nn.Parameter], config: MuonConfig, dtype: torch.dtype
+    ) -> None:
+        """dtype: in which matrices are orthogonalized, and sent to be."""
+        groups = [{"params": [*matrices]}]
+        super().__init__(groups, {"lr": config.lr, "weight_decay": config.weight_decay})
+        self._config, self._dtype = config, dtype
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Collective over the ranks that share the matrices; a matrix without gradient is left
+        alone."""
+        assert closure is None
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if not parameters:
+                continue
+            updates = [self._update(parameter) for parameter in parameters]
+            results = orthogonalize(parameters, updates, self._config.ns_steps)
+            for parameter, result in zip(parameters, results, strict=True):
+                local = _local(parameter)
+                local.mul_(1 - group["lr"] * group["weight_decay"])
+                rate = group["lr"] * lr_ratio(self._config.adjust_lr, parameter.shape)
+                local.add_(result.to(local.device), alpha=-rate)
+
+    def _update(self, parameter: nn.Parameter) -> Tensor:
+        """This rank's rows of the momentum, which is moved on, where they are orthogonalized."""
+        state, momentum = self.state[parameter], self._config.momentum
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+        gradient, mean = _local(parameter.grad), _local(state["momentum_buffer"])
+        mean.lerp_(gradient, 1 - momentum)
+        update = gradient.lerp(mean, momentum) if self._config.nesterov else mean
+        device = update.device
+        if isinstance(parameter, DTensor):  # shards may be in CPU memory
+            device = torch.device(parameter.device_mesh.device_type)
+        return update.to(device, self._dtype)
+
+
+def lr_ratio(adjust_lr: str, shape: torch.Size) -> float:
+    """By what the learning rate of a matrix is multiplied."""
+    rows, columns = shape
+    if adjust_lr == "original":
+        return math.sqrt(max(1.0, rows / columns))
+    return 0.2 * math.sqrt(max(rows, columns))  # as large an update as AdamW's, on average
+
+
+def hidden_matrices(model: nn.Module, config: MuonConfig) -> set[str]:
+    """Names of the parameters of a whole model that Muon updates: 2-D ones of its blocks, but for
+    embeddings, what is used outside of the blocks too, and those that the config leaves to AdamW."""
+    blocks = {
+        id(parameter)
+        for unit in find_units(model)
+        if unit.block
+        for parameter in model.get_submodule(unit.name).parameters()
+    }
+    others = {
+        id(parameter)
+        for unit in find_units(model)
+        if not unit.block
+        for parameter in model.get_submodule(unit.name).parameters()
+    }
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            others.add(id(module.weight))
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.dim() == 2
+        and id(parameter) in blocks - others
+        and not any(fnmatchcase(name, pattern) for pattern in config.adamw)
+    }
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
