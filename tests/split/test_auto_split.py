@@ -154,7 +154,7 @@ def test_memory_of_a_chunked_loss_is_without_logits() -> None:
 def test_bytes_of_a_parameter(changes: dict[str, Any], each: float) -> None:
     config = tiny(**changes)
     zero = 3 if config.fsdp.zero == "auto" else config.fsdp.zero
-    assert state_bytes(config, zero) == each
+    assert state_bytes(config, zero, False) == each
 
 
 def test_microbatches_in_flight_follow_from_the_order() -> None:

@@ -37,6 +37,10 @@ class OwnOptimizer(Custom):
 
     lr: float = key(3e-3, "peak learning rate")
     clip: float | None = key(1.0, "largest global gradient norm; null = no clipping")
+    exact_on_shards: bool = key(
+        False,
+        "it is right on shards and stages although trying it alone on parts gives another result",
+    )
 
 
 # --- split: where the model is cut into stages -------------------------------------------------

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlike.config.schema import Muon as MuonConfig
 from titanlike.graph.find_units import find_units
-from titanlike.optim.orthogonalize import orthogonalize
+from titanlike.optim.orthogonalize import orthogonalize, shard_group
 
 
 class Muon(torch.optim.Optimizer):
@@ -38,15 +38,20 @@ class Muon(torch.optim.Optimizer):
         assert closure is None
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
-            if not parameters:
-                continue
-            updates = [self._update(parameter) for parameter in parameters]
-            results = orthogonalize(parameters, updates, self._config.ns_steps)
-            for parameter, result in zip(parameters, results, strict=True):
-                local = _local(parameter)
-                local.mul_(1 - group["lr"] * group["weight_decay"])
-                rate = group["lr"] * lr_ratio(self._config.adjust_lr, parameter.shape)
-                local.add_(result.to(local.device), alpha=-rate)
+            if parameters and shard_group(parameters[0]) is not None:
+                self._step(parameters, group)  # in two messages
+            else:
+                for parameter in parameters:
+                    self._step([parameter], group)
+
+    def _step(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        updates = [self._update(parameter) for parameter in parameters]
+        results = orthogonalize(parameters, updates, self._config.ns_steps)
+        for parameter, result in zip(parameters, results, strict=True):
+            local = _local(parameter)
+            local.mul_(1 - group["lr"] * group["weight_decay"])
+            rate = group["lr"] * lr_ratio(self._config.adjust_lr, parameter.shape)
+            local.add_(result.to(local.device), alpha=-rate)
 
     def _update(self, parameter: nn.Parameter) -> Tensor:
         """This rank's rows of the momentum, which is moved on, where they are orthogonalized."""
@@ -70,30 +75,23 @@ def lr_ratio(adjust_lr: str, shape: torch.Size) -> float:
     return 0.2 * math.sqrt(max(rows, columns))  # as large an update as AdamW's, on average
 
 
-def hidden_matrices(model: nn.Module, config: MuonConfig) -> set[str]:
-    """Names of the parameters of a whole model that Muon updates: 2-D ones of its blocks, but for
-    embeddings, what is used outside of the blocks too, and those that the config leaves to AdamW."""
-    blocks = {
-        id(parameter)
-        for unit in find_units(model)
-        if unit.block
-        for parameter in model.get_submodule(unit.name).parameters()
-    }
-    others = {
-        id(parameter)
-        for unit in find_units(model)
-        if not unit.block
-        for parameter in model.get_submodule(unit.name).parameters()
-    }
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            others.add(id(module.weight))
+def hidden_matrices(model: nn.Module, optimizer: Any) -> set[str]:
+    """Names of the parameters of a whole model that Muon updates, if that is the optimizer: 2-D ones
+    of the blocks, but for embeddings, what is used outside of the blocks too, and those that the
+    config leaves to AdamW."""
+    if not isinstance(optimizer, MuonConfig):
+        return set()
+    in_blocks: set[int] = set()
+    elsewhere = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
+    for unit in find_units(model):
+        parameters = map(id, model.get_submodule(unit.name).parameters())
+        (in_blocks if unit.block else elsewhere).update(parameters)
     return {
         name
         for name, parameter in model.named_parameters()
         if parameter.dim() == 2
-        and id(parameter) in blocks - others
-        and not any(fnmatchcase(name, pattern) for pattern in config.adamw)
+        and id(parameter) in in_blocks - elsewhere
+        and not any(fnmatchcase(name, pattern) for pattern in optimizer.adamw)
     }
 
 

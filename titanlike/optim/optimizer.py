@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titanlike.config.schema import AdamW, Config, Muon, OwnOptimizer, Sgd
+from titanlike.config.schema import Config, Muon, OwnOptimizer, Sgd
 from titanlike.optim import muon
 from titanlike.optim.bf16_state import Bf16StateAdamW
 from titanlike.optim.own import own_optimizer
 from titanlike.parallel.initialize import piece_seed
 from titanlike.parallel.mesh import Mesh
+from titanlike.parallel.sharding import compute_dtype
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,10 @@ def build_optimizers(
     """
     choice = config.optimizer
     rest, optimizers = dict(parameters), []
-    if isinstance(choice, Muon):
-        hidden = muon.hidden_matrices(model, choice)
-        matrices = [rest.pop(name) for name in [*rest] if name in hidden]
-        # products in bf16 are as exact as the gradients then
-        dtype = torch.float32 if config.precision.name == "fp32" else torch.bfloat16
-        optimizers = [muon.Muon(matrices, choice, dtype)] if matrices else []
+    hidden = muon.hidden_matrices(model, choice)
+    if matrices := [rest.pop(name) for name in parameters if name in hidden]:
+        # in bf16 only where gradients are no more exact
+        optimizers = [muon.Muon(matrices, choice, compute_dtype(config))]
     if rest or not optimizers:  # neither: a stage of buffers alone
         optimizers.append(_elementwise_optimizer(rest, config))
     return optimizers

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,12 +55,16 @@ def problems(config: Config) -> Iterator[Problem]:
                 _tried("lr", config.lr, own_lr_factor, config.lr, step, config.steps)
         if isinstance(config.optimizer, OwnOptimizer):
             _check_optimizer(config.optimizer)
+            _check_parts(config, config.optimizer)
     except ConfigError as error:
         yield from error.problems
 
 
 def _check_optimizer(config: OwnOptimizer) -> None:
     """Raise ConfigError for an optimizer that does not take a step, or whose state is not saved."""
+    if config.name in ("torch.optim.Muon", "torch.optim._muon.Muon"):
+        reason = "takes matrices alone, and is wrong on shards without an error"
+        raise _wrong("optimizer", config, reason, "optimizer=muon")
     found = _check_arguments("optimizer", config, ([],), lr=config.lr)
     if not (inspect.isclass(found) and issubclass(found, torch.optim.Optimizer)):
         raise _wrong("optimizer", config, "is no torch.optim.Optimizer", "a subclass of it")
@@ -71,6 +76,60 @@ def _check_optimizer(config: OwnOptimizer) -> None:
         if value is not None and not isinstance(value, Tensor):
             reason = f"keeps {type(value).__name__} {key!r} as state, and checkpoints hold tensors"
             raise _wrong("optimizer", config, reason, f"keep {key!r} as a tensor")
+
+
+def _check_parts(config: Config, choice: OwnOptimizer) -> None:
+    """Raise ConfigError for an optimizer that is not elementwise, where it would see parts of the
+    model: it is tried on two tensors whole, and on the parts that two ranks would have."""
+    sharded, staged = config.dp > config.replicate, config.pp > 1
+    says_so = getattr(import_object(choice.name), "exact_on_shards", False)
+    if choice.exact_on_shards or says_so or not (sharded or staged):
+        return
+    choice = replace(choice, lr=0.01)  # the smallest ones change nothing in a few steps
+    everything, upper, lower = slice(0, 6), slice(0, 3), slice(3, 6)
+    in_parts = []
+    if sharded:
+        ranks = [[(0, rows), (1, rows)] for rows in (upper, lower)]
+        in_parts.append(("the shards of two ranks", ranks, f"replicate={config.dp}"))
+    if staged:
+        ranks = [[(0, everything)], [(1, everything)]]
+        in_parts.append(("two stages", ranks, "pp=1"))
+    before = _trained(choice, [])
+    whole = _tried("optimizer", choice, _trained, choice, [[(0, everything), (1, everything)]])
+    for where, ranks, fix in in_parts:
+        parts = _tried("optimizer", choice, _trained, choice, ranks)
+        if (parts - whole).abs().max() > 1e-3 * (whole - before).abs().max():
+            reason = (
+                f"is not elementwise: it updates a model in {where} otherwise than a whole one (write "
+                "optimizer.exact_on_shards=true if it asks the other ranks for what it needs)"
+            )
+            raise _wrong("optimizer", choice, reason, fix)
+
+
+def _trained(choice: OwnOptimizer, ranks: Sequence[Sequence[tuple[int, slice]]]) -> Tensor:
+    """A matrix and a vector of six rows after some steps, flat; each rank has an optimizer of its own
+    for the rows (tensor 0 or 1, which) that it holds."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(shape, generator=generator) for shape in ((6, 4), (6,))]
+    size = torch.arange(1.0, 7.0)  # of each row's gradient
+    steps = []
+    for _ in range(4):
+        drawn = [torch.randn(weight.shape, generator=generator) for weight in weights]
+        steps.append([(size * gradient.movedim(0, -1)).movedim(-1, 0) for gradient in drawn])
+    for held in ranks:
+        parameters = [nn.Parameter(weights[tensor][rows].clone()) for tensor, rows in held]
+        matrices = [parameter for parameter in parameters if parameter.dim() == 2]
+        vectors = [parameter for parameter in parameters if parameter.dim() == 1]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            optimizer = own_optimizer(choice, matrices, vectors)
+            for gradients in steps:
+                for parameter, (tensor, rows) in zip(parameters, held, strict=True):
+                    parameter.grad = gradients[tensor][rows].clone()
+                optimizer.step()
+        for parameter, (tensor, rows) in zip(parameters, held, strict=True):
+            weights[tensor][rows] = parameter.detach()
+    return torch.cat([weight.flatten() for weight in weights])
 
 
 def _tried(group: str, config: Custom, function: Callable[..., Any], *args: Any) -> Any:

@@ -36,8 +36,8 @@ def estimate(config: Config, draft: Draft) -> Estimate:
 
     A unit whose costs cannot be measured alone counts only with its parameters.
     """
-    parameters = [draft.stage_numel(stage) for stage in range(draft.order.stages)]
-    memory = RankMemory(config, draft.model_graph, draft.order, draft.zero, parameters)
+    graph, parameters = draft.model_graph, draft.stage_parameters
+    memory = RankMemory(config, graph, draft.order, draft.zero, parameters)
     unit_costs = memory.unit_costs
     try:
         flops = [0] if unit_costs is None else unit_costs.flops()
@@ -61,9 +61,10 @@ def estimate(config: Config, draft: Draft) -> Estimate:
 
 
 def least_memory(config: Config, parameters: int) -> int:
-    """Bytes that the ranks need on average, by the model's number of parameters alone."""
+    """Bytes that the ranks need on average, by the model's number of parameters alone: as if
+    Muon updated all, if it is the optimizer."""
     zero = 3 if config.fsdp.zero == "auto" else config.fsdp.zero
-    return int(parameters * state_bytes(config, zero) / config.pp)
+    return int(parameters * state_bytes(config, zero, True) / config.pp)
 
 
 def step_time(order: Order, forward: Sequence[float], backward: Sequence[float]) -> float:

@@ -7,7 +7,7 @@ the messages between stages, and the buffers of one backward, mainly the logits'
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor
 
@@ -21,12 +21,17 @@ from titanlike.data.example_batch import example_batch
 from titanlike.graph.cut import messages
 from titanlike.graph.model_graph import ModelGraph
 from titanlike.optim.loss import build_loss
+from titanlike.optim.muon import hidden_matrices
+from titanlike.parallel.sharding import compute_dtype
 from titanlike.pipeline.from_config import defers_weight_gradients
 from titanlike.pipeline.order import Order
 from titanlike.split.unit_costs import CostError, UnitCosts, state_bytes
 
 # FSDP's buffers for a block: gathered, copied, the next one's, and its gradients, per parameter
 _GATHERED = {1: 10, 2: 10, 3: 20}
+
+# Muon's copies of its matrices at an update: each is sent, received, and sent and received again
+_UPDATE = 5
 
 # Received activations are those that a stage saves; beside them messages under way and gradients
 _MESSAGES = 2
@@ -41,10 +46,10 @@ class RankMemory:
         model_graph: ModelGraph,
         order: Order,
         zero: int,
-        parameters: Sequence[int],
+        parameters: Sequence[Mapping[str, int]],
     ) -> None:
-        """parameters: elements of each stage. Units that cannot be run alone count only with their
-        parameters."""
+        """parameters: of each stage, name -> elements. Units that cannot be run alone count only with
+        their parameters."""
         rows = config.batch_size // config.dp // order.microbatches
         targets = example_batch(config)["targets"].repeat_interleave(rows, 0)
         self.tokens = targets.numel()  # of a microbatch
@@ -74,7 +79,15 @@ class RankMemory:
         self._kept = dict(zip(names, kept, strict=True))
         self._queued = dict(zip(names, queued, strict=True))
 
-        each = state_bytes(config, zero)
+        hidden = hidden_matrices(model_graph.model, config.optimizer)
+        state = [
+            sum(size * state_bytes(config, zero, name in hidden) for name, size in stage.items())
+            for stage in parameters
+        ]
+        shards = config.dp // config.replicate
+        item = compute_dtype(config).itemsize
+        matrices = [sum(stage[name] for name in hidden & stage.keys()) for stage in parameters]
+        self._update = _UPDATE * item * max(matrices) // shards if shards > 1 else 0
         sharing = config.dp > 1 or config.precision.low or config.fsdp.cpu_offload
         graphs = model_graph.graphs(model_graph.fields, True)
         flows = [[sum(t.nbytes for t in flow) for flow in messages(graph)] for graph in graphs]
@@ -84,7 +97,7 @@ class RankMemory:
         self._steady = []  # bytes on each rank that do not depend on what is in flight
         for rank in range(len(order.ranks)):
             local = order.local(rank)
-            steady = sum(parameters[stage] * each for stage in local)
+            steady = sum(state[stage] for stage in local)
             received = sum(flows[stage][0] for stage in local if stage)
             answered = sum(flows[stage][1] for stage in local if stage < last)
             steady += (received + answered) * _MESSAGES
@@ -116,7 +129,7 @@ class RankMemory:
             else:
                 now -= queued[act.stage]
             most = max(most, now)
-        return self._steady[rank] + working + most
+        return self._steady[rank] + max(working + most, self._update)
 
     def of_ranks(self, recomputed: Sequence[Collection[str]]) -> list[int]:
         """As `of_rank`, of each pipeline rank."""

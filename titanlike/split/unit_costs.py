@@ -18,13 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from titanlike.config.schema import Config, Sgd
+from titanlike.config.schema import AdamW, Config, Muon, Sgd
 from titanlike.graph import node_cost
 from titanlike.graph.cut import cut, unit_starts
 from titanlike.graph.model_graph import ModelGraph
 from titanlike.graph.pytree import tree_map
 from titanlike.graph.recording import Node
 from titanlike.optim.loss import Loss
+from titanlike.optim.muon import hidden_matrices
 from titanlike.parallel.sharding import compute_dtype
 from titanlike.pipeline.order import Order
 from titanlike.split.stage_costs import StageCosts
@@ -188,15 +189,28 @@ def memory_costs(unit_costs: UnitCosts, config: Config, order: Order, zero: int)
 
     Activations count for the largest number of microbatches in flight on the stage.
     """
-    per_parameter = state_bytes(config, zero)
-    state = unit_costs.parameter_table(lambda p: math.ceil(p.numel() * per_parameter))
+    names = hidden_matrices(unit_costs.model, config.optimizer)
+    hidden = {id(unit_costs.model.get_parameter(name)) for name in names}
+    state = unit_costs.parameter_table(
+        lambda p: math.ceil(p.numel() * state_bytes(config, zero, id(p) in hidden))
+    )
     return StageCosts(state, unit_costs.saved_bytes(), in_flight(order))
 
 
-def state_bytes(config: Config, zero: int) -> float:
-    """Bytes of parameter, gradient and optimizer state on one rank, for each parameter."""
-    plain = isinstance(config.optimizer, Sgd)
-    optimizer = 4 * (config.optimizer.momentum > 0) if plain else 8
+def state_bytes(config: Config, zero: int, hidden: bool) -> float:
+    """Bytes of parameter, gradient and optimizer state on one rank, for each parameter.
+
+    hidden: of one that Muon updates, if that is the optimizer.
+    """
+    match config.optimizer:
+        case Sgd(momentum=momentum):
+            optimizer = 4 * (momentum > 0)
+        case Muon() if hidden:
+            optimizer = 4
+        case AdamW(state_dtype="bf16") | Muon(state_dtype="bf16"):
+            optimizer = 4
+        case _:  # of the user's own, as AdamW
+            optimizer = 8
     shards = config.dp // config.replicate
     offload = config.fsdp.cpu_offload
     computing = compute_dtype(config).itemsize

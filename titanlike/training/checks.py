@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Sequence
 from itertools import chain
 
 from torch import nn
 
 from titanlike.config.errors import Problem
-from titanlike.config.schema import AutoSplit, Config, TraceSplit
+from titanlike.config.schema import AutoSplit, Config, Muon, TraceSplit
 from titanlike.graph.cut import StageGraph, message_problem, same_messages
 from titanlike.graph.find_units import find_units
 from titanlike.graph.model_graph import ModelGraph
+from titanlike.optim.muon import hidden_matrices
 from titanlike.parallel.batchnorm import has_statistics
 from titanlike.pipeline.from_config import stage_count
 from titanlike.pipeline.order import Order
@@ -46,6 +48,23 @@ def norm_problems(config: Config, model: nn.Module) -> list[Problem]:
         problems.append(Problem(key, value, reason, fix))
         if key != "model.name":
             break  # the same holds for the model's other batch norms
+    return problems
+
+
+def muon_problems(config: Config, model: nn.Module) -> list[Problem]:
+    """A model without matrices for Muon, or patterns that name no parameter."""
+    optimizer = config.optimizer
+    if not isinstance(optimizer, Muon):
+        return []
+    names = [name for name, _ in model.named_parameters()]
+    problems = [
+        Problem("optimizer.adamw", pattern, "no parameter has such a name", "optimizer.adamw=[]")
+        for pattern in optimizer.adamw
+        if not fnmatch.filter(names, pattern)
+    ]
+    if not problems and not hidden_matrices(model, optimizer):
+        reason = "there is nothing for Muon to update: it is for 2-D parameters of blocks"
+        problems.append(Problem("optimizer.name", "muon", reason, "optimizer=adamw"))
     return problems
 
 

@@ -119,8 +119,7 @@ def draft(
     ]
 
     def rank_memory() -> RankMemory:
-        numel = [sum(stage.values()) for stage in parameters]
-        return RankMemory(config, model_graph, order, zero, numel)
+        return RankMemory(config, model_graph, order, zero, parameters)
 
     limit = functools.partial(_device_memory, config)
     recomputed = choose_recomputed(config, model_graph, graphs, order, rank_memory, limit)
@@ -195,6 +194,7 @@ def _choose_order(config: Config, model: nn.Module) -> tuple[Order, str]:
     Raises ConfigError with every problem that is found without a forward.
     """
     problems = model_problems(model, config) + checks.norm_problems(config, model)
+    problems += checks.muon_problems(config, model)
     try:
         microbatches, why = from_config.declared_microbatches(config.schedule), "asked for"
         if microbatches is None:

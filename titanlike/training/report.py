@@ -9,6 +9,7 @@ from titanlike.config.program import train_program
 from titanlike.config.schema import Config
 from titanlike.metrics import units
 from titanlike.metrics.summary import summarize
+from titanlike.optim.muon import hidden_matrices
 from titanlike.split.auto_split import AutoSplitResult
 from titanlike.split.best_split import CostedSplit
 from titanlike.training.draft import Draft
@@ -33,6 +34,7 @@ def opening(session: Session) -> None:
         ("weights", "" if start or config.checkpoint.start_from else run.origin),
         ("not used", f"{_first(draft.unused)}: no gradient, no update" if draft.unused else ""),
         ("precision", _precision(config, draft)),
+        ("optimizer", _optimizer(config, draft)),
         ("recomputed", _recomputed(config, draft)),
         ("data", data.description),
         ("epochs", epochs(config, len(data.train))),
@@ -127,6 +129,16 @@ def _precision(config: Config, draft: Draft) -> str:
     text = f"bf16, and {layers.count} of {layers.of} linear layers in float8 ({precision.recipe})"
     emulated = "emulated, which is slower: this device has no float8 matrix products"
     return f"{text}; {emulated}" if layers.emulated else text
+
+
+def _optimizer(config: Config, draft: Draft) -> str:
+    """What Muon updates; "" without it."""
+    hidden = hidden_matrices(draft.model_graph.model, config.optimizer)
+    sizes = {name: size for stage in draft.stage_parameters for name, size in stage.items()}
+    total = units.count(sum(sizes[name] for name in hidden))
+    others = len(sizes) - len(hidden)
+    text = f"muon: {len(hidden)} matrices with {total} parameters; adamw: {others} others"
+    return text if hidden else ""
 
 
 def _recomputed(config: Config, draft: Draft) -> str:
