@@ -1,0 +1,179 @@
+"""optimizer.state_dtype=bf16: AdamW's running means in half the memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from support.cells import cells
+from support.models import tiny
+from support.proven import assert_proven
+from support.world import run_world
+from titanlike.config.schema import AdamW, Checkpoint, Config, ConstantLr, Fsdp, Muon, Precision
+from titanlike.metrics.sinks import read_jsonl
+from titanlike.optim.bf16_state import Bf16StateAdamW, random_bits, round_stochastically
+from titanlike.training.train import train
+
+BF16 = AdamW(state_dtype="bf16")
+
+
+@pytest.mark.parametrize(
+    "config",
+    cells(
+        {"shards": tiny(dp=2, optimizer=BF16)},
+        {
+            "a pipeline of shards": tiny(2, 2, optimizer=BF16),
+            "tied, in a V": tiny(2, 2, "zbvzerobubble", tied=True, optimizer=BF16),
+            "CPU offload": tiny(dp=2, fsdp=Fsdp(cpu_offload=True), optimizer=BF16),
+            "uneven shards": tiny(dp=3, batch_size=12, optimizer=BF16),
+            "bf16": tiny(2, 2, precision=Precision("bf16"), optimizer=BF16),
+            "beside Muon": tiny(2, 2, optimizer=Muon(state_dtype="bf16")),
+        },
+    ),
+)
+def test_every_layout_rounds_as_one_process(config: Config, tmp_path: Path) -> None:
+    assert_proven(config, tmp_path)
+
+
+def test_rounding_is_exact_on_average_and_never_further_than_one_digit() -> None:
+    values = torch.tensor([1.0, 1.001, -1.003, 3e-5, -7e-12, 0.0]).repeat(40_000, 1)
+    bits = random_bits(values, 0, seed=5, step=torch.tensor(3.0))
+    for noise in (bits >> 16, bits & 0xFFFF):
+        rounded = round_stochastically(values, noise)
+        assert rounded.dtype == torch.bfloat16
+        error = rounded.float() - values
+        assert (error.abs() <= values.abs() / 128).all()
+        assert (error[:, 0] == 0).all() and (error[:, -1] == 0).all(), "bf16 numbers stay"
+        assert (error.mean(0).abs() <= values[0].abs() / 128 / 50).all()
+
+
+def test_random_bits_are_those_of_the_whole_tensor_and_differ_between_steps_and_tensors() -> None:
+    whole = torch.empty(6, 100)
+    step = torch.tensor(7.0)
+    bits = random_bits(whole, 0, 1, step)
+    assert torch.equal(bits[2:5], random_bits(whole[2:5], 200, 1, step))
+    for other in (random_bits(whole, 0, 1, step + 1), random_bits(whole, 0, 2, step)):
+        assert (bits != other).float().mean() > 0.99
+        correlation = torch.corrcoef(torch.stack([bits.flatten(), other.flatten()]).double())
+        assert abs(correlation[0, 1]) < 0.15
+
+
+def test_a_mean_of_squares_falls_again_where_rounding_to_nearest_would_keep_it() -> None:
+    """beta2 = 0.999 lets it fall by a thousandth a step, less than half of bf16's last digit."""
+    parameter = nn.Parameter(torch.ones(64, 64))
+    options = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
+    groups = [{"params": [parameter], "weight_decay": 0.0}]
+    optimizer = Bf16StateAdamW(groups, {parameter: 0}, **options)
+    nearest = torch.zeros(64, 64, dtype=torch.bfloat16)
+    exact = torch.zeros(64, 64)
+    for step in range(1000):
+        parameter.grad = torch.full((64, 64), 1.0 if step < 100 else 0.0)
+        optimizer.step()
+        exact = 0.999 * exact + 0.001 * parameter.grad.square()
+        nearest = (0.999 * nearest.float() + 0.001 * parameter.grad.square()).bfloat16()
+    mean = optimizer.state[parameter]["exp_avg_sq"].float().mean()
+    assert mean == pytest.approx(exact.mean().item(), rel=0.01)
+    assert nearest.float().mean() > 1.5 * exact.mean(), "else there is nothing to cure"
+
+
+def test_a_long_run_follows_torchs_adamw() -> None:
+    """A noisy regression, 400 steps: as near to the solution as with means in fp32."""
+    torch.manual_seed(0)
+    truth = torch.randn(16, 16)
+    ends = []
+    for bf16 in (True, False):
+        weight = nn.Parameter(torch.zeros(16, 16))
+        groups = [{"params": [weight], "weight_decay": 0.0}]
+        options = {"lr": 0.02, "betas": (0.9, 0.999), "eps": 1e-8}
+        optimizer = (
+            Bf16StateAdamW(groups, {weight: 1}, **options)
+            if bf16
+            else torch.optim.AdamW(groups, fused=True, **options)
+        )
+        generator = torch.Generator().manual_seed(1)
+        for step in range(400):
+            for group in optimizer.param_groups:
+                group["lr"] = 0.02 * (1 - step / 400)
+            inputs = torch.randn(32, 16, generator=generator)
+            noise = 0.1 * torch.randn(32, 16, generator=generator)
+            error = inputs @ (weight - truth) - noise
+            weight.grad = (inputs.T @ error / 32).detach()
+            optimizer.step()
+        ends.append((weight - truth).square().mean().sqrt().item())
+    assert ends[0] == pytest.approx(ends[1], rel=0.1)
+
+
+def test_a_tensor_in_many_chunks_is_updated_as_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for chunk in (2**22, 40):
+        monkeypatch.setattr("titanlike.optim.bf16_state._CHUNK", chunk)
+        parameters = [nn.Parameter(torch.ones(shape)) for shape in ((7, 16), (50,), ())]
+        groups = [{"params": parameters, "weight_decay": 0.1}]
+        seeds = {parameter: at for at, parameter in enumerate(parameters)}
+        options = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
+        optimizer = Bf16StateAdamW(groups, seeds, **options)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            for parameter in parameters:
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            optimizer.step()
+        results.append([p.detach() for p in parameters])
+        results[-1] += [s["exp_avg_sq"] for s in optimizer.state.values()]
+        assert {s["step"].item() for s in optimizer.state.values()} == {3.0}
+    assert all(map(torch.equal, *results))
+
+
+def resumed(first: Config, then: Config, folder: Path) -> list[float]:
+    run_world(train, replace(first, steps=3), folder)
+    run_world(train, replace(then, steps=6), folder)
+    return [row["loss"] for row in read_jsonl(folder / "metrics.jsonl")]
+
+
+SAVING = {"checkpoint": Checkpoint(every=3), "lr": ConstantLr(warmup=0)}
+
+
+def test_a_resumed_run_rounds_as_one_that_was_not_stopped(tmp_path: Path) -> None:
+    config = tiny(dp=2, optimizer=BF16, **SAVING)
+    run_world(train, replace(config, steps=6), tmp_path / "whole")
+    whole = [row["loss"] for row in read_jsonl(tmp_path / "whole" / "metrics.jsonl")]
+    assert resumed(config, config, tmp_path / "part") == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first, then", [("bf16", "bf16"), ("fp32", "bf16"), ("bf16", "fp32")])
+def test_a_run_resumes_in_another_layout_and_in_the_other_dtype(
+    first: str, then: str, tmp_path: Path
+) -> None:
+    settings = {"tied": True, **SAVING}
+    run_world(train, tiny(steps=6, optimizer=AdamW(state_dtype=then), **settings), tmp_path / "a")
+    whole = [row["loss"] for row in read_jsonl(tmp_path / "a" / "metrics.jsonl")]
+    before = tiny(2, 2, optimizer=AdamW(state_dtype=first), **settings)
+    after = tiny(4, 1, optimizer=AdamW(state_dtype=then), **settings)
+    tolerance = 1e-5 if first == then else 1e-3
+    assert resumed(before, after, tmp_path / "b") == pytest.approx(whole, abs=tolerance)
+
+
+def state_dtypes(config: Config, worker) -> set[torch.dtype]:
+    """Of the means, after a checkpoint was loaded."""
+    from titanlike.checkpoint.checkpointer import Checkpointer
+    from titanlike.data.loader import open_data
+    from titanlike.metrics.events import Events
+    from titanlike.parallel.mesh import open_mesh
+    from titanlike.training.build import build
+
+    run = build(config, open_mesh(config, worker))
+    Checkpointer(run.stage_states, config, open_data(config), Events(Path(), None)).resume()
+    states = [part.optimizer_state(p) for part in run.stage_states for _, p in part.parameters()]
+    assert all(states)
+    return {state[key].dtype for state in states for key in ("exp_avg", "exp_avg_sq")}
+
+
+def test_the_state_is_in_bf16_after_a_resume_too(tmp_path: Path) -> None:
+    """torch's Optimizer.load_state_dict would make it fp32."""
+    config = tiny(optimizer=BF16, steps=1, checkpoint=Checkpoint(last=True))
+    run_world(train, config, tmp_path)
+    assert run_world(state_dtypes, config, tmp_path) == [{torch.bfloat16}]
