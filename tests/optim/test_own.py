@@ -36,6 +36,19 @@ class CountsInPython(torch.optim.SGD):
             self.state[parameter]["count"] = 1
 
 
+class Normed(torch.optim.SGD):
+    """Scales a stage's gradients by the norm of all of them."""
+
+    def step(self, closure: None = None) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grad_norm_(parameters, 1e-3)
+        super().step(closure)
+
+
+class AsksTheOthers(Normed):
+    exact_on_shards = True
+
+
 def negative(step: int, steps: int) -> float:
     return 1 - 2 * step / steps
 
@@ -81,6 +94,50 @@ def test_a_schedule_is_a_share_of_the_peak() -> None:
     )
     assert [*problems(config)] == []
     assert [learning_rate(config, step) for step in (1, 4, 16, 400)] == [0.5, 2.0, 1.0, 0.2]
+
+
+ADAFACTOR = "torch.optim.Adafactor"  # keeps means of rows and columns
+
+
+@pytest.mark.parametrize(
+    "name, layout, where, fix",
+    [
+        (ADAFACTOR, {"dp": 2}, "the shards of two ranks", "replicate=2"),
+        (ADAFACTOR, {"dp": 4, "replicate": 2}, "the shards of two ranks", "replicate=4"),
+        (ADAFACTOR, {"pp": 2, "dp": 2, "replicate": 2}, None, None),
+        (f"{__name__}.Normed", {"pp": 2}, "two stages", "pp=1"),
+        (f"{__name__}.Normed", {"dp": 2, "replicate": 2}, None, None),
+        (f"{__name__}.AsksTheOthers", {"pp": 2, "dp": 2}, None, None),
+        (LION, {"pp": 2, "dp": 2}, None, None),
+        ("torch.optim.NAdam", {"pp": 2, "dp": 2}, None, None),
+    ],
+)
+def test_an_optimizer_that_is_not_elementwise_is_refused_where_it_would_see_parts(
+    name: str, layout: dict, where: str | None, fix: str | None
+) -> None:
+    config = Config(**layout, optimizer=OwnOptimizer(name, lr=1e-9))
+    found = [*problems(config)]
+    if where is None:
+        assert found == []
+        return
+    (problem,) = found
+    assert f"is not elementwise: it updates a model in {where} otherwise" in problem.reason
+    assert problem.fix == fix
+    meant = OwnOptimizer(name, lr=1e-9, exact_on_shards=True)
+    assert "optimizer.exact_on_shards=true" in problem.reason
+    assert [*problems(replace(config, optimizer=meant))] == []
+
+
+def test_torchs_own_muon_is_refused_by_name() -> None:
+    (problem,) = problems(Config(optimizer=OwnOptimizer("torch.optim.Muon")))
+    assert problem.fix == "optimizer=muon" and "wrong on shards" in problem.reason
+
+
+def test_trying_an_optimizer_leaves_the_random_numbers_as_they_were() -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    assert [*problems(Config(pp=2, dp=2, optimizer=OwnOptimizer(LION)))] == []
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_an_optimizer_of_elements_is_exact_in_a_layout_and_its_state_is_resumed(

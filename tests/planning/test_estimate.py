@@ -7,7 +7,15 @@ import pytest
 from support.cells import slow
 from support.models import LLAMA, tiny
 from support.world import run_world
-from titanlike.config.schema import Config, Custom, LoopedSchedule, Schedule, SyntheticData
+from titanlike.config.schema import (
+    AdamW,
+    Config,
+    Custom,
+    LoopedSchedule,
+    Muon,
+    Schedule,
+    SyntheticData,
+)
 from titanlike.data.loader import batches, open_data
 from titanlike.launch.worker import Worker
 from titanlike.parallel.device import peak_memory, resident_memory, return_freed_memory
@@ -42,6 +50,15 @@ def test_the_most_promising_have_the_smallest_bubble_and_not_too_small_microbatc
     assert estimate(one, draft(one)).time < estimate(many, draft(many)).time
 
 
+_LARGE = {"dim": 512, "heads": 8, "kv_heads": 8, "ffn_dim": 1408, "layers": 8, "vocab_size": None}
+STATE = {  # more parameters than activations
+    "model": Custom("llama", _LARGE),
+    "batch_size": 2,
+    "pp": 2,
+    "schedule": Schedule("1f1b", 1),
+}
+
+
 def grown(config: Config, worker: Worker) -> int:
     """Bytes that this rank's memory grew by at its peak, as metrics.jsonl has it less the start."""
     return_freed_memory()  # as a GPU's allocator does
@@ -62,9 +79,10 @@ def grown(config: Config, worker: Worker) -> int:
         *slow(("sharded", {"dp": 2})),
         ("large logits", {"data": SyntheticData(vocab_size=32000), "batch_size": 4,
                           "model": Custom("llama", {**LLAMA, "layers": 2, "vocab_size": None})}),
-        *slow(("state", {"model": Custom("llama", {"dim": 512, "heads": 8, "kv_heads": 8,
-                         "ffn_dim": 1408, "layers": 8, "vocab_size": None}), "batch_size": 1,
-                         "pp": 2, "schedule": Schedule("1f1b", 1)})),
+        *slow(("state", STATE)),
+        *slow(("state of Muon", {**STATE, "optimizer": Muon()})),
+        *slow(("state of Muon, sharded", {**STATE, "dp": 2, "pp": 1, "optimizer": Muon()})),
+        *slow(("state in bf16", {**STATE, "optimizer": AdamW(state_dtype="bf16")})),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip

@@ -17,12 +17,14 @@ from support.proven import assert_proven
 from support.world import run_world
 from titanlike.config.errors import ConfigError
 from titanlike.config.schema import (
+    AdamW,
     AutoSplit,
     Checkpoint,
     ChunkedCrossEntropy,
     Config,
     Custom,
     Fsdp,
+    Muon,
     Precision,
     Schedule,
     Sgd,
@@ -138,10 +140,18 @@ def test_memory_of_a_chunked_loss_is_without_logits() -> None:
     assert whole[:-1] == chunked[:-1] and chunked[-1] <= whole[-1] - 4 * 64 * tokens
 
 
+def test_state_of_matrices_that_muon_updates_is_counted_as_one_mean() -> None:
+    config = tiny(dp=2, optimizer=Muon())
+    assert state_bytes(config, 3, True) == 12 / 2
+    assert state_bytes(config, 3, False) == 16 / 2
+    assert state_bytes(replace(config, optimizer=Muon(state_dtype="bf16")), 3, False) == 12 / 2
+
+
 @pytest.mark.parametrize(
     "changes, each",
     [
         ({}, 16),
+        ({"optimizer": AdamW(state_dtype="bf16")}, 12),
         ({"optimizer": Sgd()}, 8),
         ({"optimizer": Sgd(momentum=0.9)}, 12),
         ({"precision": Precision("bf16")}, 18),

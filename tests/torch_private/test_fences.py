@@ -267,6 +267,31 @@ def test_fsdp_mixes_up_gradients_that_one_rank_alone_has(tmp_path: Path) -> None
     assert run_world(gradient_of_rank_0, config, tmp_path / "fenced", True) == [0.5, 0.5]
 
 
+def muon_on_shards(_: Config, worker: Worker) -> float:
+    """How far torch.optim.Muon's update of shards is from that of whole matrices, in norms."""
+    group = {"rank": worker.rank, "world_size": 2, "store": worker.store}
+    dist.init_process_group("gloo", **group)
+    torch.manual_seed(0)
+    whole = nn.Linear(16, 16, bias=False)
+    model = fully_shard(copy.deepcopy(whole), mesh=init_device_mesh("cpu", (2,)))
+    gradient = torch.randn(16, 16)
+    before = whole.weight.detach().clone()
+    for parameter in (whole.weight, model.weight):
+        parameter.grad = torch.zeros_like(parameter)
+        mine = gradient.chunk(2)[worker.rank] if parameter is model.weight else gradient
+        local = parameter.grad.to_local() if parameter is model.weight else parameter.grad
+        local.copy_(mine)
+        torch.optim.Muon([parameter], lr=0.1, weight_decay=0.0).step()
+    right = whole.weight.detach().chunk(2)[worker.rank]
+    wrong = (model.weight.to_local() - right).norm() / (whole.weight - before).norm()
+    return wrong.item()
+
+
+def test_torchs_muon_is_wrong_on_shards(tmp_path: Path) -> None:
+    """If it is right, `titanlike/optim/muon.py` may be built on it."""
+    assert min(run_world(muon_on_shards, tiny(dp=2), tmp_path)) > 0.02
+
+
 @pytest.mark.slow
 def test_torchs_stage_accumulates_unsharded_gradients(tmp_path: Path) -> None:
     """If it reduces in each backward, `_ShardingStage` may go."""
