@@ -130,7 +130,7 @@ def test_an_optimizer_that_is_not_elementwise_is_refused_where_it_would_see_part
 
 def test_torchs_own_muon_is_refused_by_name() -> None:
     (problem,) = problems(Config(optimizer=OwnOptimizer("torch.optim.Muon")))
-    assert problem.fix == "optimizer=muon" and "wrong on shards" in problem.reason
+    assert problem.fix == "optimizer=muon" and "takes matrices alone" in problem.reason
 
 
 def test_trying_an_optimizer_leaves_the_random_numbers_as_they_were() -> None:

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -267,29 +268,31 @@ def test_fsdp_mixes_up_gradients_that_one_rank_alone_has(tmp_path: Path) -> None
     assert run_world(gradient_of_rank_0, config, tmp_path / "fenced", True) == [0.5, 0.5]
 
 
-def muon_on_shards(_: Config, worker: Worker) -> float:
-    """How far torch.optim.Muon's update of shards is from that of whole matrices, in norms."""
+def muon_on_shards(_: Config, worker: Worker) -> tuple[float, int]:
+    """(how far torch.optim.Muon's update of shards is from that of the whole matrix, in norms;
+    messages)"""
     group = {"rank": worker.rank, "world_size": 2, "store": worker.store}
     dist.init_process_group("gloo", **group)
     torch.manual_seed(0)
-    whole = nn.Linear(16, 16, bias=False)
+    whole = nn.Linear(24, 40, bias=False)
     model = fully_shard(copy.deepcopy(whole), mesh=init_device_mesh("cpu", (2,)))
-    gradient = torch.randn(16, 16)
     before = whole.weight.detach().clone()
-    for parameter in (whole.weight, model.weight):
-        parameter.grad = torch.zeros_like(parameter)
-        mine = gradient.chunk(2)[worker.rank] if parameter is model.weight else gradient
-        local = parameter.grad.to_local() if parameter is model.weight else parameter.grad
-        local.copy_(mine)
-        torch.optim.Muon([parameter], lr=0.1, weight_decay=0.0).step()
+    gradient = torch.randn(40, 8) @ torch.randn(8, 24)  # as of a batch of eight
+    whole.weight.grad = gradient
+    model.weight.grad = torch.zeros_like(model.weight)
+    model.weight.grad.to_local().copy_(gradient.chunk(2)[worker.rank])
+    torch.optim.Muon([whole.weight], lr=0.1, weight_decay=0.0).step()
+    with CommDebugMode() as messages:
+        torch.optim.Muon([model.weight], lr=0.1, weight_decay=0.0).step()
     right = whole.weight.detach().chunk(2)[worker.rank]
-    wrong = (model.weight.to_local() - right).norm() / (whole.weight - before).norm()
-    return wrong.item()
+    difference = (model.weight.to_local() - right).norm() / (whole.weight - before).norm()
+    return difference.item(), messages.get_total_counts()
 
 
-def test_torchs_muon_is_wrong_on_shards(tmp_path: Path) -> None:
-    """If it is right, `titanlike/optim/muon.py` may be built on it."""
-    assert min(run_world(muon_on_shards, tiny(dp=2), tmp_path)) > 0.02
+def test_torchs_muon_sends_many_messages_and_rounds_otherwise_on_shards(tmp_path: Path) -> None:
+    """If it does not, `titanlike/optim/muon.py` may be built on it."""
+    for difference, messages in run_world(muon_on_shards, tiny(dp=2), tmp_path):
+        assert difference > 0.05 and messages > 10
 
 
 @pytest.mark.slow

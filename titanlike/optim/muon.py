@@ -1,7 +1,10 @@
 """Muon (https://kellerjordan.github.io/posts/muon, arXiv 2502.16982), exact on FSDP's shards.
 
-torch.optim.Muon orthogonalizes the shards that it is given, which is wrong without an error; here
-the momentum is kept on the shards, and `orthogonalize` gathers whole matrices.
+torch.optim.Muon works on shards, too, but every product of a matrix is then a message (11 to 16 for
+each matrix), all ranks compute, and sums over shards are rounded to bf16 in another order: updates
+differ from one process's by 2% to 30%, the more the nearer a gradient is to a low rank. Here the
+momentum is kept on the shards, and `orthogonalize` gathers whole matrices, in fp32 where the run is.
+Test: `test_fences.py::test_torchs_muon_sends_many_messages_and_rounds_otherwise_on_shards`.
 """
 
 from __future__ import annotations

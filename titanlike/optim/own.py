@@ -63,7 +63,7 @@ def problems(config: Config) -> Iterator[Problem]:
 def _check_optimizer(config: OwnOptimizer) -> None:
     """Raise ConfigError for an optimizer that does not take a step, or whose state is not saved."""
     if config.name in ("torch.optim.Muon", "torch.optim._muon.Muon"):
-        reason = "takes matrices alone, and is wrong on shards without an error"
+        reason = "takes matrices alone, and on shards a dozen messages for each of them"
         raise _wrong("optimizer", config, reason, "optimizer=muon")
     found = _check_arguments("optimizer", config, ([],), lr=config.lr)
     if not (inspect.isclass(found) and issubclass(found, torch.optim.Optimizer)):
