@@ -167,6 +167,7 @@ def known_keys() -> set[str]:
     names = set(rows) | {
         "experiment",
         "optimizer.name",
+        "optimizer.exact_on_shards",  # of the choice own
         "lr.name",
         "loss.name",
         "data.name",
