@@ -101,7 +101,7 @@ MORE_WAYS = {  # of the same kinds
     "HSDP in a pipeline": tiny(pp=2, dp=4, replicate=2),
     "replication in a pipeline": tiny(pp=2, dp=2, replicate=2),
     "replication and zero bubble": tiny(2, 2, "interleavedzerobubble", replicate=2),
-    "ZeRO 1 in a pipeline": tiny(2, 2, fsdp=Fsdp(1)),
+    "ZeRO 2 in a pipeline": tiny(2, 2, fsdp=Fsdp(2)),
     "ZeRO 2 without a pipeline": tiny(dp=2, fsdp=Fsdp(2)),
     "four stages a rank": tiny(2, 1, LoopedSchedule("interleaved1f1b", None, 4)),
     "uneven even split": tiny(3, 1, layers=7, batch_size=6),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.overrides import TorchFunctionMode
@@ -300,6 +301,44 @@ def test_torchs_stage_accumulates_unsharded_gradients(tmp_path: Path) -> None:
     """If it reduces in each backward, `_ShardingStage` may go."""
     config = tiny(2, 2, "1f1b", fsdp=Fsdp(2))
     assert all(False in seen for seen in run_world(gradient_syncs, config, tmp_path))
+
+
+def gathers_at_once(config: Config, worker: Worker, as_torch_does: bool) -> int:
+    """How many units of a stage are being gathered at once, at the most."""
+    from titanlike.data.loader import batches, open_data
+    from titanlike.parallel.mesh import open_mesh
+    from titanlike.torch_private.pipeline_runtime import OrderRuntime
+    from titanlike.training.build import build
+    from titanlike.training.step import to_device
+
+    if as_torch_does:
+        OrderRuntime._gather = lambda self, index: None
+        register = OrderRuntime.register_custom_function
+        OrderRuntime.register_custom_function = lambda self, kind, function: (
+            None if kind.name == "UNSHARD" else register(self, kind, function)
+        )
+    mesh = open_mesh(config, worker)
+    run = build(config, mesh)
+    begun = [0]
+    for part in (part for stage in run.stages for part in stage.modules()):
+        if isinstance(part, FSDPModule):
+            part.unshard = functools.partial(_count_begun, begun, part.unshard)
+    batch = next(batches(open_data(config).train, config, dp_rank=mesh.dp_rank))
+    run.pipeline.train(to_device(batch, mesh, config))
+    return begun[0]
+
+
+def _count_begun(begun: list[int], unshard: Any, async_op: bool = False) -> Any:
+    begun[0] += async_op
+    return unshard(async_op)
+
+
+@pytest.mark.slow
+def test_torch_gathers_all_units_of_a_stage_at_once(tmp_path: Path) -> None:
+    """If it does not, `OrderRuntime._gather` may go."""
+    config = tiny(2, 2, "1f1b", fsdp=Fsdp(1))
+    assert all(n > 4 for n in run_world(gathers_at_once, config, tmp_path / "torch", True))
+    assert run_world(gathers_at_once, config, tmp_path / "fenced", False) == [0] * 4
 
 
 class Doubled(torch.autograd.Function):

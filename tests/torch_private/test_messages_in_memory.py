@@ -69,6 +69,33 @@ def most_in_memory(config: Config, worker: Worker, as_torch_does: bool) -> tuple
     return most[0], most[1]
 
 
+def received_alive(config: Config, worker: Worker, as_torch_does: bool) -> int:
+    """How many of the tensors that this rank has received are in memory at the step's last action."""
+    mesh = open_mesh(config, worker)
+    run = build(config, mesh)
+    if as_torch_does:
+        pipeline_runtime.OrderRuntime._forget_graph = lambda self, action: None
+    received: list[weakref.ref[Any]] = []
+    alive = [0]
+    receive = pipeline_stage._Stage.forward_one_chunk
+
+    def forward(stage: Any, chunk: int, *args: Any, **kwargs: Any) -> Any:
+        result = receive(stage, chunk, *args, **kwargs)
+        received.extend(weakref.ref(value) for value in stage.fwd_cache[chunk][1])
+        return result
+
+    pipeline_stage._Stage.forward_one_chunk = forward
+
+    def count(_: Any) -> None:
+        alive[0] = sum(tensor() is not None for tensor in received)
+
+    run.pipeline.on_action(count)
+    stream = batches(open_data(config).train, config, dp_rank=0)
+    run.pipeline.train(to_device(next(stream), mesh, config))
+    close_mesh()
+    return alive[0]
+
+
 def config_of(schedule: str) -> Config:
     return tiny(2, 1, Schedule(schedule, 16), data=SyntheticData(vocab_size=64))
 
@@ -89,6 +116,17 @@ def test_torchs_runtime_keeps_what_it_has_sent_to_the_end_of_a_step(tmp_path) ->
     counts = run_world(most_in_memory, config_of("1f1b"), tmp_path, True)
     assert all(sent >= 16 for sent, _ in counts), counts
     assert not BUFFERS or all(buffers >= 16 for _, buffers in counts), counts
+
+
+@pytest.mark.skipif(not RELEASES, reason="its stage caches what it received elsewhere")
+def test_what_the_last_stage_received_is_forgotten_after_its_backward(tmp_path) -> None:
+    assert run_world(received_alive, config_of("1f1b"), tmp_path, False)[-1] <= 1
+
+
+@pytest.mark.skipif(not RELEASES, reason="its stage caches what it received elsewhere")
+def test_torchs_losses_keep_what_the_last_stage_received(tmp_path) -> None:
+    """If they do not, `OrderRuntime._forget_graph` may go."""
+    assert run_world(received_alive, config_of("1f1b"), tmp_path, True)[-1] == 16
 
 
 @settings(max_examples=60, deadline=None)

@@ -156,7 +156,7 @@ LAYOUTS = {
     "one process": touchy(),
     "FSDP": touchy(1, 2),
     "FSDP, ZeRO 1": touchy(1, 2, fsdp=Fsdp(1)),
-    "pipeline, ZeRO 2": touchy(2, 2),
+    "pipeline, ZeRO 2": touchy(2, 2, fsdp=Fsdp(2)),
     "zero bubble, ZeRO 1": touchy(2, 2, "interleavedzerobubble"),
     "zero bubble in a V": touchy(2, 1, "zbvzerobubble"),
 }

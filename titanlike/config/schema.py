@@ -59,7 +59,7 @@ class Fsdp:
     zero: Literal["auto", 1, 2, 3] = key(
         "auto",
         "what stays sharded during a step: 1 optimizer state, 2 also gradients, 3 also parameters; "
-        "auto = 3 without a pipeline, 2 with one, 1 under zero-bubble schedules",
+        "auto = 3 without a pipeline; with one 1 where it fits, else 2; 1 under zero-bubble schedules",
     )
     cpu_offload: bool = key(False, "keep shards and optimizer state in CPU memory")
 

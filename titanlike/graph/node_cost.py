@@ -10,16 +10,14 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from titanlike.graph.fused_attention import FusedAttention
 from titanlike.graph.pytree import tree_flatten, tree_map
 from titanlike.graph.recording import DEVICE, Node
 from titanlike.torch_private.base_classes import TorchDispatchMode
 
-_META = torch.device("meta")
 # What scaled_dot_product_attention on meta stands for, on one device or another.
 _ATTENTION = (
     "aten._scaled_dot_product_attention",
@@ -30,20 +28,21 @@ _ATTENTION = (
     "torch_attn._varlen_attn",
     "flex_attention",
 )
+META = torch.device("meta")
 
 
 def flops(node: Node, model: nn.Module) -> int:
     """FLOPs of forward and backward: matrix products, convolutions and attention (without the
     saving of causal kernels)."""
     with FlopCounterMode(display=False) as counter:
-        _Call(node, _module(node, model), _META, _empty).forward_backward()
+        Call(node, module_of(node, model), META, empty_like).forward_backward()
     return counter.get_total_flops()
 
 
 def saved_bytes(node: Node, model: nn.Module) -> int:
     """Bytes that the forward saves for the backward, without parameters, with fused attention."""
-    module = _module(node, model)
-    call = _Call(node, module, _META, _empty)
+    module = module_of(node, model)
+    call = Call(node, module, META, empty_like)
     weights = [*(module.parameters() if module else ()), *call.weights]
     of_weights = {id(p.untyped_storage()): p.untyped_storage() for p in weights}
     saved: dict[int, torch.UntypedStorage] = {}  # by id; keeps them alive, so ids stay unique
@@ -55,7 +54,7 @@ def saved_bytes(node: Node, model: nn.Module) -> int:
         return tensor
 
     hooks = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
-    with hooks, _FusedAttention():
+    with hooks, FusedAttention():
         call.forward()
     return sum(storage.nbytes() for storage in saved.values())
 
@@ -63,12 +62,12 @@ def saved_bytes(node: Node, model: nn.Module) -> int:
 def recomputed_bytes(node: Node, model: nn.Module, save: Sequence[str]) -> int:
     """Bytes that are kept of a unit whose forward runs again in the backward: what it is given, and
     the results of the operators `save` (as "aten.mm")."""
-    call = _Call(node, _module(node, model), _META, _empty)
+    call = Call(node, module_of(node, model), META, empty_like)
     given = sum(use.value.nbytes for use in dict.fromkeys(node.input_nodes) if _is_made(use))
     if not save:
         return given
     results = _Results(save)
-    attention = _FusedAttention()
+    attention = FusedAttention()
     with results, attention:
         call.forward()
     fused = any(fnmatchcase(kernel, name) for name in save for kernel in _ATTENTION)
@@ -77,7 +76,7 @@ def recomputed_bytes(node: Node, model: nn.Module, save: Sequence[str]) -> int:
 
 def queued_bytes(node: Node, model: nn.Module) -> int:
     """Bytes of the inputs of a unit's linear layers and of the gradients of their results."""
-    module = _module(node, model)
+    module = module_of(node, model)
     if module is None:
         return 0
     storages: dict[int, torch.UntypedStorage] = {}  # by id; keeps them alive, so ids stay unique
@@ -91,8 +90,8 @@ def queued_bytes(node: Node, model: nn.Module) -> int:
     trained = [part for part in linear if all(p.requires_grad for p in part.parameters())]
     handles = [part.register_forward_hook(add, with_kwargs=True) for part in trained]
     try:
-        with _FusedAttention():
-            _Call(node, module, _META, _empty).forward()
+        with FusedAttention():
+            Call(node, module, META, empty_like).forward()
     finally:
         for handle in handles:
             handle.remove()
@@ -101,7 +100,7 @@ def queued_bytes(node: Node, model: nn.Module) -> int:
 
 def seconds(node: Node, model: nn.Module, device: torch.device, repeats: int = 5) -> float:
     """Median time of forward and backward with random values."""
-    module = _module(node, model)
+    module = module_of(node, model)
     if module is not None:
         module = copy.deepcopy(module).to_empty(device=device)
         with torch.no_grad():
@@ -110,7 +109,7 @@ def seconds(node: Node, model: nn.Module, device: torch.device, repeats: int = 5
             for buffer in module.buffers():
                 buffer.fill_(1 if buffer.is_floating_point() else 0)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        call = _Call(node, module, device, lambda tensor: _random(tensor, device))
+        call = Call(node, module, device, lambda tensor: _random(tensor, device))
         times = []
         for _ in range(2 + repeats):
             _synchronize(device)
@@ -121,7 +120,7 @@ def seconds(node: Node, model: nn.Module, device: torch.device, repeats: int = 5
     return statistics.median(times[2:])
 
 
-class _Call:
+class Call:
     """A node's function, with its own copies of the arguments."""
 
     def __init__(
@@ -133,6 +132,7 @@ class _Call:
     ) -> None:
         self._node, self._device = node, device
         self._inputs = {use: make(use.value) for use in dict.fromkeys(node.input_nodes)}
+        self.inputs = [*self._inputs.values()]
         self.weights = [self._inputs[use] for use in self._inputs if _is_weight(use)]
         if node.chunked_head is not None:
             self._function = node.chunked_head.loss_function(module)
@@ -164,7 +164,7 @@ class _Call:
             torch.autograd.grad(results, self._wanted, ones, allow_unused=True)
 
 
-def _module(node: Node, model: nn.Module) -> nn.Module | None:
+def module_of(node: Node, model: nn.Module) -> nn.Module | None:
     return model.get_submodule(node.target) if node.kind == "unit" else None
 
 
@@ -177,7 +177,8 @@ def _is_weight(node: Node) -> bool:
     return isinstance(node.value, nn.Parameter)
 
 
-def _empty(tensor: Tensor) -> Tensor:
+def empty_like(tensor: Tensor) -> Tensor:
+    """Without values, with the same need of a gradient; a parameter itself."""
     if isinstance(tensor, nn.Parameter):
         return tensor
     return torch.empty_like(tensor).requires_grad_(tensor.requires_grad)
@@ -213,35 +214,4 @@ class _Results(TorchDispatchMode):
         if any(fnmatchcase(str(function.overloadpacket), name) for name in self._operators):
             leaves = tree_flatten(result)[0]
             self.nbytes += sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
-        return result
-
-
-class _FusedAttention(TorchFunctionMode):
-    """Replaces scaled_dot_product_attention, which on meta saves all probabilities."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nbytes = 0  # of its results, with a logsumexp for each query
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if function is not F.scaled_dot_product_attention:
-            return function(*args, **kwargs)
-        given = dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)) | kwargs
-        mask = given.get("attn_mask")
-        result = _Attention.apply(given["query"], given["key"], given["value"], mask)
-        self.nbytes += result.nbytes + 4 * (result.numel() // result.shape[-1])
-        return result
-
-
-class _Attention(torch.autograd.Function):
-    """Saves what fused attention saves: its arguments, its result, a logsumexp for each query."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        result = q.new_empty(*q.shape[:-1], v.shape[-1])
-        sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(q, k, v, mask, result, sums)
         return result

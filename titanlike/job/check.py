@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titanlike.checkpoint.discovery import checkpoint_folder, resolve
 from titanlike.checkpoint.integrity import DamagedCheckpoint, check_quick
@@ -17,6 +17,9 @@ from titanlike.config.schema import Config, TensorBoard
 from titanlike.data import checks as data
 from titanlike.metrics.sinks import tensorboard_problem
 
+if TYPE_CHECKING:
+    from titanlike.training.draft import Draft
+
 # without these no mesh and no stages can be derived
 _LAYOUT_KEYS = (
     *("pp", "dp", "replicate", "batch_size", "seq_len"),
@@ -24,8 +27,14 @@ _LAYOUT_KEYS = (
 )
 
 
-def problems(config: Config, world_size: int | None = None) -> list[Problem]:
-    """world_size: processes that have been started for the run; None if they have not been yet."""
+def problems(
+    config: Config,
+    world_size: int | None = None,
+    warn: Callable[[str], object] | None = None,
+) -> list[Problem]:
+    """world_size: processes that have been started for the run; None if they have not been yet;
+    warn: called with what is no error, and may fail later.
+    """
     if secrets := list(secret_problems(to_plain(config))):
         return secrets  # first, and alone: the messages of other rooms quote values
     if found := validate.out_of_bounds(config):
@@ -37,7 +46,13 @@ def problems(config: Config, world_size: int | None = None) -> list[Problem]:
     if not any(problem.key in _LAYOUT_KEYS for problem in found):
         from titanlike.training.draft import preflight  # imports torch: after the quick checks
 
-        found += preflight(config)
+        def drafted(decided: Draft) -> None:
+            from titanlike.planning.room import memory_warning
+
+            if warn is not None and (text := memory_warning(config, decided)):
+                warn(text)
+
+        found += preflight(config, drafted)
     return found or [*_checkpoint_problems(config)] or [*_write_problems(config)]
 
 

@@ -160,7 +160,7 @@ def config_problems(config: Config, world_size: int | None, known: list[Problem]
     from titanlike.job.check import problems
 
     try:
-        found = problems(config, world_size)
+        found = problems(config, world_size, _warn)
     except Exception as error:
         if known:  # defaults stand in for values that could not be parsed, and may not fit together
             return []
@@ -170,6 +170,10 @@ def config_problems(config: Config, world_size: int | None, known: list[Problem]
     keys = {problem.key.lstrip("+~") for problem in known}
     unique = {str(problem): problem for problem in found if problem.key not in keys}
     return list(unique.values())
+
+
+def _warn(text: str) -> None:
+    print(f"WARNING: {text}", file=sys.stderr, flush=True)
 
 
 def restarted_config(config: Config, failed: JobFailed, number: int) -> Config:

@@ -42,6 +42,12 @@ class DeferredWeightGradients:
                 vars(module)[_OWNER], vars(module)[_ALIVE] = self, alive
                 self._layers.append(module)
 
+    def undo(self) -> None:
+        """Give the linear layers their own forward back."""
+        for layer in self._layers:
+            for name in ("forward", _OWNER, _ALIVE):
+                del vars(layer)[name]
+
     def take(self) -> Callable[[], None]:
         """What computes the queued gradients and adds them to `.grad`; the queue is empty then."""
         queued, self._queue = self._queue, []
@@ -72,7 +78,9 @@ def _forward(module: nn.Linear, input: Tensor) -> Tensor:
     own = [weight] if bias is None else [weight, bias]
     # not of weights that are computed from others or frozen, nor in other dtypes by autocast
     trained = all(isinstance(p, nn.Parameter) and p.requires_grad for p in own)
-    if not trained or not torch.is_grad_enabled() or torch.is_autocast_enabled(input.device.type):
+    kind = input.device.type
+    autocast = kind != "meta" and torch.is_autocast_enabled(kind)
+    if not trained or autocast or not torch.is_grad_enabled():
         return F.linear(input, weight, bias)
     if torch.compiler.is_compiling():
         if weight.numel() == 0:  # it has no address
@@ -111,11 +119,12 @@ class _Linear(torch.autograd.Function):
 def _add_gradients(
     queued: list[tuple[Tensor, Tensor, nn.Parameter, nn.Parameter | None]],
 ) -> None:
-    for inputs, gradient, weight, bias in queued:
+    queued.reverse()
+    while queued:  # each frees what it needed
+        inputs, gradient, weight, bias = queued.pop()
         _add(weight, gradient.t() @ inputs)
         if bias is not None:
             _add(bias, gradient.sum(0))
-    queued.clear()
 
 
 def _add(parameter: nn.Parameter, gradient: Tensor) -> None:

@@ -3,10 +3,9 @@
 Estimated from a draft: nothing is allocated, no process is started. Memory (`split/rank_memory.py`) is
 what training adds to a process.
 
-Measured on 2 CPU cores, 15 layouts of models of 1M to 25M parameters, the fullest rank's growth was
-0.98 to 1.57 times the estimate, and 0.94 to 1.25 times without the 45 MiB that libraries and gloo
-take in each process. That is with freed blocks returned, as a GPU's allocator reuses them; where
-glibc keeps them (no sharding, small microbatches) a CPU rank takes up to twice as much.
+Of 20 layouts (docs/layouts.md) it is 0.97 to 1.06 of what a rank's live storages take at their peak.
+A CPU process takes more: libraries and gloo 45 MiB, and where glibc keeps freed blocks (no sharding,
+small microbatches) up to twice as much.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ from dataclasses import dataclass
 from titanlike.config.schema import Config
 from titanlike.pipeline.order import Act, Order, awaited, needs, walk
 from titanlike.split.rank_memory import RankMemory, saved_operators
-from titanlike.split.unit_costs import CostError, state_bytes
+from titanlike.split.state_bytes import state_bytes
+from titanlike.split.unit_costs import CostError
 from titanlike.training.draft import Draft
 
 # An action reads its weights, whatever its number of tokens: that takes as long as computing this
@@ -36,8 +36,7 @@ def estimate(config: Config, draft: Draft) -> Estimate:
 
     A unit whose costs cannot be measured alone counts only with its parameters.
     """
-    graph, parameters = draft.model_graph, draft.stage_parameters
-    memory = RankMemory(config, graph, draft.order, draft.zero, parameters)
+    memory = draft_memory(config, draft)
     unit_costs = memory.unit_costs
     try:
         flops = [0] if unit_costs is None else unit_costs.flops()
@@ -58,6 +57,12 @@ def estimate(config: Config, draft: Draft) -> Estimate:
     return Estimate(
         max(memory.of_ranks(draft.recomputed.blocks)), step_time(draft.order, forward, backward)
     )
+
+
+def draft_memory(config: Config, draft: Draft) -> RankMemory:
+    """The memory of a draft's stages, for any choice of recomputed blocks."""
+    parameters, deferred = draft.stage_parameters, draft.deferred
+    return RankMemory(config, draft.model_graph, draft.order, draft.zero, parameters, deferred)
 
 
 def least_memory(config: Config, parameters: int) -> int:

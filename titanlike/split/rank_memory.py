@@ -1,40 +1,61 @@
 """The memory that training takes on each pipeline rank, estimated: nothing is allocated.
 
-Parameters, gradients and optimizer state as `fsdp.zero` shards them, what FSDP gathers of one block
-at a time, the activations of all microbatches that are in flight at once, queued weight gradients,
-the messages between stages, and the buffers of one backward, mainly the logits' gradients.
+A rank's actions are walked through, and in each the units of its stage, with what is in memory then:
+parameters and optimizer state as `fsdp.zero` shards them, gradients from the first backward on,
+activations of the microbatches in flight, queued weight gradients, messages, and what a unit takes
+while it runs (`UnitCosts.peaks`). What FSDP holds besides (torch 2.13, `_fsdp_param_group.py`):
+
+- ZeRO 1 and 2 gather a whole stage, unit by unit, before its first forward.
+- ZeRO 1 accumulates whole gradients to the end of a step, where they are reduced unit by unit.
+- ZeRO 2 and 3 make a unit's gradients anew in each backward, and keep the message that reduces them,
+  in fp32, until the next unit's are made.
+- ZeRO 3 gathers a unit when it runs, and keeps the message; in a backward, the next unit's.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
-from torch import Tensor
-
-from titanlike.config.schema import (
-    ChunkedCrossEntropy,
-    Config,
-    SelectiveActivationCheckpoint,
-    TraceSplit,
-)
+from titanlike.config.schema import Config, SelectiveActivationCheckpoint, TraceSplit
 from titanlike.data.example_batch import example_batch
 from titanlike.graph.cut import messages
 from titanlike.graph.model_graph import ModelGraph
 from titanlike.optim.loss import build_loss
 from titanlike.optim.muon import hidden_matrices
 from titanlike.parallel.sharding import compute_dtype
-from titanlike.pipeline.from_config import defers_weight_gradients
 from titanlike.pipeline.order import Order
-from titanlike.split.unit_costs import CostError, UnitCosts, state_bytes
+from titanlike.split.state_bytes import StateBytes
+from titanlike.split.unit_costs import CostError, UnitCosts, UnitPeak
 
-# FSDP's buffers for a block: gathered, copied, the next one's, and its gradients, per parameter
-_GATHERED = {1: 10, 2: 10, 3: 20}
+_REDUCED = 4  # bytes of a gradient in a message that reduces it: fp32
 
 # Muon's copies of its matrices at an update: each is sent, received, and sent and received again
 _UPDATE = 5
 
-# Received activations are those that a stage saves; beside them messages under way and gradients
+# What a stage was sent is under way before it is used, and what it sends back after that
 _MESSAGES = 2
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """Bytes of a microbatch, without parameters, and the number of those."""
+
+    parameters: int = 0
+    saved: int = 0  # for the backward
+    kept: int = 0  # for the backward where it is recomputed
+    queued: int = 0  # for deferred weight gradients
+    peak: UnitPeak = UnitPeak(0, 0, 0)
+
+
+@dataclass(frozen=True)
+class _Change:
+    """Bytes that an action adds: at the most while it runs, and when it is done."""
+
+    most: int
+    after: int
 
 
 class RankMemory:
@@ -47,104 +68,173 @@ class RankMemory:
         order: Order,
         zero: int,
         parameters: Sequence[Mapping[str, int]],
+        deferred: Collection[int] = (),
     ) -> None:
-        """parameters: of each stage, name -> elements. Units that cannot be run alone count only with
-        their parameters."""
+        """parameters: of each stage, name -> elements; deferred: stages whose weight gradients wait.
+
+        Units that cannot be run alone count only with their parameters.
+        """
         rows = config.batch_size // config.dp // order.microbatches
         targets = example_batch(config)["targets"].repeat_interleave(rows, 0)
         self.tokens = targets.numel()  # of a microbatch
-        unit_costs = None  # where units are not whole
+        self.unit_costs = None  # where units are not whole
+        self.unknown = "split=trace takes its blocks apart"  # why activations are not counted
         if not isinstance(config.split, TraceSplit):
-            unit_costs = UnitCosts(model_graph, targets, build_loss(config.loss))
-        self.unit_costs = unit_costs
-        self.unknown = ""  # why activations are not counted
+            self.unit_costs = UnitCosts(model_graph, targets, build_loss(config.loss))
+            self.unknown = ""
         self._order = order
+        self._parameters = [sum(stage.values()) for stage in parameters]
         self._stages = model_graph.stages
-        units = sum(map(len, self._stages))
-        saved, kept, queued = [0] * units, [0] * units, [0] * units
-        block = 0  # parameters of the largest unit
-        if unit_costs is not None:
-            numel = unit_costs.parameter_table(lambda parameter: parameter.numel())
-            block = max(int(numel[at, at + 1]) for at in range(units))
-            try:
-                saved = unit_costs.saved_bytes()
-                kept = unit_costs.recomputed_bytes(saved_operators(config))
-                if order.splits_backward and defers_weight_gradients(config.schedule):
-                    queued = unit_costs.queued_bytes()
-            except CostError as error:
-                self.unknown = str(error)
-                saved, kept, queued = [0] * units, [0] * units, [0] * units
-        names = [name for stage in self._stages for name in stage]
-        self._saved = dict(zip(names, saved, strict=True))
-        self._kept = dict(zip(names, kept, strict=True))
-        self._queued = dict(zip(names, queued, strict=True))
-
+        self._deferred = frozenset(deferred)
+        self._zero, self._state = zero, StateBytes.of(config, zero)
+        self._computing = compute_dtype(config).itemsize
         hidden = hidden_matrices(model_graph.model, config.optimizer)
-        state = [
-            sum(size * state_bytes(config, zero, name in hidden) for name, size in stage.items())
-            for stage in parameters
+        by_muon = [sum(stage[name] for name in hidden & stage.keys()) for stage in parameters]
+        muon = StateBytes.of(config, zero, True).kept
+        self._kept = [  # bytes of each stage's parameters and optimizer state
+            self._state.kept * (numel - own) + muon * own
+            for numel, own in zip(self._parameters, by_muon, strict=True)
         ]
-        shards = config.dp // config.replicate
-        item = compute_dtype(config).itemsize
-        matrices = [sum(stage[name] for name in hidden & stage.keys()) for stage in parameters]
-        self._update = _UPDATE * item * max(matrices) // shards if shards > 1 else 0
-        sharing = config.dp > 1 or config.precision.low or config.fsdp.cpu_offload
+        shards = self._state.shards
+        self._update = self._computing * _UPDATE * max(by_muon) // shards if shards > 1 else 0
+        self._units = functools.cache(functools.partial(self._count_units, config))
+        for stage in range(order.stages):
+            self._units(stage in self._deferred)  # finds out what is unknown
         graphs = model_graph.graphs(model_graph.fields, True)
         flows = [[sum(t.nbytes for t in flow) for flow in messages(graph)] for graph in graphs]
+        self._received = [0, *(received for received, _ in flows[1:])]
         self._sent = [sent for _, sent in flows]
-        last = order.stages - 1
-        self._logits = max(2 * saved[-1], _chunk_bytes(config, model_graph, self.tokens))
-        self._steady = []  # bytes on each rank that do not depend on what is in flight
-        for rank in range(len(order.ranks)):
-            local = order.local(rank)
-            steady = sum(state[stage] for stage in local)
-            received = sum(flows[stage][0] for stage in local if stage)
-            answered = sum(flows[stage][1] for stage in local if stage < last)
-            steady += (received + answered) * _MESSAGES
-            steady += _GATHERED[zero] * block if sharing else 0
-            self._steady.append(int(steady))
+        self._known: dict[tuple[int, bool, frozenset[str]], dict[str, _Change]] = {}
+
+    def deferring(self, stages: Collection[int]) -> RankMemory:
+        """The same, where the weight gradients of these stages wait."""
+        other = copy.copy(self)
+        other._deferred = frozenset(stages)
+        return other
 
     def of_rank(self, rank: int, recomputed: Sequence[Collection[str]]) -> int:
         """Bytes on a pipeline rank; recomputed: blocks of each stage."""
-        order, waiting, queued, working = self._order, {}, {}, 0
-        for stage in order.local(rank):
-            again = set(recomputed[stage])
-            units = self._stages[stage]
-            kept = sum(self._kept[n] if n in again else self._saved[n] for n in units)
-            waiting[stage] = kept + self._sent[stage]
-            queued[stage] = sum(self._queued[name] for name in units)
-            # a backward's temporaries; a recomputed block's activations are in memory again
-            parts = [self._saved[n] // 2 + (self._saved[n] if n in again else 0) for n in units]
-            if stage == order.stages - 1:
-                parts.append(self._logits)
-            working = max(working, *parts, 0)
-        now = most = 0
+        order, local = self._order, self._order.local(rank)
+        changes = {stage: self._changes(stage, frozenset(recomputed[stage])) for stage in local}
+        left = dict.fromkeys(local, order.microbatches)
+        most = now = int(sum(self._kept[stage] for stage in local))
+        now += _MESSAGES * sum(self._received[stage] for stage in local)
+        forwards: set[int] = set()
         for act in order.ranks[rank]:
-            if act.kind == "F":
-                now += waiting[act.stage]
-            elif act.kind == "B":
-                now -= waiting[act.stage]
-            elif act.kind == "I":
-                now += queued[act.stage] - waiting[act.stage]
-            else:
-                now -= queued[act.stage]
-            most = max(most, now)
-        return self._steady[rank] + max(working + most, self._update)
+            kinds = [act.kind]
+            if act.kind == "F" and act.stage not in forwards:
+                forwards.add(act.stage)
+                kinds = ["gather", "F"]
+            elif act.kind in "BI" and left[act.stage] == order.microbatches:
+                kinds = ["first " + act.kind]
+            if act.kind in "BW":
+                left[act.stage] -= 1
+                if left[act.stage] == 0:
+                    kinds.append("reduce")
+            for kind in kinds:
+                change = changes[act.stage][kind]
+                most = max(most, now + change.most)
+                now += change.after
+        return max(most, now + self._update)
 
     def of_ranks(self, recomputed: Sequence[Collection[str]]) -> list[int]:
         """As `of_rank`, of each pipeline rank."""
         return [self.of_rank(rank, recomputed) for rank in range(len(self._order.ranks))]
+
+    def _count_units(self, config: Config, deferred: bool) -> dict[str, _Unit]:
+        """By name; deferred: for stages whose weight gradients wait."""
+        names = [name for stage in self._stages for name in stage]
+        costs = self.unit_costs
+        if costs is None:
+            return dict.fromkeys(names, _Unit())
+        numel = costs.parameter_table(lambda parameter: parameter.numel())
+        own = [int(numel[at, at + 1]) for at in range(len(names))]
+        try:
+            saved, peaks = costs.saved_bytes(), costs.peaks(deferred)
+            kept = costs.recomputed_bytes(saved_operators(config))
+            queued = costs.queued_bytes() if deferred else [0] * len(names)
+        except CostError as error:
+            self.unknown = str(error)
+            return {name: _Unit(numel) for name, numel in zip(names, own, strict=True)}
+        rows = zip(own, saved, kept, queued, peaks, strict=True)
+        return dict(zip(names, (_Unit(*row) for row in rows), strict=True))
+
+    def _changes(self, stage: int, again: frozenset[str]) -> dict[str, _Change]:
+        """Of a stage's actions by their kind; again: names of the units that are recomputed."""
+        deferred = stage in self._deferred
+        key = stage, deferred, again
+        if key in self._known:
+            return self._known[key]
+        units = [self._units(deferred)[name] for name in self._stages[stage]]
+        runs = [
+            (unit, name in again) for unit, name in zip(units, self._stages[stage], strict=True)
+        ]
+        first, later = self._backward(runs, stage, True), self._backward(runs, stage, False)
+        numel, state = self._parameters[stage], self._state
+        gathered = int(state.gathered * numel)
+        largest = max((unit.parameters for unit in units), default=0)
+        message = self._computing * largest if gathered else 0
+        reduced = int((_REDUCED + state.reduced_gradient) * largest) if self._whole else 0
+        after = int((state.reduced_gradient - state.gradient) * numel)
+        queued = sum(unit.queued for unit in units)
+        self._known[key] = {
+            "gather": _Change(gathered + message, gathered),
+            "F": self._forward(runs, stage),
+            **{"first I": first, "I": later},
+            "first B": _Change(first.most, first.after - queued),  # I and W
+            "B": _Change(later.most, later.after - queued),
+            "W": _Change(0, -queued),
+            "reduce": _Change(reduced, after - gathered),
+        }
+        return self._known[key]
+
+    @property
+    def _whole(self) -> bool:
+        """Whether FSDP accumulates whole gradients to the end of a step."""
+        return self._state.fsdp and self._zero == 1
+
+    def _held(self, unit: _Unit) -> int:
+        """Bytes of the message with a unit's gradients, kept after its backward."""
+        return _REDUCED * unit.parameters if self._state.fsdp and self._zero > 1 else 0
+
+    def _gathered(self, unit: _Unit) -> int:
+        """Bytes of a unit that is gathered when it runs."""
+        return self._computing * unit.parameters if self._state.fsdp and self._zero == 3 else 0
+
+    def _forward(self, runs: Sequence[tuple[_Unit, bool]], stage: int) -> _Change:
+        now = most = 0
+        held = self._held(runs[0][0]) if runs else 0
+        for unit, again in runs:
+            most = max(most, now + unit.peak.forward + 2 * self._gathered(unit) + held)
+            now += unit.kept if again else unit.saved
+        now += self._sent[stage]
+        return _Change(max(most, now), now)
+
+    def _backward(self, runs: Sequence[tuple[_Unit, bool]], stage: int, first: bool) -> _Change:
+        """first: of a step, so that gradients are new."""
+        state = self._state
+        anew = first or (state.fsdp and (self._zero > 1 or self._computing < _REDUCED))
+        now = most = 0  # beyond the begin
+        held = self._held(runs[0][0]) if runs else 0
+        for at in range(len(runs) - 1, -1, -1):
+            unit, again = runs[at]
+            before = runs[at - 1][0] if at else _Unit()  # whose backward comes next
+            now -= unit.kept if again else unit.saved
+            running = unit.peak.first if anew else unit.peak.later
+            if again:
+                running = max(running, unit.peak.forward)
+            gathered = self._gathered(unit) + self._gathered(before)
+            most = max(most, now + running + gathered + held)
+            held = self._held(unit)
+            if held:  # gradients, message, and what comes of it
+                reduced = self._computing + _REDUCED + _REDUCED / state.shards
+                most = max(most, now + int(reduced * unit.parameters) + self._gathered(before))
+            now += unit.queued + (int(state.gradient * unit.parameters) if first else 0)
+        now -= self._sent[stage]
+        return _Change(most, now)
 
 
 def saved_operators(config: Config) -> list[str]:
     """Operators whose results a recomputed block keeps."""
     how = config.activation_checkpoint
     return how.save if isinstance(how, SelectiveActivationCheckpoint) else []
-
-
-def _chunk_bytes(config: Config, model_graph: ModelGraph, tokens: int) -> int:
-    """Bytes of a chunk of logits in its backward: logits, softmax, gradient."""
-    logits = model_graph.meta_output(model_graph.fields, True)
-    if not isinstance(config.loss, ChunkedCrossEntropy) or not isinstance(logits, Tensor):
-        return 0
-    return 3 * 4 * min(config.loss.chunk, tokens) * logits.shape[-1]

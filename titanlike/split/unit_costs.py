@@ -11,31 +11,75 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from titanlike.config.schema import AdamW, Config, Muon, Sgd
+from titanlike.config.schema import Config
 from titanlike.graph import node_cost
 from titanlike.graph.cut import cut, unit_starts
 from titanlike.graph.model_graph import ModelGraph
+from titanlike.graph.node_memory import NodePeak, peak_bytes
 from titanlike.graph.pytree import tree_map
 from titanlike.graph.recording import Node
 from titanlike.optim.loss import Loss
 from titanlike.optim.muon import hidden_matrices
-from titanlike.parallel.sharding import compute_dtype
+from titanlike.parallel.weight_gradients import DeferredWeightGradients
 from titanlike.pipeline.order import Order
 from titanlike.split.stage_costs import StageCosts
+from titanlike.split.state_bytes import state_bytes
 
 # Attributes with a module's own position, which do not change its cost
 _POSITIONS = ("index", "idx", "layer_number", "layer_id")
 
 
+_T = TypeVar("_T")
+
+
 class CostError(ValueError):
     """A call that cannot be run alone."""
+
+
+class UnitPeak(NamedTuple):
+    """Bytes of a unit at the most while it runs, what it saves and is given included; without
+    parameters and their gradients that were there."""
+
+    forward: int
+    first: int  # in its backward, where gradients of weights are new
+    later: int  # where they are added to what is there
+
+
+class _NodeMemory(NamedTuple):
+    saved: int
+    weights: int
+    peak: NodePeak
+
+
+def _unit_peak(nodes: Sequence[_NodeMemory]) -> UnitPeak:
+    """Of a unit's calls, one after the other, and their backwards in reverse."""
+    forward = first = later = before = 0
+    after = sum(node.weights for node in nodes)
+    for node in nodes:
+        after -= node.weights  # gradients of the calls that come before in the backward
+        forward = max(forward, before + node.peak.forward)
+        before += node.saved
+        first = max(first, before + node.peak.first + after)
+        later = max(later, before + node.peak.later)
+    return UnitPeak(forward, first, later)
+
+
+@contextmanager
+def _deferring(module: nn.Module) -> Iterator[None]:
+    deferred = DeferredWeightGradients(module, node_cost.META)
+    try:
+        yield
+        deferred.take()
+    finally:
+        deferred.undo()
 
 
 class UnitCosts:
@@ -103,6 +147,21 @@ class UnitCosts:
         CostError."""
         return self._sums(lambda node: node_cost.queued_bytes(node, self.model))
 
+    def peaks(self, deferred: bool) -> list[UnitPeak]:
+        """The most that each unit takes while it runs. Raises CostError.
+
+        deferred: weight gradients of linear layers are not computed in the backward.
+        """
+        changed = _deferring if deferred else nullcontext  # of a module
+
+        def cost(node: Node) -> _NodeMemory:
+            saved = node_cost.saved_bytes(node, self.model)
+            peak = peak_bytes(node, self.model, changed)
+            return _NodeMemory(saved, self._weight_bytes(node), peak)
+
+        free = _NodeMemory(0, 0, NodePeak(0, 0, 0))
+        return [_unit_peak(nodes) for nodes in self._costs(cost, free)]
+
     def nanoseconds(self, device: torch.device) -> list[int]:
         """Measured times of each unit, forward and backward of a microbatch. Raises CostError.
 
@@ -123,6 +182,9 @@ class UnitCosts:
         keys = [[self._key(node) for node in calls] for calls in self._calls]
         return hashlib.blake2b(repr(keys).encode(), digest_size=16).hexdigest()
 
+    def _weight_bytes(self, node: Node) -> int:
+        return sum({id(p): p.nbytes for p in self._parameters([node])}.values())
+
     def _parameters(self, calls: Sequence[Node]) -> Iterator[nn.Parameter]:
         for node in calls:
             if node.kind == "unit":
@@ -132,21 +194,25 @@ class UnitCosts:
 
     def _sums(self, cost: Callable[[Node], int]) -> list[int]:
         """Sum of each unit's calls."""
-        known: dict[str, int] = {}
+        return [sum(costs) for costs in self._costs(cost, 0)]
+
+    def _costs(self, cost: Callable[[Node], _T], free: _T) -> list[list[_T]]:
+        """Of each unit's calls; of equal calls once."""
+        known: dict[str, _T] = {}
         for node in (node for calls in self._calls for node in calls):
             key = self._key(node)
             if key not in known:
                 # getting an item of a tuple or dict is free
                 on_tensors = all(use.value is not None for use in node.input_nodes)
                 try:
-                    known[key] = cost(node) if on_tensors else 0
+                    known[key] = cost(node) if on_tensors else free
                 except Exception as error:  # of any kind, from the user's model
                     name = getattr(node.target, "__name__", node.target)
                     text = (str(error).strip().splitlines() or [""])[0]
                     raise CostError(
                         f"{name} alone raised {type(error).__name__}: {text}"
                     ) from error
-        return [sum(known[self._key(node)] for node in calls) for calls in self._calls]
+        return [[known[self._key(node)] for node in calls] for calls in self._calls]
 
     def _key(self, node: Node) -> str:
         """Equal for calls of equal cost."""
@@ -195,31 +261,6 @@ def memory_costs(unit_costs: UnitCosts, config: Config, order: Order, zero: int)
         lambda p: math.ceil(p.numel() * state_bytes(config, zero, id(p) in hidden))
     )
     return StageCosts(state, unit_costs.saved_bytes(), in_flight(order))
-
-
-def state_bytes(config: Config, zero: int, hidden: bool) -> float:
-    """Bytes of parameter, gradient and optimizer state on one rank, for each parameter.
-
-    hidden: of one that Muon updates, if that is the optimizer.
-    """
-    match config.optimizer:
-        case Sgd(momentum=momentum):
-            optimizer = 4 * (momentum > 0)
-        case Muon() if hidden:
-            optimizer = 4
-        case AdamW(state_dtype="bf16") | Muon(state_dtype="bf16"):
-            optimizer = 4
-        case _:  # of the user's own, as AdamW
-            optimizer = 8
-    shards = config.dp // config.replicate
-    offload = config.fsdp.cpu_offload
-    computing = compute_dtype(config).itemsize
-    gathered = 0 if shards == 1 and computing == 4 and not offload else computing
-    if zero == 3 and shards > 1:
-        gathered = 0  # except one block at a time
-    whole_gradient = zero == 1 and shards > 1
-    state = 0.0 if offload else (4 + optimizer + (0 if whole_gradient else 4)) / shards
-    return state + gathered + (4 if whole_gradient else 0)
 
 
 def in_flight(order: Order) -> list[int]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
@@ -180,10 +181,25 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
             own = _Kind.SEND_F in self._comp_type_to_function_map  # else torch waits by itself
             received = _received_after(ranks, order.place, self.rank) if own else {}
             ranks[self.rank] = _Actions(ranks[self.rank], self._begin, self._release(received))
-        if zero == 3:  # FSDP's own hooks gather each block when it runs
-            register = self.register_custom_function
+        self._last = order.stages - 1
+        register = self.register_custom_function
+        if zero < 3:
+            register(_Kind.UNSHARD, lambda act, _: self._gather(act.stage_index))
+        else:  # FSDP's own hooks gather each block when it runs
             register(_Kind.UNSHARD, lambda act, _: self.unsharded_stages.add(act.stage_index))
             register(_Kind.RESHARD, lambda act, _: self.unsharded_stages.discard(act.stage_index))
+
+    def _gather(self, index: int) -> None:
+        """Gather a stage's parameters, a unit after the other.
+
+        Symptom without it: torch begins all of them at once, and the messages of a whole stage are
+        in memory beside its parameters. It waits for all of them before the first forward anyway.
+        Test: `test_fences.py::test_torch_gathers_all_units_of_a_stage_at_once`.
+        """
+        for module in self._local[index].submod.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+        self.unsharded_stages.add(index)
 
     def on_action(self, callback: Callable[[Any], None]) -> None:
         """Call back with each action of this rank when it begins, and with None after the last."""
@@ -204,8 +220,20 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         def release(index: int) -> None:
             for action in received.get(index, ()):
                 torch_schedules._wait_batch_p2p(self._sending.pop(action, []))
+            self._forget_graph(self.pipeline_order_with_comms[self.rank][index])
 
         return release
+
+    def _forget_graph(self, action: Any) -> None:
+        """After the backward of a loss.
+
+        Symptom without it: torch keeps each loss to the end of a step, and with it the graph of its
+        microbatch, which holds what the last stage received.
+        Test: test_messages_in_memory.py::test_torchs_losses_keep_what_the_last_stage_received
+        """
+        backward = action.computation_type in (_Kind.FULL_BACKWARD, _Kind.BACKWARD_INPUT)
+        if backward and action.stage_index == self._last:
+            self._internal_losses[action.microbatch_index].detach_()
 
     def train(self, batch: dict[str, Tensor]) -> list[Tensor]:
         """Forward and backward of one batch: the losses of its microbatches, on the last stage."""

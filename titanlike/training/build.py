@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -31,11 +32,10 @@ from titanlike.parallel.reached import Reached
 from titanlike.parallel.sharding import shard_stage
 from titanlike.parallel.tied import tie
 from titanlike.parallel.weight_gradients import DeferredWeightGradients
-from titanlike.pipeline.from_config import defers_weight_gradients
 from titanlike.pipeline.pipeline import Pipeline
 from titanlike.split.auto_split import measured_times
 from titanlike.split.rank_memory import saved_operators
-from titanlike.training.draft import Draft, draft
+from titanlike.training.draft import Draft, draft, memory_for_training
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,8 @@ def build(config: Config, mesh: Mesh, data: Data | None = None) -> Run:
     data: see `draft`.
     """
     # 1. decide
-    plan = draft(config, data, partial(measured_times, config, mesh))
+    times, memory = partial(measured_times, config, mesh), partial(_least_memory, config, mesh)
+    plan = draft(config, data, times, functools.cache(memory))
 
     # 2. stages, weights, optimizers
     local = plan.order.local(mesh.pp_rank)
@@ -90,7 +91,7 @@ def build(config: Config, mesh: Mesh, data: Data | None = None) -> Run:
         model = build_model(plan.model)
         use_float8(model, config, mesh.device)
         stage = stages[index] = Stage(model, *plan.stage_modules[index])
-        if plan.order.splits_backward and defers_weight_gradients(config.schedule):
+        if index in plan.deferred:
             deferred[index] = DeferredWeightGradients(stage, mesh.device)
         checkpoint_blocks(stage, plan.recomputed.blocks[index], saved_operators(config))
         if compiled is not None:
@@ -128,6 +129,14 @@ def build(config: Config, mesh: Mesh, data: Data | None = None) -> Run:
     run = Run(mesh, plan, [*stages.values()], [*states.values()], pipeline, norms, compiled, origin)
     run.train_mode(True)
     return run
+
+
+def _least_memory(config: Config, mesh: Mesh) -> int | None:
+    """What training may take on each device, by the smallest of all ranks, which decide alike."""
+    mine = memory_for_training(config)
+    least = torch.tensor([-1e18 if mine is None else -mine], dtype=torch.float64)
+    least = -mesh.max(least.to(mesh.device)).item() if mesh.world_size > 1 else -least.item()
+    return None if least >= 1e18 else int(least)
 
 
 def _shard(

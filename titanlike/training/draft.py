@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -36,10 +37,10 @@ from titanlike.pipeline import from_config
 from titanlike.pipeline.order import Order
 from titanlike.split.auto_split import AutoSplitResult, MeasureTimes, find_auto_split
 from titanlike.split.partition import SplitError, partition
-from titanlike.split.rank_memory import RankMemory
 from titanlike.split.unit_costs import UnitCosts
 from titanlike.training import checks
-from titanlike.training.recomputed_blocks import Recomputed, choose_recomputed
+from titanlike.training.memory_choices import choose_by_memory
+from titanlike.training.recomputed_blocks import Recomputed
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class Draft:
     unused: list[str]  # parameters that the forward does not use: they stay as they are
     flops_per_token: float | None
     recomputed: Recomputed
+    deferred: frozenset[int]  # stages whose weight gradients wait for W
+    why_together: str  # why not those of others; "" where the config says so
     variable: bool  # batches differ in length
     float8: Float8Layers | None = None  # of precision=float8
     auto_split: AutoSplitResult | None = None  # how the stages were found, of split=auto
@@ -95,12 +98,16 @@ class Draft:
 
 
 def draft(
-    config: Config, data: Data | None = None, measure_times: MeasureTimes | None = None
+    config: Config,
+    data: Data | None = None,
+    measure_times: MeasureTimes | None = None,
+    device_memory: Callable[[], int | None] | None = None,
 ) -> Draft:
     """Decide stages, order and sharding. Raises ConfigError with every problem found.
 
     data: if it is open already; else a user's own data is opened for an example batch.
     measure_times: times units, for split.cost=time; without it FLOPs stand for times.
+    device_memory: as `memory_for_training`, the same on every rank.
     """
     resolved = resolve_model(config)
     model = build_model(resolved)
@@ -118,11 +125,9 @@ def draft(
         for stage in stage_modules
     ]
 
-    def rank_memory() -> RankMemory:
-        return RankMemory(config, model_graph, order, zero, parameters)
-
-    limit = functools.partial(_device_memory, config)
-    recomputed = choose_recomputed(config, model_graph, graphs, order, rank_memory, limit)
+    limit = device_memory or functools.partial(memory_for_training, config)
+    auto = zero, why_zero
+    chosen = choose_by_memory(config, model_graph, graphs, order, parameters, auto, limit)
     used = {
         name for graph in graphs for name in model_graph.parameters_of(graph.units, graph.weights)
     }
@@ -130,22 +135,27 @@ def draft(
         model=resolved,
         order=order,
         why_microbatches=why_microbatches,
-        zero=zero,
-        why_zero=why_zero,
+        zero=chosen.zero,
+        why_zero=chosen.why_zero,
         model_graph=model_graph,
         stage_modules=stage_modules,
         stage_parameters=parameters,
         unused=[name for name, _ in model.named_parameters() if name not in used],
         flops_per_token=_flops_per_token(config, model, data),
-        recomputed=recomputed,
+        recomputed=chosen.recomputed,
+        deferred=chosen.deferred,
+        why_together=chosen.why_together,
         variable=data is not None and data.variable,
         float8=float8,
         auto_split=auto_split,
     )
 
 
-def preflight(config: Config) -> list[Problem]:
-    """Every problem that takes the model to be found, before a worker starts; allocates nothing."""
+def preflight(config: Config, drafted: Callable[[Draft], object] = lambda _: None) -> list[Problem]:
+    """Every problem that takes the model to be found, before a worker starts; allocates nothing.
+
+    drafted: called with what is decided where that has no problem.
+    """
     problems = []
     try:
         choose_device(config.device, 0, _local_ranks(config))
@@ -159,7 +169,9 @@ def preflight(config: Config) -> list[Problem]:
     except ConfigError as error:
         problems += error.problems
     try:
-        draft(config)
+        decided = draft(config)
+        if not problems:
+            drafted(decided)
     except ConfigError as error:
         problems += [problem for problem in error.problems if problem not in problems]
     except DataError as error:  # of a user's own data, which are opened
@@ -179,7 +191,7 @@ def _device(config: Config) -> torch.device:
     return choose_device(wanted, 0, _local_ranks(config))[0]
 
 
-def _device_memory(config: Config) -> int | None:
+def memory_for_training(config: Config) -> int | None:
     """Bytes that training may take on a device, where that is not said: what it has, less 8% for
     what the allocator loses and what communication takes."""
     ranks = _local_ranks(config)

@@ -36,6 +36,7 @@ def opening(session: Session) -> None:
         ("precision", _precision(config, draft)),
         ("optimizer", _optimizer(config, draft)),
         ("recomputed", _recomputed(config, draft)),
+        ("gradients", f"of weights {draft.why_together}" if draft.why_together else ""),
         ("data", data.description),
         ("epochs", epochs(config, len(data.train))),
         ("warm-up", warmup(config)),
@@ -55,6 +56,8 @@ def opening(session: Session) -> None:
     chosen, recomputed = draft.recomputed, config.activation_checkpoint.name != "none"
     if recomputed:
         headings += ["recomputed", *(["memory of rank"] if chosen.memory else [])]
+    if draft.why_together:
+        headings.append("weight gradients")
     for rank in range(mesh.pp):
         first, last = rank * mesh.dp, (rank + 1) * mesh.dp - 1
         ranks = str(first) if first == last else f"{first}-{last}"
@@ -67,6 +70,8 @@ def opening(session: Session) -> None:
                 rows[-1].append(f"{len(chosen.blocks[stage])} of {len(draft.blocks(stage))} blocks")
             if chosen.memory:
                 rows[-1].append(units.size(chosen.memory[rank]))
+            if draft.why_together:
+                rows[-1].append("deferred" if stage in draft.deferred else "together")
     console.table("", headings, rows)
     if found is not None and mesh.pp > 1:
         console.line()

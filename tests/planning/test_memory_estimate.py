@@ -1,0 +1,25 @@
+"""The memory that is estimated for a rank is what its live storages take at the most."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.memory_layouts import LAYOUTS, estimated_and_measured
+from titanlike.config.schema import FitActivationCheckpoint
+
+QUICK = ("1f1b, every", "zbvzerobubble, deferred, full", "1f1b, pp=1 dp=2, ZeRO 3")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in LAYOUTS],
+)
+def test_the_estimate_is_within_a_tenth_of_the_peak(name: str, tmp_path: Path) -> None:
+    config = LAYOUTS[name]
+    expected, taken = estimated_and_measured(config, tmp_path)
+    assert 0.9 < expected / taken < 1.1, f"{expected / 2**20:.1f} of {taken / 2**20:.1f} MiB"
+    how = config.activation_checkpoint
+    if isinstance(how, FitActivationCheckpoint):
+        assert expected <= how.memory and taken < 1.1 * how.memory

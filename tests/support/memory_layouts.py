@@ -1,0 +1,88 @@
+"""Layouts whose estimated memory is compared with what their ranks take."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from support.live_memory import measured
+from support.models import tiny
+from support.world import run_world
+from titanlike.config.groups import (
+    ActivationCheckpoint,
+    EveryActivationCheckpoint,
+    FitActivationCheckpoint,
+    LoopedSchedule,
+    LoopedZeroBubbleSchedule,
+    Schedule,
+    SelectiveActivationCheckpoint,
+    ZeroBubbleSchedule,
+)
+from titanlike.config.schema import (
+    ChunkedCrossEntropy,
+    Config,
+    Custom,
+    Fsdp,
+    Precision,
+    SyntheticData,
+)
+from titanlike.planning.estimate import draft_memory
+from titanlike.training.draft import draft
+
+MODEL = {"dim": 128, "heads": 4, "kv_heads": 2, "ffn_dim": 352, "layers": 8, "vocab_size": None}
+
+# 1.5M parameters, 16 sequences of 128 tokens: a few MiB of activations for each microbatch
+_layout = functools.partial(tiny, model=Custom("llama", MODEL), seq_len=128)
+
+
+def _pipeline(
+    schedule: Any, recomputed: Any = None, pp: int = 2, dp: int = 1, **more: Any
+) -> Config:
+    chosen = recomputed or ActivationCheckpoint("none")
+    return _layout(pp, dp, schedule, activation_checkpoint=chosen, **more)
+
+
+_FULL, _SELECTIVE = ActivationCheckpoint("full"), SelectiveActivationCheckpoint()
+_1F1B, _LOGITS = Schedule("1f1b", 8), {"data": SyntheticData(vocab_size=4000)}
+_BF16 = {"precision": Precision("bf16")}
+
+LAYOUTS = {
+    "gpipe": _pipeline(Schedule("gpipe", 4)),
+    "1f1b": _pipeline(_1F1B),
+    "1f1b, pp=1": _pipeline(Schedule("1f1b", 4), pp=1),
+    "1f1b, pp=4": _pipeline(_1F1B, pp=4),
+    "1f1b, large logits": _pipeline(_1F1B, **_LOGITS),
+    "1f1b, full": _pipeline(_1F1B, _FULL),
+    "1f1b, selective": _pipeline(_1F1B, _SELECTIVE),
+    "1f1b, every": _pipeline(_1F1B, EveryActivationCheckpoint()),
+    "1f1b, fit into 26 MiB": _pipeline(_1F1B, FitActivationCheckpoint(memory=26 << 20)),
+    "interleaved1f1b, dp=2, ZeRO 2, full": _pipeline(
+        LoopedSchedule(microbatches=8), _FULL, dp=2, fsdp=Fsdp(2)
+    ),
+    "interleaved1f1b, bf16, chunked loss": _pipeline(
+        LoopedSchedule(microbatches=8), loss=ChunkedCrossEntropy(), **_BF16, **_LOGITS
+    ),
+    "interleavedzerobubble, deferred": _pipeline(LoopedZeroBubbleSchedule(microbatches=8)),
+    "interleavedzerobubble, together, selective": _pipeline(
+        LoopedZeroBubbleSchedule(microbatches=8, weight_gradients="together"), _SELECTIVE
+    ),
+    "zbvzerobubble, deferred, full": _pipeline(ZeroBubbleSchedule("zbvzerobubble", 8), _FULL),
+    "zbvzerobubble, together": _pipeline(ZeroBubbleSchedule("zbvzerobubble", 8, "together")),
+    "dualpipev, deferred": _pipeline(ZeroBubbleSchedule("dualpipev", 8)),
+    "1f1b, pp=1 dp=2, ZeRO 3": _pipeline(Schedule("1f1b", 2), pp=1, dp=2),
+    "1f1b, dp=2, ZeRO 1": _pipeline(Schedule("1f1b", 4), dp=2, fsdp=Fsdp(1)),
+    "1f1b, dp=2, ZeRO 3, bf16, selective": _pipeline(
+        Schedule("1f1b", 4), _SELECTIVE, dp=2, fsdp=Fsdp(3), **_BF16
+    ),
+    "1f1b, pp=1 dp=2 replicate=2, chunked loss": _pipeline(
+        Schedule("1f1b", 2), pp=1, dp=2, replicate=2, loss=ChunkedCrossEntropy(), **_LOGITS
+    ),
+}
+
+
+def estimated_and_measured(config: Config, folder: Path) -> tuple[int, int]:
+    """Bytes on the fullest rank."""
+    drafted = draft(config)
+    expected = max(draft_memory(config, drafted).of_ranks(drafted.recomputed.blocks))
+    return expected, max(rank.peak for rank in run_world(measured, config, folder))

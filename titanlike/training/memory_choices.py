@@ -1,0 +1,98 @@
+"""What a device's memory decides: `fsdp.zero=auto`, the blocks that `fit` recomputes, and the stages
+whose weight gradients wait in a schedule that splits the backward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from titanlike.config.schema import Config, FitActivationCheckpoint
+from titanlike.graph.cut import StageGraph
+from titanlike.graph.model_graph import ModelGraph
+from titanlike.metrics import units
+from titanlike.pipeline.from_config import defers_weight_gradients
+from titanlike.pipeline.order import Order
+from titanlike.split.rank_memory import RankMemory
+from titanlike.training.recomputed_blocks import Recomputed, choose_recomputed
+
+
+@dataclass(frozen=True)
+class MemoryChoices:
+    zero: int
+    why_zero: str
+    recomputed: Recomputed
+    deferred: frozenset[int]  # stages whose weight gradients wait for W
+    why_together: str  # why not those of others; "" = none was changed
+
+
+def choose_by_memory(
+    config: Config,
+    model_graph: ModelGraph,
+    graphs: Sequence[StageGraph],
+    order: Order,
+    parameters: Sequence[Mapping[str, int]],
+    zero: tuple[int, str],
+    device_memory: Callable[[], int | None],
+) -> MemoryChoices:
+    """graphs, parameters (name -> elements): of the stages; zero: what `auto` means where no memory is known, and why;
+    device_memory: bytes that training may take. Raises ConfigError as `choose_recomputed` does.
+    """
+    how = config.activation_checkpoint
+    own = how.memory if isinstance(how, FitActivationCheckpoint) else None
+    limit = functools.cache(lambda: device_memory() if own is None else own)
+    deferred: frozenset[int] = frozenset()
+    if order.splits_backward and defers_weight_gradients(config.schedule):
+        deferred = frozenset(range(order.stages))
+
+    @functools.cache
+    def memory_at(level: int) -> RankMemory:
+        return RankMemory(config, model_graph, order, level, parameters, deferred)
+
+    def recomputed_with(memory: Callable[[], RankMemory]) -> Recomputed:
+        return choose_recomputed(config, model_graph, graphs, order, memory, limit)
+
+    level, why = zero
+    recomputed = recomputed_with(lambda: memory_at(level))
+    if config.fsdp.zero == "auto" and level == 2 and limit() is not None:
+        memory = memory_at(1)
+        if not memory.unknown:
+            whole = recomputed_with(lambda: memory)
+            most, room = max(memory.of_ranks(whole.blocks)), limit()
+            sizes = f"{units.size(most)} of {units.size(room)}"
+            if most <= room and whole.count <= recomputed.count:
+                level, recomputed = 1, whole
+                why = f"a pipeline, and about {sizes} are taken with the least traffic"
+            else:
+                why = f"a pipeline, and ZeRO 1, with less traffic, would take about {sizes}"
+    changed = ""
+    if deferred and limit() is not None and not memory_at(level).unknown:
+        memory = memory_at(level)
+        left = _that_fit(memory, order, deferred, recomputed, limit())
+        if left != deferred:
+            recomputed = recomputed_with(lambda: memory.deferring(left))
+            shown = ", ".join(map(str, sorted(deferred - left)))
+            changed = (
+                f"together with those of activations on stages {shown}: deferred, they would not "
+                f"fit into {units.size(limit())}"
+            )
+            deferred = left
+    return MemoryChoices(level, why, recomputed, deferred, changed)
+
+
+def _that_fit(
+    memory: RankMemory, order: Order, stages: frozenset[int], recomputed: Recomputed, limit: int
+) -> frozenset[int]:
+    """The stages whose weight gradients can wait: on each rank as many as fit.
+
+    Those that free the most are left out first. Recomputing a few blocks more costs less than the
+    longer bubble, so with `fit` this is what is left where all blocks are recomputed.
+    """
+    for rank in range(len(order.ranks)):
+        while (now := memory.deferring(stages).of_rank(rank, recomputed.blocks)) > limit:
+            without = [stages - {stage} for stage in order.local(rank) if stage in stages]
+            sizes = [memory.deferring(s).of_rank(rank, recomputed.blocks) for s in without]
+            if not sizes or min(sizes) >= now:
+                break
+            stages = without[sizes.index(min(sizes))]
+    return stages
