@@ -45,7 +45,7 @@ def saved_bytes(node: Node, model: nn.Module) -> int:
     call = Call(node, module, META, empty_like)
     weights = [*(module.parameters() if module else ()), *call.weights]
     of_weights = {id(p.untyped_storage()): p.untyped_storage() for p in weights}
-    saved: dict[int, torch.UntypedStorage] = {}  # by id; keeps them alive, so ids stay unique
+    saved: dict[int, torch.UntypedStorage] = {}  # keeps them alive, so ids stay unique
 
     def save(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -74,17 +74,20 @@ def recomputed_bytes(node: Node, model: nn.Module, save: Sequence[str]) -> int:
     return given + results.nbytes + (attention.nbytes if fused else 0)
 
 
-def queued_bytes(node: Node, model: nn.Module) -> int:
-    """Bytes of the inputs of a unit's linear layers and of the gradients of their results."""
+def queued_bytes(node: Node, model: nn.Module, compiled: bool) -> int:
+    """Bytes of the inputs of a unit's linear layers and of the gradients of their results.
+
+    compiled: each layer queues a copy of an input that several share.
+    """
     module = module_of(node, model)
     if module is None:
         return 0
-    storages: dict[int, torch.UntypedStorage] = {}  # by id; keeps them alive, so ids stay unique
+    storages: dict[int, torch.UntypedStorage] = {}  # keeps them alive, so ids stay unique
 
     def add(_: nn.Module, args: Any, kwargs: Any, result: Tensor) -> None:
         for tensor in (*args, *kwargs.values(), result):
             storage = tensor.untyped_storage()
-            storages[id(storage)] = storage
+            storages[len(storages) if compiled else id(storage)] = storage
 
     linear = [part for part in module.modules() if type(part) is nn.Linear]
     trained = [part for part in linear if all(p.requires_grad for p in part.parameters())]

@@ -128,5 +128,8 @@ def _add_gradients(
 
 
 def _add(parameter: nn.Parameter, gradient: Tensor) -> None:
+    dtype = getattr(parameter, "grad_dtype", None)  # in 2.15 FSDP's bf16 parameters have fp32 ones
+    if dtype is not None:
+        gradient = gradient.to(dtype)
     with torch.no_grad():
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)

@@ -152,7 +152,7 @@ class RankMemory:
         try:
             saved, peaks = costs.saved_bytes(), costs.peaks(deferred)
             kept = costs.recomputed_bytes(saved_operators(config))
-            queued = costs.queued_bytes() if deferred else [0] * len(names)
+            queued = costs.queued_bytes(config.compile) if deferred else [0] * len(names)
         except CostError as error:
             self.unknown = str(error)
             return {name: _Unit(numel) for name, numel in zip(names, own, strict=True)}

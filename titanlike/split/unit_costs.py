@@ -142,10 +142,10 @@ class UnitCosts:
 
         return self._sums(kept)
 
-    def queued_bytes(self) -> list[int]:
-        """Bytes of each unit that wait for deferred weight gradients of a microbatch. Raises
-        CostError."""
-        return self._sums(lambda node: node_cost.queued_bytes(node, self.model))
+    def queued_bytes(self, compiled: bool) -> list[int]:
+        """Bytes of each unit that wait for deferred weight gradients of a microbatch; compiled: of
+        blocks that are. Raises CostError."""
+        return self._sums(lambda node: node_cost.queued_bytes(node, self.model, compiled))
 
     def peaks(self, deferred: bool) -> list[UnitPeak]:
         """The most that each unit takes while it runs. Raises CostError.

@@ -52,7 +52,7 @@ def allow_graphs(count: int) -> None:
 
     Symptom without it: the ninth kind of block (another size or setting), or the ninth length, ends
     the run with FailOnRecompileLimitHit, and where graphs may break it runs uncompiled, silently.
-    Test: `test_fences.py::test_torch_compiles_a_function_eight_times_only`.
+    Test: `test_compile_fences.py::test_torch_compiles_a_function_eight_times_only`.
     """
     from torch._dynamo import config
 
@@ -63,7 +63,7 @@ def allow_graphs(count: int) -> None:
 def hide_checkpoint_warning() -> None:
     """Symptom: with a list of operators to save, torch.compile warns of in-place operators in four
     lines; it has replaced them by others before the list is asked.
-    Test: `test_fences.py::test_torch_warns_of_selective_checkpointing_under_compile`.
+    Test: `test_compile_fences.py::test_torch_warns_of_selective_checkpointing_under_compile`.
     """
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_no_checkpoint_warning)
 

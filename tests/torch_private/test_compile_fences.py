@@ -1,0 +1,80 @@
+"""What torch.compile gets wrong, or does silently: when one of these fails, its fence can go."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from titanlike.torch_private import compiler
+
+
+def compiled(function, **options):
+    return torch.compile(function, backend="eager", **options)
+
+
+def test_torch_compiles_a_function_eight_times_only() -> None:
+    """Fence: `compiler.allow_graphs`."""
+
+    def scaled(x: Tensor, factor: int) -> Tensor:
+        return x * factor
+
+    config = torch._dynamo.config
+    for limit, most in ((8, 8), (64, 12)):
+        torch._dynamo.reset()
+        with config.patch(recompile_limit=8, accumulated_recompile_limit=256):
+            if limit > 8:
+                compiler.allow_graphs(limit)
+            before, function = compiler.graph_count(), compiled(scaled, dynamic=False)
+            for factor in range(2, 14):
+                function(torch.ones(2), factor)
+            assert compiler.graph_count() - before == most
+    torch._dynamo.reset()
+
+
+def test_torch_warns_of_selective_checkpointing_under_compile(caplog) -> None:
+    """Fence: `compiler.hide_checkpoint_warning`."""
+    linear = nn.Linear(4, 4, bias=False)
+    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+
+    def forward(x: Tensor) -> Tensor:
+        return checkpoint(linear, x, use_reentrant=False, context_fn=contexts)
+
+    logger = logging.getLogger("torch._higher_order_ops.wrap")
+    logger.addHandler(caplog.handler)
+    filters, logger.filters = logger.filters, []
+    torch._logging._internal.warning_once.cache_clear()
+    try:
+        torch._dynamo.reset()
+        torch.compile(forward, backend="aot_eager", fullgraph=True)(
+            torch.ones(2, 4)
+        ).sum().backward()
+        assert "context_fn is passed to torch.utils.checkpoint" in caplog.text
+    finally:
+        logger.filters = filters
+        logger.removeHandler(caplog.handler)
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("context", [None, "noop"])
+def test_torch_compiles_no_checkpoint_with_a_context_that_does_nothing(context: str) -> None:
+    """Fence: `activation_checkpoint.checkpoint_blocks` leaves it out."""
+    options = {} if context is None else {"context_fn": torch.utils.checkpoint.noop_context_fn}
+
+    def forward(x: Tensor) -> Tensor:
+        return checkpoint(torch.sin, x, use_reentrant=False, **options)
+
+    torch._dynamo.reset()
+    function = torch.compile(forward, backend="aot_eager", fullgraph=True)
+    x = torch.ones(2, requires_grad=True)
+    if context is None:
+        function(x).sum().backward()
+        return
+    with pytest.raises(Exception) as caught:
+        function(x)
+    assert compiler.is_graph_break(caught.value) and "context_fn" in str(caught.value)
