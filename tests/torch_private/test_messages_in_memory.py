@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from support.models import tiny
@@ -19,6 +23,7 @@ from titanlike.launch.worker import Worker
 from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.pipeline.order import Order
 from titanlike.pipeline.schedules import SCHEDULES
+from titanlike.proof.verification import verify
 from titanlike.torch_private import pipeline_runtime, pipeline_stage
 from titanlike.torch_private.pipeline_runtime import _lower, _received_after
 from titanlike.training.build import build
@@ -26,6 +31,28 @@ from titanlike.training.step import to_device
 
 RELEASES = not hasattr(pipeline_runtime._Kind, "WAIT_SEND_F")  # 2.15 releases by itself
 BUFFERS = pipeline_stage._TORCH_KEEPS_BUFFERS
+
+
+def verified_with_one_buffer(config: Config, worker: Worker) -> dict[str, Any]:
+    """Verify, where all microbatches are received into the same memory, as if it were free again."""
+    buffers: dict[tuple[int, ...], Tensor] = {}
+
+    def allocate(infos: Sequence[Any], device: torch.device) -> None:
+        for at, info in enumerate(infos):
+            if getattr(info, "tensor_meta", None) is not None:
+                shape = info.tensor_meta.shape
+                info.buffer = buffers.setdefault((at, *shape), torch.empty(shape, device=device))
+
+    pipeline_stage._allocate = allocate
+    return verify(config, worker)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not BUFFERS, reason="torch 2.13 alone keeps buffers")
+def test_a_buffer_that_is_used_again_too_early_is_found_by_verify(tmp_path: Path) -> None:
+    results = run_world(verified_with_one_buffer, tiny(2, 1, "gpipe", layers=2), tmp_path)
+    assert [result["exit_code"] for result in results] == [1, 1]
+    assert "gradient of layers.0" in (tmp_path / "rank0.out").read_text()
 
 
 def most_in_memory(config: Config, worker: Worker, as_torch_does: bool) -> tuple[int, int]:
