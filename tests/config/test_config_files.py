@@ -61,7 +61,7 @@ def is_required(field: dataclasses.Field) -> bool:
 
 
 PUBLISHED = ["experiment=gpt2_124m", "model=gpt2"]
-PUBLISHED += ["experiment=llama3_8b", "experiment=llama3_70b"]
+PUBLISHED += [f"experiment=llama3_{size}" for size in ("8b", "70b", "405b")]
 PUBLISHED += [f"model={path.stem}" for path in FILES if path.stem.startswith("llama3_")]
 
 

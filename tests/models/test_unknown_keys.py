@@ -13,8 +13,8 @@ from titanlike.models.registry import build_model
     "key, value, said",
     [
         ("n_layers", 8, "no such argument; write model.layers=8"),
-        ("converters", "float8", "float8 is not in this version (docs/limits.md); write prec"),
-        ("compile", True, "torch.compile is not in this version (docs/limits.md): leave it out"),
+        ("converters", "float8", "(docs/layouts.md); write precision=float8"),
+        ("torch_compile", True, "write compile=true"),
         ("flavor", "8B", "llama3_8b, gpt2, hf, own, ...; write model=llama_tiny"),
         ("mlp_ratio", 4, "no such argument; a key of llama: vocab_size, dim, layers"),
     ],

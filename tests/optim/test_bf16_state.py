@@ -136,6 +136,7 @@ def resumed(first: Config, then: Config, folder: Path) -> list[float]:
 SAVING = {"checkpoint": Checkpoint(every=3), "lr": ConstantLr(warmup=0)}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_rounds_as_one_that_was_not_stopped(tmp_path: Path) -> None:
     config = tiny(dp=2, optimizer=BF16, **SAVING)
     run_world(train, replace(config, steps=6), tmp_path / "whole")

@@ -56,6 +56,7 @@ def verify_on_shards_alone(config: Config, worker: Worker) -> dict:
     return verify(config, worker)
 
 
+@pytest.mark.slow
 def test_an_update_of_shards_alone_is_caught(tmp_path: Path) -> None:
     results = run_world(verify_on_shards_alone, tiny(dp=2, optimizer=MUON), tmp_path)
     assert {result["exit_code"] for result in results} == {1}
@@ -196,17 +197,13 @@ def test_replicas_of_shards_stay_equal_to_the_last_bit(tmp_path: Path) -> None:
         assert all((first[name] == second[name]).all() for name in first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first, then",
     [
         pytest.param(tiny(2, 2), tiny(), id="shards to one process"),
-        pytest.param(tiny(2, 2), tiny(4, 1), id="to a pipeline", marks=pytest.mark.slow),
-        pytest.param(
-            tiny(dp=2, replicate=2),
-            tiny(2, 2, "zbvzerobubble"),
-            id="to a V",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(tiny(2, 2), tiny(4, 1), id="to a pipeline"),
+        pytest.param(tiny(dp=2, replicate=2), tiny(2, 2, "zbvzerobubble"), id="to a V"),
     ],
 )
 def test_a_run_resumes_in_another_layout(first: Config, then: Config, tmp_path: Path) -> None:

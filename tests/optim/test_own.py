@@ -140,6 +140,7 @@ def test_trying_an_optimizer_leaves_the_random_numbers_as_they_were() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_elements_is_exact_in_a_layout_and_its_state_is_resumed(
     tmp_path: Path,
 ) -> None:

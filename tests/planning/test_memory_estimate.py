@@ -9,7 +9,7 @@ import pytest
 from support.memory_layouts import LAYOUTS, estimated_and_measured
 from titanlike.config.schema import FitActivationCheckpoint
 
-QUICK = ("1f1b, every", "zbvzerobubble, deferred, full", "1f1b, pp=1 dp=2, ZeRO 3")
+QUICK = ("1f1b, every", "1f1b, pp=1 dp=2, ZeRO 3")
 
 
 @pytest.mark.parametrize(
