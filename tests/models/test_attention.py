@@ -206,13 +206,12 @@ MODELS = {
     "hf gpt2": model_of("gpt2", n_positions=T),  # takes masks only
     "hf gpt_oss": model_of("gpt_oss", max_position_embeddings=T),  # eager attention, with sinks
 }
+QUICK = ("llama", "gpt2", "hf gemma3", "hf gpt2")
 BY_MASK = ("hf gpt2", "hf gpt_oss")
 WINDOWS = ("hf mistral", "hf gemma3")
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "gpt2", "hf gemma3", "hf gpt2", *slow(*(MODELS.keys() - {"llama", "gpt2"}))]
-)
+@pytest.mark.parametrize("name", [*QUICK, *slow(*(name for name in MODELS if name not in QUICK))])
 def test_a_model_gives_the_same_with_offsets_as_with_a_mask(name: str) -> None:
     model = real(MODELS[name])
     inputs = torch.randint(3, 64, (B, T), generator=torch.Generator().manual_seed(0))
