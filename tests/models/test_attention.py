@@ -391,12 +391,12 @@ def test_a_gpus_kernels_are_exact(dtype: torch.dtype, window: int | None) -> Non
 def test_a_gpu_is_not_waited_for() -> None:
     host = of("mixed")
     ids = with_host_copy(host.cuda(), host)
-    positions, documents = attention_inputs(ids, ids, None, None)
+    positions, documents = attention_inputs(ids, ids, None, None, True)
     inputs = [x.detach().cuda().requires_grad_() for x in heads(4, 2, torch.bfloat16)]
     attention(*inputs, documents).sum().backward()  # loads kernels
     torch.cuda.set_sync_debug_mode("error")
     try:
-        _, documents = attention_inputs(ids, ids, None, None)
+        _, documents = attention_inputs(ids, ids, None, None, True)
         attention(*inputs, documents).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")

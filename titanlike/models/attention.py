@@ -57,7 +57,9 @@ def attention(
         if not dropout and takes_blocks(q, v):
             return _flex(q, k, v, mask, scale)
         mask = document_mask(mask, q.size(0), q.size(2))
-    if mask is not None and q.is_cuda:  # the efficient kernel takes masks, and no grouped queries
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    # the efficient kernel, which takes masks and fp32, takes no grouped queries
+    if q.is_cuda and (mask is not None or not half):
         groups = q.size(1) // k.size(1)
         k, v = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (k, v))
     return by_priority(

@@ -27,6 +27,7 @@ from titanlike.models.quiet_import import quiet_import
 
 _MULTIPLE = 16  # of both sides of a matrix, for the kernels of float8
 _BF16 = "precision=bf16"
+_KNOWN = ("llama", "gpt2", "hf")  # models that multiply as many tokens as they are given
 _NAMES = ("torchao", "torchao.float8")
 
 
@@ -52,7 +53,8 @@ def use_float8(model: nn.Module, config: Config, device: torch.device) -> Float8
     chosen = _choose(model, settings)
     emulated = not _has_float8(device)
     # products over tokens need a multiple of 16 of them: zeros are added, at the price of a copy
-    pad = config.seq_len % _MULTIPLE != 0 or isinstance(config.data, Custom)
+    own = isinstance(config.data, Custom) or config.model.name not in _KNOWN
+    pad = own or config.seq_len % _MULTIPLE != 0
     recipe = torchao.Float8LinearConfig.from_recipe_name(settings.recipe)
     recipe = replace(recipe, emulate=emulated, pad_inner_dim=pad)
     torchao.convert_to_float8_training(
@@ -67,13 +69,16 @@ def in_bf16(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Within it, linear layers in float8 compute as others do."""
     # by name: without float8 torchao is not imported
     layers = [m for m in modules if any(c.__name__ == "Float8Linear" for c in type(m).__mro__)]
+    replaced = [vars(layer).pop("forward", None) for layer in layers]  # of blocks that are layers
     for layer in layers:
         layer.forward = nn.Linear.forward.__get__(layer)
     try:
         yield
     finally:
-        for layer in layers:
+        for layer, forward in zip(layers, replaced, strict=True):
             del layer.forward
+            if forward is not None:
+                layer.forward = forward
 
 
 def _has_float8(device: torch.device) -> bool:

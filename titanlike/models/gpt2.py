@@ -104,7 +104,7 @@ class Gpt2(nn.Module):
         mask: Tensor | None = None,
     ) -> Tensor:
         """document_ids, positions, mask: see `attention_inputs` in `packing.py`."""
-        positions, mask = attention_inputs(ids, document_ids, positions, mask)
+        positions, mask = attention_inputs(ids, document_ids, positions, mask, True)
         x = self.embedding(ids, positions)  # [B, T] -> [B, T, D]
         for block in self.layers:
             x = block(x, mask)

@@ -155,7 +155,7 @@ class Llama(nn.Module):
         mask: Tensor | None = None,
     ) -> Tensor:
         """document_ids, positions, mask: see `attention_inputs` in `packing.py`."""
-        positions, mask = attention_inputs(ids, document_ids, positions, mask)
+        positions, mask = attention_inputs(ids, document_ids, positions, mask, True)
         table = rotary_table(positions, self.head_dim, self.rope_theta)  # [2, (B,) T, E/2]
         x = self.embedding(ids)  # [B, T] -> [B, T, D]
         for block in self.layers:

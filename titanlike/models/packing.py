@@ -16,7 +16,7 @@ def attention_inputs(
     document_ids: Tensor | None,
     positions: Tensor | None,
     mask: Tensor | None,
-    by_offsets: bool = True,
+    by_offsets: bool = False,
 ) -> tuple[Tensor, Tensor | Documents | None]:
     """(positions, mask) for ids [B, T].
 

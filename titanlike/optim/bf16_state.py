@@ -99,7 +99,8 @@ def round_stochastically(values: Tensor, noise: Tensor) -> Tensor:
     """fp32 -> bf16: each value up or down in size; noise: integers in [0, 65535], all as likely."""
     # bf16 is the upper half of fp32; the lower half is the share of a digit that is rounded
     bits = values.view(torch.int32) + noise.to(torch.int32)
-    return bits.bitwise_and_(-65536).view(torch.float32).bfloat16()
+    rounded = bits.bitwise_and_(-65536).view(torch.float32)
+    return torch.where(values.isfinite(), rounded, values).bfloat16()
 
 
 def random_bits(like: Tensor, first: int, seed: int, step: Tensor) -> Tensor:

@@ -86,9 +86,12 @@ def hidden_matrices(model: nn.Module, optimizer: Any) -> set[str]:
         return set()
     in_blocks: set[int] = set()
     elsewhere = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
-    for unit in find_units(model):
-        parameters = map(id, model.get_submodule(unit.name).parameters())
-        (in_blocks if unit.block else elsewhere).update(parameters)
+    units = find_units(model)
+    head = model.get_submodule(units[-1].name)  # of a chain of layers, each of which is a block
+    for unit in units:
+        module = model.get_submodule(unit.name)
+        inside = unit.block and not (module is head and isinstance(head, nn.Linear))
+        (in_blocks if inside else elsewhere).update(map(id, module.parameters()))
     return {
         name
         for name, parameter in model.named_parameters()

@@ -33,6 +33,7 @@ class CompiledBlocks:
         self.names: list[str] = []
         self.eager: dict[str, str] = {}  # block -> why it is not compiled
         self.broken: dict[str, str] = {}  # block -> where it breaks the graph
+        self._reasons: dict[type[nn.Module], str] = {}  # the same of all blocks of a class
         self._graphs = compiler.graph_count()
         compiler.allow_graphs(MOST_GRAPHS)
         compiler.hide_checkpoint_warning()
@@ -45,21 +46,29 @@ class CompiledBlocks:
             if any(map(has_statistics, block.modules())):
                 self.eager[name] = "its batch norm collects statistics"
             else:
-                block.forward = self._forward(name, block.forward)
+                block.forward = self._forward(name, type(block), block.forward)
                 self.names.append(name)
 
-    def _forward(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _forward(
+        self, name: str, kind: type[nn.Module], forward: Callable[..., Any]
+    ) -> Callable[..., Any]:
         compiled = torch.compile(forward, fullgraph=True, dynamic=self._dynamic)
+
+        def in_pieces() -> Callable[..., Any]:
+            self.broken[name] = self._reasons[kind]
+            return torch.compile(forward, dynamic=self._dynamic)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal compiled
+            if name not in self.broken and kind in self._reasons:
+                compiled = in_pieces()
             try:
                 return compiled(*args, **kwargs)
             except Exception as error:
                 if name in self.broken or not compiler.is_graph_break(error):
                     raise
-                self.broken[name] = compiler.graph_break_reason(error)
-            compiled = torch.compile(forward, dynamic=self._dynamic)
+                self._reasons[kind] = compiler.graph_break_reason(error)
+            compiled = in_pieces()
             return compiled(*args, **kwargs)
 
         return call

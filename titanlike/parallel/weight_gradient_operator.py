@@ -13,14 +13,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-DEFERRED_LINEAR = "titanlike.deferred_linear"  # the name of the layer's operator
-# (inputs, gradient of the outputs, address of the weight) of the backward that ran last: an
-# operator knows no object that could hold it
-_waiting: list[tuple[Tensor, Tensor, int]] = []
+Address = tuple[int, int]
+DEFERRED_LINEAR = "titanlike.linear_queueing"  # the name of the layer's operator
+# (inputs, gradient of the outputs, address of the layer) of the backward that ran last: an operator
+# knows no object that could hold it
+_waiting: list[tuple[Tensor, Tensor, Address]] = []
 
 
-def take_waiting() -> list[tuple[Tensor, Tensor, int]]:
-    """What the backwards since the last call have left: [rows, in], [rows, out], weight.data_ptr()."""
+def address(weight: Tensor, bias: Tensor | None) -> Address:
+    """Of a layer; layers that share a weight may have a bias each."""
+    return weight.data_ptr(), 0 if bias is None else bias.data_ptr()
+
+
+def take_waiting() -> list[tuple[Tensor, Tensor, Address]]:
+    """What the backwards since the last call have left: [rows, in], [rows, out], `address`."""
     taken = _waiting[:]
     _waiting.clear()
     return taken
@@ -36,10 +42,10 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None, alive: Tensor) -
     # torch makes one of equal calls, but never of two torch.empty. Symptom without it: a layer that
     # is called twice with the same input has half its weight gradient
     call = torch.empty(0, device=inputs.device)
-    return torch.ops.titanlike.deferred_linear(inputs, weight, bias, call, alive)
+    return torch.ops.titanlike.linear_queueing(inputs, weight, bias, call, alive)
 
 
-@torch.library.custom_op("titanlike::deferred_linear", mutates_args=())
+@torch.library.custom_op("titanlike::linear_queueing", mutates_args=())
 def _linear(
     inputs: Tensor, weight: Tensor, bias: Tensor | None, call: Tensor, alive: Tensor
 ) -> Tensor:
@@ -51,29 +57,31 @@ def _(inputs: Tensor, weight: Tensor, bias: Tensor | None, call: Tensor, alive: 
     return inputs.new_empty((*inputs.shape[:-1], weight.shape[0]))
 
 
-@torch.library.custom_op("titanlike::deferred_linear_backward", mutates_args=())
+@torch.library.custom_op("titanlike::linear_queueing_backward", mutates_args=())
 def _linear_backward(
-    gradient: Tensor, inputs: Tensor, weight: Tensor, call: Tensor
+    gradient: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor | None, call: Tensor
 ) -> tuple[Tensor, Tensor]:
     # copies: inductor gives the memory of both to other values after this call. Symptom without:
     # the loss is right and gradients are wrong
     rows = inputs.reshape(-1, inputs.shape[-1]).clone()
-    _waiting.append((rows, gradient.reshape(-1, gradient.shape[-1]).clone(), weight.data_ptr()))
+    of_rows = gradient.reshape(-1, gradient.shape[-1]).clone()
+    _waiting.append((rows, of_rows, address(weight, bias)))
     return gradient @ weight, gradient.new_empty(1)
 
 
 @_linear_backward.register_fake
-def _(gradient: Tensor, inputs: Tensor, weight: Tensor, call: Tensor) -> tuple[Tensor, Tensor]:
+def _(
+    gradient: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor | None, call: Tensor
+) -> tuple[Tensor, Tensor]:
     return gradient.new_empty(inputs.shape), gradient.new_empty(1)
 
 
 def _setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    inputs, weight, _, call, _ = inputs
-    ctx.save_for_backward(inputs, weight, call)
+    ctx.save_for_backward(*inputs[:4])
 
 
 def _backward(ctx, gradient):  # type: ignore[no-untyped-def]
-    of_inputs, of_alive = torch.ops.titanlike.deferred_linear_backward(gradient, *ctx.saved_tensors)
+    of_inputs, of_alive = torch.ops.titanlike.linear_queueing_backward(gradient, *ctx.saved_tensors)
     return of_inputs, None, None, None, of_alive
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlike.parallel.weight_gradient_operator import linear, take_waiting
+from titanlike.parallel.weight_gradient_operator import address, linear, take_waiting
 from titanlike.torch_private.autograd import accumulates, in_functorch, shaped
 
 
@@ -52,9 +52,9 @@ class DeferredWeightGradients:
         """What computes the queued gradients and adds them to `.grad`; the queue is empty then."""
         queued, self._queue = self._queue, []
         if compiled := take_waiting():
-            layers = {layer.weight.data_ptr(): layer for layer in self._layers}
-            for inputs, gradient, address in compiled:
-                layer = layers[address]
+            layers = {address(layer.weight, layer.bias): layer for layer in self._layers}
+            for inputs, gradient, of_layer in compiled:
+                layer = layers[of_layer]
                 queued.append((inputs, gradient, layer.weight, layer.bias))
         return partial(_add_gradients, queued)
 

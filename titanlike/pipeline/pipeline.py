@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from titanlike.data.sources import Batch
 from titanlike.graph.cut import StageGraph, messages, same_messages
@@ -26,7 +25,7 @@ from titanlike.parallel.reached import Reached
 from titanlike.parallel.tied import Tied
 from titanlike.parallel.weight_gradients import DeferredWeightGradients
 from titanlike.pipeline.order import Order
-from titanlike.torch_private.pipeline_runtime import FIELD, OrderRuntime
+from titanlike.torch_private.pipeline_runtime import OrderRuntime
 from titanlike.torch_private.pipeline_stage import make_stage
 
 MOST_SHAPES = 32  # of batches whose runtimes, with their message buffers, are cached
@@ -107,28 +106,20 @@ class Pipeline:
 
     def rehearse(self, batch: Batch) -> None:
         """Run each of this rank's stages alone on a microbatch, with made-up messages: forward, and
-        backward in training. Nothing is sent between stages; collective over dp, whose ranks gather
-        parameters. Gradients and weight gradients that wait are dropped."""
-        self._runtime(batch)
-        fields, size = fields_of(batch), self._model_graph.microbatch_size
-        microbatch = {name: value[:size] for name, value in batch.items()}
+        backward where gradients are on. Nothing is sent between stages; collective over dp, whose
+        ranks gather and reduce. Gradients are dropped."""
+        runtime, fields = self._runtime(batch), fields_of(batch)
+        microbatch = {n: value[: self._model_graph.microbatch_size] for n, value in batch.items()}
         for index, stage in self._stages.items():
             graph = self._model_graph.graphs(fields, stage.training)[index]
             received = [microbatch["inputs"]]
             if index > 0:
-                like = messages(graph)[0]
-                received = [torch.zeros_like(m, device=self._mesh.device) for m in like]
-            for message in received:
-                message.requires_grad_(stage.training and index > 0)
-            output = stage(*received, **{FIELD + name: microbatch[name] for name in graph.fields})
-            if stage.training:
-                tensors = [output] if isinstance(output, Tensor) else output
-                reached = [tensor for tensor in tensors if tensor.grad_fn is not None]
-                torch.autograd.backward(reached, [torch.zeros_like(tensor) for tensor in reached])
-                stage.zero_grad()
-            for module in stage.modules():
-                if isinstance(module, FSDPModule):  # which stay gathered after an evaluation
-                    module.reshard()
+                device, like = self._mesh.device, messages(graph)[0]
+                received = [torch.zeros_like(message, device=device) for message in like]
+                for message in received:
+                    message.requires_grad_(torch.is_grad_enabled())
+            runtime.run_alone(index, received, microbatch)
+            stage.zero_grad()
             if index in self._deferred:
                 self._deferred[index].drop()
         self._reached.count_missing()

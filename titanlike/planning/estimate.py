@@ -61,8 +61,15 @@ def estimate(config: Config, draft: Draft) -> Estimate:
 
 def draft_memory(config: Config, draft: Draft) -> RankMemory:
     """The memory of a draft's stages, for any choice of recomputed blocks."""
-    parameters, deferred = draft.stage_parameters, draft.deferred
-    return RankMemory(config, draft.model_graph, draft.order, draft.zero, parameters, deferred)
+    return RankMemory(
+        config,
+        draft.model_graph,
+        draft.targets,
+        draft.order,
+        draft.zero,
+        draft.stage_parameters,
+        draft.deferred,
+    )
 
 
 def least_memory(config: Config, parameters: int) -> int:

@@ -17,9 +17,8 @@ from titanlike.config.schema import (
 )
 from titanlike.launch.environment import available_cores
 from titanlike.metrics import units
-from titanlike.parallel.device import choose_device
 from titanlike.planning.estimate import draft_memory
-from titanlike.training.draft import Draft, draft, memory_for_training
+from titanlike.training.draft import Draft, draft, first_device, memory_for_training
 
 _SECONDS = 8.0  # of this process; after them no other choice is tried
 
@@ -50,10 +49,12 @@ def memory_warning(config: Config, drafted: Draft) -> str:
             other = draft(found[1], device_memory=lambda: room)
         except ConfigError:
             continue
+        taken = _most(found[1], other)
+        if taken is None or taken >= needed:
+            continue
         changed |= found[0]
-        config, drafted = found[1], other
-        taken = _most(config, drafted)
-        if taken is not None and taken <= room:
+        config, drafted, needed = found[1], other, taken
+        if taken <= room:
             return f"{text}; with {_shown(changed)} it would take {units.size(taken)}"
     also = f", nor does it fit with {_shown(changed)}" if changed else ""
     return f"{text}{also}; more ranks, or a smaller model or seq_len"
@@ -68,11 +69,7 @@ def _room(config: Config) -> int | None:
     how = config.activation_checkpoint
     if isinstance(how, FitActivationCheckpoint) and how.memory is not None:
         return how.memory
-    try:
-        device, _ = choose_device(config.device, 0, 1)
-    except ValueError:  # no GPU here
-        return None
-    if device.type == "cpu" and config.world_size > available_cores():
+    if first_device(config).type == "cpu" and config.world_size > available_cores():
         return None
     return memory_for_training(config)
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -33,6 +34,7 @@ from titanlike.data.sources import Data
 from titanlike.launch.worker import Worker, barrier
 from titanlike.metrics.console import Console
 from titanlike.optim.optimizer import gradient_norm
+from titanlike.parallel.compiled_blocks import uncompiled
 from titanlike.parallel.device import choose_device
 from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.proof.comparison import Comparison, compare, merge
@@ -76,11 +78,10 @@ def verify(config: Config, worker: Worker) -> dict[str, Any]:
 
     run = build(config, mesh, data)
     stream = batches(data.train, config, dp_rank=mesh.dp_rank)
+    with uncompiled() if run.compiled else nullcontext():
+        stream = refuse_mixed_samples(run, config, stream)
     if run.compiled:
-        compile_blocks(
-            run, to_device(next(stream), mesh, config), True, worker, config.launch.timeout
-        )
-    refuse_mixed_samples(run, config, batches(data.train, config, dp_rank=mesh.dp_rank))
+        compile_blocks(run, config, next(stream), worker)
     comparisons = list(_compare_layout(run, config, data, exact, rounded))
     every: list[list[Comparison]] = [[] for _ in range(mesh.world_size)]
     dist.all_gather_object(every, comparisons)

@@ -19,8 +19,9 @@ import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from titanlike.config.schema import Config, SelectiveActivationCheckpoint, TraceSplit
-from titanlike.data.example_batch import example_batch
 from titanlike.graph.cut import messages
 from titanlike.graph.model_graph import ModelGraph
 from titanlike.optim.loss import build_loss
@@ -65,17 +66,16 @@ class RankMemory:
         self,
         config: Config,
         model_graph: ModelGraph,
+        targets: Tensor,
         order: Order,
         zero: int,
         parameters: Sequence[Mapping[str, int]],
         deferred: Collection[int] = (),
     ) -> None:
-        """parameters: of each stage, name -> elements; deferred: stages whose weight gradients wait.
+        """targets: of a microbatch, on meta; parameters: of each stage, name -> elements; deferred: stages whose weight gradients wait.
 
         Units that cannot be run alone count only with their parameters.
         """
-        rows = config.batch_size // config.dp // order.microbatches
-        targets = example_batch(config)["targets"].repeat_interleave(rows, 0)
         self.tokens = targets.numel()  # of a microbatch
         self.unit_costs = None  # where units are not whole
         self.unknown = "split=trace takes its blocks apart"  # why activations are not counted

@@ -32,6 +32,16 @@ def is_graph_break(error: Exception) -> bool:
     return isinstance(error, (exc.Unsupported, exc.UserError, exc.InternalTorchDynamoError))
 
 
+def compiler_error(error: Exception) -> str:
+    """Why the compiler of graphs failed, in one line; "" = it did not."""
+    from torch._dynamo.exc import BackendCompilerFailed
+    from torch._inductor.exc import InductorError
+
+    if not isinstance(error, (BackendCompilerFailed, InductorError)):
+        return ""
+    return next(line.strip() for line in str(error).splitlines() if line.strip())
+
+
 def graph_break_reason(error: Exception) -> str:
     """What breaks the graph and where, in one line."""
     text = str(error)

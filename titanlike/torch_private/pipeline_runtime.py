@@ -17,6 +17,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
+from titanlike.torch_private.pipeline_stage import run_alone
+
 if TYPE_CHECKING:
     from titanlike.pipeline.order import Order
 
@@ -200,6 +202,11 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
             if isinstance(module, FSDPModule):
                 module.unshard()
         self.unsharded_stages.add(index)
+
+    def run_alone(self, index: int, received: Sequence[Tensor], batch: dict[str, Tensor]) -> None:
+        """One microbatch of one of this rank's stages, see `pipeline_stage.run_alone`."""
+        fields = {FIELD + name: batch[name] for name in self._fields}
+        run_alone(self._local[index], received, fields)
 
     def on_action(self, callback: Callable[[Any], None]) -> None:
         """Call back with each action of this rank when it begins, and with None after the last."""

@@ -67,6 +67,22 @@ def make_stage(
     return stage
 
 
+def run_alone(stage: PipelineStage, received: Sequence[Tensor], fields: dict[str, Tensor]) -> None:
+    """One microbatch of a stage as torch's runtime runs it, without messages: forward, and where
+    gradients are on a whole backward from zeros and the reduction. Collective over dp."""
+    module = stage.submod
+    output = module(*received, **fields)
+    if torch.is_grad_enabled():
+        outputs = (output,) if isinstance(output, Tensor) else tuple(output)
+        gradients = [torch.zeros_like(tensor) for tensor in outputs]
+        values = {"stage_output": outputs, "output_grads": gradients, "input_values": received}
+        stage.backward_maybe_with_nosync("full", values, last_backward=True)
+        stage.perform_reduce_grad(1)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):  # which stay gathered without a backward
+            part.reshard()
+
+
 class _Stage(PipelineStage):
     """A stage that sends a gradient of zero for an input that its loss did not reach.
 

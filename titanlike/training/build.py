@@ -86,7 +86,9 @@ def build(config: Config, mesh: Mesh, data: Data | None = None) -> Run:
     canonical = plan.model_graph.canonical_names()
     stages: dict[int, Stage] = {}
     deferred: dict[int, DeferredWeightGradients] = {}
-    compiled = CompiledBlocks(plan.variable) if config.compile else None
+    # the number of documents in a batch is a size, too
+    dynamic = plan.variable or "document_ids" in plan.fields
+    compiled = CompiledBlocks(dynamic) if config.compile else None
     for index in local:
         model = build_model(plan.model)
         use_float8(model, config, mesh.device)

@@ -2,47 +2,46 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
+from titanlike.config.errors import ConfigError, Problem
+from titanlike.config.schema import Config
 from titanlike.data.sources import Batch
 from titanlike.launch.worker import Worker, barrier
+from titanlike.torch_private.compiler import compiler_error
 from titanlike.training.build import Run
+from titanlike.training.step import to_device
+from titanlike.training.unchanged import unchanged
 
 
-def compile_blocks(run: Run, batch: Batch, evaluates: bool, worker: Worker, timeout: float) -> str:
-    """Compile the blocks of every rank's stages for batches such as this one.
+def compile_blocks(run: Run, config: Config, batch: Batch, worker: Worker) -> str:
+    """Compile the blocks of all stages for batches such as this one; what to say of it. Collective.
 
-    batch: on the device; evaluates: also for evaluation. Returns what to say of it. Collective.
-    Raises BarrierTimeout where a rank has not compiled its blocks in `timeout` seconds.
+    Raises ConfigError where the compiler fails, BarrierTimeout where a rank has not compiled its
+    blocks in `launch.timeout`.
     """
     assert run.compiled is not None
     begin = time.perf_counter()
     run.compiled.new_graphs()
-    with _unchanged(run):
-        run.pipeline.rehearse(batch)
-        if evaluates:
-            run.train_mode(False)
-            with torch.no_grad():
-                run.pipeline.rehearse(batch)
+    batch = to_device(batch, run.mesh, config)
+    try:
+        with unchanged(run, config.seed):
             run.train_mode(True)
-    graphs, seconds = run.compiled.new_graphs(), time.perf_counter() - begin
-    barrier(worker, "compile", timeout)
-    count = len(run.compiled.names)
-    text = f"compiled {count} block{'s' * (count != 1)}, {graphs} graph{'s' * (graphs != 1)}"
-    return "; ".join([f"{text}, in {seconds:.1f} s", *run.compiled.notes])
-
-
-@contextmanager
-def _unchanged(run: Run) -> Iterator[None]:
-    """Buffers and random states are afterwards what they were."""
-    buffers = [(b, b.clone()) for stage in run.stages for b in stage.buffers()]
-    devices = [run.mesh.device] if run.mesh.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        yield
-    with torch.no_grad():
-        for buffer, value in buffers:
-            buffer.copy_(value)
+            run.pipeline.rehearse(batch)
+            if config.validation.every:
+                run.train_mode(False)
+                with torch.no_grad():
+                    run.pipeline.rehearse(batch)
+    except Exception as error:
+        if reason := compiler_error(error):
+            raise ConfigError([Problem("compile", True, reason, "compile=false")]) from error
+        raise
+    mine = [run.compiled.new_graphs(), time.perf_counter() - begin, run.compiled.notes]
+    every = barrier(worker, "compile", config.launch.timeout, json.dumps(mine))
+    graphs, seconds, notes = zip(*map(json.loads, every), strict=True)
+    count = f"{max(graphs)} graph{'s' * (max(graphs) != 1)}" + " a rank" * (len(every) > 1)
+    unique = dict.fromkeys(note for own in notes for note in own)
+    return "; ".join([f"compiled the blocks: {count}, {max(seconds):.1f} s", *unique])

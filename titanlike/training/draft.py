@@ -52,6 +52,7 @@ class Draft:
     why_microbatches: str
     zero: int
     why_zero: str
+    targets: Tensor  # of a microbatch, on meta
     model_graph: ModelGraph  # the model, its units, and the graph of each stage
     stage_modules: list[tuple[list[str], list[str]]]  # see `ModelGraph.stage_modules`
     # of each stage: parameter (a tied one under its first name) -> number of elements
@@ -112,7 +113,7 @@ def draft(
     resolved = resolve_model(config)
     model = build_model(resolved)
     order, why_microbatches = _choose_order(config, model)
-    float8 = use_float8(model, config, _device(config))
+    float8 = use_float8(model, config, first_device(config))
     zero, why_zero = _choose_zero(config, order.splits_backward)
     model_graph, targets = _record_model(config, resolved, model, data, order.microbatches)
     found = _cut_stages(config, model_graph, targets, order, zero, measure_times)
@@ -127,7 +128,7 @@ def draft(
 
     limit = device_memory or functools.partial(memory_for_training, config)
     auto = zero, why_zero
-    chosen = choose_by_memory(config, model_graph, graphs, order, parameters, auto, limit)
+    chosen = choose_by_memory(config, model_graph, targets, graphs, order, parameters, auto, limit)
     used = {
         name for graph in graphs for name in model_graph.parameters_of(graph.units, graph.weights)
     }
@@ -137,6 +138,7 @@ def draft(
         why_microbatches=why_microbatches,
         zero=chosen.zero,
         why_zero=chosen.why_zero,
+        targets=targets,
         model_graph=model_graph,
         stage_modules=stage_modules,
         stage_parameters=parameters,
@@ -161,7 +163,7 @@ def preflight(config: Config, drafted: Callable[[Draft], object] = lambda _: Non
         choose_device(config.device, 0, _local_ranks(config))
     except ValueError as error:
         problems.append(Problem.parse("device", str(error)))
-    if config.compile and (problem := compiler_problem(_device(config))):
+    if config.compile and (problem := compiler_problem(first_device(config))):
         problems.append(problem)
     problems += own.problems(config)
     try:  # before the model, whose problems would hide it
@@ -185,7 +187,7 @@ def _local_ranks(config: Config) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if external else config.world_size
 
 
-def _device(config: Config) -> torch.device:
+def first_device(config: Config) -> torch.device:
     """The first local rank's; a CPU where there is no GPU, which preflight reports."""
     wanted = "cpu" if config.device == "cpu" else "auto"
     return choose_device(wanted, 0, _local_ranks(config))[0]
@@ -195,8 +197,7 @@ def memory_for_training(config: Config) -> int | None:
     """Bytes that training may take on a device, where that is not said: what it has, less 8% for
     what the allocator loses and what communication takes."""
     ranks = _local_ranks(config)
-    device, _ = choose_device(config.device, 0, ranks)
-    total = total_memory(device, ranks)
+    total = total_memory(first_device(config), ranks)
     return None if total is None else int(0.92 * total)
 
 
@@ -271,7 +272,7 @@ def _record(
     traced = isinstance(config.split, schema.TraceSplit)
     key = "model.name"
     buffers = functools.cache(lambda: constructed_buffers(resolved, config.seed))
-    options = {"traced": traced, "device": _device(config).type, "buffers": buffers}
+    options = {"traced": traced, "device": first_device(config).type, "buffers": buffers}
     try:
         graph = ModelGraph(model, fields, microbatch_size, points, **options)
         while chunked and (nested := _chunk_loss(graph, build_loss(config.loss))):

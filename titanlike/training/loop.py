@@ -17,7 +17,7 @@ from titanlike.training.compiling import compile_blocks
 from titanlike.training.guard import BadNumbers, Verdict
 from titanlike.training.mixing import refuse_mixed_samples
 from titanlike.training.session import Session, last_step
-from titanlike.training.step import measured_step, to_device, validate
+from titanlike.training.step import measured_step, validate
 
 MOST_ROLLBACKS = 3  # to one checkpoint: then leaving batches out does not help
 
@@ -34,7 +34,7 @@ def train_steps(s: Session) -> None:
         s.watchdog.enter_phase(1, "check for mixed samples", timeout)
         with uncompiled() if s.run.compiled else nullcontext():
             stream = refuse_mixed_samples(s.run, config, stream)
-    if s.run.compiled:
+    if s.run.compiled and s.progress.step < last and not s.stop_code:
         stream = _compile(s, stream)
     while s.progress.step < last and not s.stop_code:
         step = s.progress.step + 1
@@ -42,10 +42,11 @@ def train_steps(s: Session) -> None:
 
         # 1. forward, backward and update on the next batch
         s.watchdog.enter_phase(step, "data", timeout)
-        record, verdict, s.stop_code = measured_step(s.run, config, step, stream, s.guard, s.worker)
+        result = measured_step(s.run, config, step, stream, s.guard, s.worker)
+        record, verdict, s.stop_code, graphs = result
         timeout = None
-        if s.run.compiled and (graphs := s.run.compiled.new_graphs()):
-            text = f"step {step} compiled {graphs} more graph{'s' * (graphs > 1)} than the first"
+        if graphs:
+            text = f"step {step} compiled {graphs} more graph{'s' * (graphs > 1)} on a rank"
             s.events.log("compile", step, text, graphs=graphs)
         if stall is not None:
             record["save_stall_seconds"], stall = stall, None  # between the last step and this one
@@ -81,14 +82,11 @@ def train_steps(s: Session) -> None:
 
 def _compile(s: Session, stream: Iterator[Batch]) -> Iterator[Batch]:
     """The same batches. A wait for a rank that compiles is not a hang."""
-    timeout = s.config.launch.timeout
-    s.watchdog.enter_phase(s.progress.step + 1, "compile", timeout)
+    s.watchdog.enter_phase(s.progress.step + 1, "compile", s.config.launch.timeout)
     if s.worker.rank == 0:
         s.console.line("compiling the blocks")
     first = next(stream)
-    batch = to_device(first, s.run.mesh, s.config)
-    text = compile_blocks(s.run, batch, s.config.validation.every > 0, s.worker, timeout)
-    s.events.log("compile", s.progress.step, text)
+    s.events.log("compile", s.progress.step, compile_blocks(s.run, s.config, first, s.worker))
     return chain([first], stream)
 
 

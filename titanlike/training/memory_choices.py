@@ -7,6 +7,8 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from titanlike.config.schema import Config, FitActivationCheckpoint
 from titanlike.graph.cut import StageGraph
 from titanlike.graph.model_graph import ModelGraph
@@ -29,14 +31,16 @@ class MemoryChoices:
 def choose_by_memory(
     config: Config,
     model_graph: ModelGraph,
+    targets: Tensor,
     graphs: Sequence[StageGraph],
     order: Order,
     parameters: Sequence[Mapping[str, int]],
     zero: tuple[int, str],
     device_memory: Callable[[], int | None],
 ) -> MemoryChoices:
-    """graphs, parameters (name -> elements): of the stages; zero: what `auto` means where no memory is known, and why;
-    device_memory: bytes that training may take. Raises ConfigError as `choose_recomputed` does.
+    """targets: of a microbatch, on meta; graphs, parameters (name -> elements): of the stages;
+    zero: what `auto` means where no memory is known, and why; device_memory: bytes that training
+    may take. Raises ConfigError as `choose_recomputed` does.
     """
     how = config.activation_checkpoint
     own = how.memory if isinstance(how, FitActivationCheckpoint) else None
@@ -47,7 +51,7 @@ def choose_by_memory(
 
     @functools.cache
     def memory_at(level: int) -> RankMemory:
-        return RankMemory(config, model_graph, order, level, parameters, deferred)
+        return RankMemory(config, model_graph, targets, order, level, parameters, deferred)
 
     def recomputed_with(memory: Callable[[], RankMemory]) -> Recomputed:
         return choose_recomputed(config, model_graph, graphs, order, memory, limit)

@@ -30,11 +30,11 @@ from titanlike.config.schema import Config, Custom
 from titanlike.data.sources import Batch
 from titanlike.graph.model_graph import fields_of
 from titanlike.models.float8 import in_bf16
-from titanlike.parallel.initialize import seeded
 from titanlike.pipeline.pipeline import Pipeline
 from titanlike.torch_private.base_classes import BatchNorm
 from titanlike.training.build import Run
 from titanlike.training.step import to_device
+from titanlike.training.unchanged import unchanged
 
 # differences of losses, relative (root mean square):
 NO_CHANGE = 2e-6  # rounding, in any precision
@@ -43,7 +43,6 @@ MOST_ROUNDING, MOST_ROUNDING_IN_BF16 = 1e-5, 1e-2  # if that is more, it is no r
 # of the same samples in microbatches of another size, for which kernels round in another order
 MOST_BY_SIZE, MOST_BY_SIZE_IN_BF16 = 1e-4, 1e-2
 KNOWN = ("llama", "gpt2")  # titanlike's own models mix nothing
-_PLAIN = (bool, int, float, str, type(None))
 
 
 def refuse_mixed_samples(run: Run, config: Config, stream: Iterator[Batch]) -> Iterator[Batch]:
@@ -74,28 +73,26 @@ def _change_by_companions(run: Run, config: Config, first: list[Batch]) -> str |
     rows = _Rows.of(run, first, by_row=not isinstance(config.loss, Custom))
     if rows is None:
         return None
-    devices = [run.mesh.device] if run.mesh.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), seeded(config.seed):  # for the run's sake, not the check's
-        for training in (True, False):
-            with _mode(run, training):
-                plain = rows.losses(0)
-                change = rows.change(plain, rows.losses(1), rows.losses(2))
-                by_size = rows.change_in_halves(plain)
-                depends_on_size = by_size > _most_by_size(config)
-                # nor NaN, of which the first step says more
-                if not (change > NO_CHANGE or depends_on_size):
-                    return None
-                if rows.change(plain, rows.losses(0)) > NO_CHANGE:
-                    continue  # it draws random numbers
-                if depends_on_size:
-                    half = "in a microbatch of half as many samples the losses of a sample"
-                    return f"{half} change by {by_size:.0e} of their size"
-                rounding = rows.change(plain, rows.losses(3))
-                most = MOST_ROUNDING_IN_BF16 if config.precision.low else MOST_ROUNDING
-                if rounding > most or change > ROUNDING * rounding:
-                    beside = "beside other samples in its microbatch the losses of a sample"
-                    return f"{beside} change by {change:.0e} of their size"
+    for training in (True, False):
+        with unchanged(run, config.seed), _mode(run, training):
+            plain = rows.losses(0)
+            change = rows.change(plain, rows.losses(1), rows.losses(2))
+            by_size = rows.change_in_halves(plain)
+            depends_on_size = by_size > _most_by_size(config)
+            # nor NaN, of which the first step says more
+            if not (change > NO_CHANGE or depends_on_size):
                 return None
+            if rows.change(plain, rows.losses(0)) > NO_CHANGE:
+                continue  # it draws random numbers
+            if depends_on_size:
+                half = "in a microbatch of half as many samples the losses of a sample"
+                return f"{half} change by {by_size:.0e} of their size"
+            rounding = rows.change(plain, rows.losses(3))
+            most = MOST_ROUNDING_IN_BF16 if config.precision.low else MOST_ROUNDING
+            if rounding > most or change > ROUNDING * rounding:
+                beside = "beside other samples in its microbatch the losses of a sample"
+                return f"{beside} change by {change:.0e} of their size"
+            return None
     return None
 
 
@@ -202,13 +199,8 @@ def _most_by_size(config: Config) -> float:
 
 @contextmanager
 def _mode(run: Run, training: bool) -> Iterator[None]:
-    """Within it the model trains, torch's modules in it evaluate; what forwards change is restored."""
+    """Within it the model trains, torch's modules in it evaluate; `unchanged` restores the modes."""
     modules = [module for stage in run.stages for module in stage.modules()]
-    plain = [
-        {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN)}
-        for module in modules
-    ]
-    buffers = [(b, b.clone()) for stage in run.stages for b in stage.buffers()]
     affine = [m for m in modules if isinstance(m, BatchNorm) and m.running_mean is None]
     run.train_mode(training)
     for module in modules:
@@ -223,11 +215,6 @@ def _mode(run: Run, training: bool) -> Iterator[None]:
     finally:
         for norm in affine:
             del norm.forward
-        for module, values in zip(modules, plain, strict=True):
-            vars(module).update(values)
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
 
 
 def _affine(norm: nn.Module, x: Tensor) -> Tensor:

@@ -89,6 +89,7 @@ class StepResult(NamedTuple):
     record: dict[str, Any]  # for metrics.jsonl
     verdict: Verdict | None  # of the guard; None = the numbers are good
     stop_code: int  # of a stop request, the same on every rank; 0 = none
+    graphs: int  # compiled in this step, by the rank with the most
 
 
 def measured_step(
@@ -102,10 +103,11 @@ def measured_step(
         torch.cuda.synchronize()  # the update's kernels belong to this step
     seconds, memory = time.perf_counter() - begin, peak_memory(mesh.device)
     stop_code = worker.stop_request.code(config.max_time)
+    graphs = run.compiled.new_graphs() if run.compiled else 0
     if mesh.world_size > 1:  # all in one message
-        mine = [seconds, memory, stop_code]
+        mine = [seconds, memory, stop_code, graphs]
         mine = torch.tensor(mine, dtype=torch.float64, device=mesh.device)
-        seconds, memory, stop_code = mesh.max(mine).tolist()
+        seconds, memory, stop_code, graphs = mesh.max(mine).tolist()
     speed = config.batch_size * config.seq_len / seconds
     record |= {
         "time": time.time(),
@@ -116,4 +118,4 @@ def measured_step(
     peak = peak_flops(mesh.device, config.precision.name)
     if peak is not None and run.draft.flops_per_token is not None:
         record["mfu"] = speed * run.draft.flops_per_token / (peak * mesh.world_size)
-    return StepResult(record, verdict, int(stop_code))
+    return StepResult(record, verdict, int(stop_code), int(graphs))
