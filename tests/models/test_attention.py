@@ -305,7 +305,7 @@ def test_documents_have_no_mask_on_a_gpu(name: str, dtype: torch.dtype) -> None:
 
 
 def test_a_mask_of_the_users_own_is_taken_on_a_gpu_with_keys_repeated() -> None:
-    """The efficient kernel, the only one that takes masks for sure, has no grouped queries."""
+    """The efficient kernel, the only one that takes masks for sure, and fp32, has no grouped queries."""
     called = mock.Mock(side_effect=F.scaled_dot_product_attention)
     with mock.patch.object(F, "scaled_dot_product_attention", called):
         meta = build_model(LLAMA)
@@ -313,7 +313,10 @@ def test_a_mask_of_the_users_own_is_taken_on_a_gpu_with_keys_repeated() -> None:
         fields = {"inputs": Field((T,), torch.int64), "mask": mask}
         ModelGraph(meta, fields, B, (), device="cuda")
         ModelGraph(meta, {"inputs": fields["inputs"]}, B, (), device="cuda")
-    masked, plain = called.call_args_list[0], called.call_args_list[-1]
+        in_fp32 = called.call_args
+        ModelGraph(meta.bfloat16(), {"inputs": fields["inputs"]}, B, (), device="cuda")
+    masked, plain = called.call_args_list[0], called.call_args
+    assert in_fp32.args[1].size(1) == 4  # which efficient alone takes
     assert masked.args[1].size(1) == 4 and not masked.kwargs["enable_gqa"]
     assert masked.kwargs["attn_mask"].shape == (B, 1, T, T)
     assert plain.args[1].size(1) == 2 and plain.kwargs["enable_gqa"] and plain.kwargs["is_causal"]
