@@ -305,7 +305,7 @@ def test_documents_have_no_mask_on_a_gpu(name: str, dtype: torch.dtype) -> None:
 
 
 def test_a_mask_of_the_users_own_is_taken_on_a_gpu_with_keys_repeated() -> None:
-    """The efficient kernel, the only one that takes masks for sure, and fp32, has no grouped queries."""
+    """The efficient kernel, which alone takes masks for sure and fp32, has no grouped queries."""
     called = mock.Mock(side_effect=F.scaled_dot_product_attention)
     with mock.patch.object(F, "scaled_dot_product_attention", called):
         meta = build_model(LLAMA)
