@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titanlike.config.errors import Problem
+from titanlike.config.errors import ConfigError, Problem
 from titanlike.parallel.batchnorm import has_statistics
 from titanlike.torch_private import compiler
 
@@ -65,6 +65,11 @@ class CompiledBlocks:
             try:
                 return compiled(*args, **kwargs)
             except Exception as error:
+                inner = getattr(error, "inner_exception", None)
+                if isinstance(
+                    inner, ConfigError
+                ):  # of what is traced, as in `activation_checkpoint`
+                    raise inner from None
                 if name in self.broken or not compiler.is_graph_break(error):
                     raise
                 self._reasons[kind] = compiler.graph_break_reason(error)

@@ -147,7 +147,7 @@ def draft(
         recomputed=chosen.recomputed,
         deferred=chosen.deferred,
         why_together=chosen.why_together,
-        variable=data is not None and data.variable,
+        variable=data is not None and bool(data.variable),
         float8=float8,
         auto_split=auto_split,
     )
