@@ -219,8 +219,9 @@ def test_batches_of_many_lengths_share_a_graph(tmp_path: Path) -> None:
     data = Custom("support.samples.phrases", {})
     config = tiny(2, 1, compile=True, layers=4, data=data, steps=8)
     run_world(train, config, tmp_path, timeout=PATIENCE)
-    (event,) = read_jsonl(tmp_path / "events.jsonl")
-    assert "2 graphs" in event["text"]
+    (event,) = read_jsonl(tmp_path / "events.jsonl")  # no step compiled again
+    # of a block behind a message and of one behind a block, in training and in evaluation
+    assert int(event["text"].split()[3]) <= 4
 
 
 # --- runs ---------------------------------------------------------------------------------------
