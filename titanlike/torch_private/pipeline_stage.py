@@ -77,6 +77,8 @@ def run_alone(stage: PipelineStage, received: Sequence[Tensor], fields: dict[str
         gradients = [torch.zeros_like(tensor) for tensor in outputs]
         values = {"stage_output": outputs, "output_grads": gradients, "input_values": received}
         stage.backward_maybe_with_nosync("full", values, last_backward=True)
+        if stage.dw_builder is not None:
+            stage.dw_builder()()  # weight gradients that wait
         stage.perform_reduce_grad(1)
     for part in module.modules():
         if isinstance(part, FSDPModule):  # which stay gathered without a backward
