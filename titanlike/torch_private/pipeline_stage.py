@@ -76,10 +76,12 @@ def run_alone(stage: PipelineStage, received: Sequence[Tensor], fields: dict[str
         outputs = (output,) if isinstance(output, Tensor) else tuple(output)
         gradients = [torch.zeros_like(tensor) for tensor in outputs]
         values = {"stage_output": outputs, "output_grads": gradients, "input_values": received}
-        stage.backward_maybe_with_nosync("full", values, last_backward=True)
-        if stage.dw_builder is not None:
-            stage.dw_builder()()  # weight gradients that wait
-        stage.perform_reduce_grad(1)
+        if isinstance(stage, _ShardingStage):
+            stage.backward_maybe_with_nosync("full", values, last_backward=True)
+            stage.perform_reduce_grad(1)
+        else:  # FSDP reduces by itself
+            reached = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].grad_fn]
+            torch.autograd.backward([t for t, _ in reached], [g for _, g in reached])
     for part in module.modules():
         if isinstance(part, FSDPModule):  # which stay gathered without a backward
             part.reshard()
