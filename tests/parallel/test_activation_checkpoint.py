@@ -45,7 +45,6 @@ from titanlike.metrics.sinks import read_jsonl
 from titanlike.models.llama import Block
 from titanlike.parallel import activation_checkpoint
 from titanlike.parallel.mesh import close_mesh, open_mesh
-from titanlike.parallel.weight_gradients import DeferredWeightGradients
 from titanlike.training.build import build
 from titanlike.training.draft import draft
 from titanlike.training.step import to_device
@@ -239,99 +238,6 @@ def test_dropout_draws_the_masks_of_the_forward_again(tmp_path: Path) -> None:
 def test_a_queue_of_weight_gradients_that_is_not_emptied_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="weight gradients of the step were not computed"):
         run_world(a_step, tiny(2, 1, ZeroBubbleSchedule()), tmp_path, "queue")
-
-
-def test_only_plain_linear_layers_queue_their_gradients() -> None:
-    """Others compute theirs at once: frozen ones, in autocast, and weights made of others."""
-    torch.manual_seed(0)
-    plain, frozen, made, cast = (nn.Linear(4, 4) for _ in range(4))
-    frozen.weight.requires_grad_(False)
-    nn.utils.parametrizations.weight_norm(made)
-    stage = nn.ModuleDict({"plain": plain, "frozen": frozen, "made": made, "cast": cast})
-    x = torch.randn(3, 4, requires_grad=True)
-
-    def run() -> dict[str, Tensor]:
-        y = stage["made"](stage["frozen"](stage["plain"](x)))
-        with torch.autocast("cpu", torch.bfloat16):
-            y = stage["cast"](y)
-        y.float().square().sum().backward()
-        return {n: p.grad for n, p in stage.named_parameters() if p.grad is not None}
-
-    right = run()
-    stage.zero_grad()
-    deferred = DeferredWeightGradients(stage, CPU)
-    assert "plain.weight" not in run()
-    with pytest.raises(AssertionError):
-        deferred.check_all_taken()
-    deferred.take()()
-    deferred.check_all_taken()
-    found = {n: p.grad for n, p in stage.named_parameters() if p.grad is not None}
-    assert found.keys() == right.keys()
-    for name, gradient in right.items():
-        torch.testing.assert_close(found[name], gradient)
-
-
-class Stop(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return None
-
-
-def of_inputs(linear: nn.Linear, x: Tensor) -> Tensor:
-    """The forward has a gradient in it, as of an energy."""
-    (gradient,) = torch.autograd.grad(linear(x).tanh().sum(), x, create_graph=True)
-    return gradient
-
-
-def of_weights(linear: nn.Linear, x: Tensor) -> Tensor:
-    weights = [linear.weight, linear.bias]
-    gradient, of_bias = torch.autograd.grad(linear(x).tanh().sum(), weights, create_graph=True)
-    return x @ gradient + of_bias
-
-
-USES = {
-    "by keyword": lambda linear, x: linear(input=x),
-    "in vmap": lambda linear, x: torch.vmap(linear)(x),
-    "without a gradient": lambda linear, x: Stop.apply(linear(x)) + x,
-    "a vector": lambda linear, x: linear(x[0]),
-    "four dimensions": lambda linear, x: linear(x[None, None]),
-    "no rows": lambda linear, x: linear(x[:0]).sum() + x,
-    "twice, and its weight": lambda linear, x: linear(linear(x)) @ linear.weight,
-    "changed in place": lambda linear, x: linear(x).relu_(),
-    "the gradient of its input": of_inputs,
-    "the gradient of its weight": of_weights,
-}
-
-
-@pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_a_linear_layer_that_waits_is_used_as_any_other(use) -> None:
-    torch.manual_seed(0)
-    linear = nn.Linear(4, 4)
-    x = torch.randn(3, 4, requires_grad=True)
-
-    def run(finish) -> list[Tensor | None]:
-        found = torch.autograd.grad(use(linear, x).square().sum(), x, retain_graph=True)
-        use(linear, x).square().sum().backward()
-        finish()
-        return [*found, *(p.grad for p in linear.parameters())]
-
-    right = run(lambda: None)
-    linear.zero_grad()
-    deferred = DeferredWeightGradients(nn.ModuleList([linear]), CPU)
-    torch.testing.assert_close(run(lambda: deferred.take()()), right)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_what_a_linear_layer_returns_is_no_view(bias: bool) -> None:
-    """FSDP warns of a view, and a view that a custom function returns cannot be changed in place."""
-    stage = nn.Sequential(nn.Linear(4, 6, bias=bias))
-    DeferredWeightGradients(stage, CPU)
-    result = stage(torch.randn(2, 3, 4, requires_grad=True))
-    assert result.shape == (2, 3, 6) and not result._is_view()
 
 
 # --- which blocks ------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ class CompiledBlocks:
         """dynamic: sizes of activations differ from batch to batch; one graph serves all."""
         # None: a size that changes nevertheless is seen by torch, which compiles once more
         self._dynamic = dynamic or None
-        self.names: list[str] = []
         self.eager: dict[str, str] = {}  # block -> why it is not compiled
         self.broken: dict[str, str] = {}  # block -> where it breaks the graph
         self._reasons: dict[type[nn.Module], str] = {}  # the same of all blocks of a class
@@ -47,7 +46,6 @@ class CompiledBlocks:
                 self.eager[name] = "its batch norm collects statistics"
             else:
                 block.forward = self._forward(name, type(block), block.forward)
-                self.names.append(name)
 
     def _forward(
         self, name: str, kind: type[nn.Module], forward: Callable[..., Any]
@@ -66,9 +64,7 @@ class CompiledBlocks:
                 return compiled(*args, **kwargs)
             except Exception as error:
                 inner = getattr(error, "inner_exception", None)
-                if isinstance(
-                    inner, ConfigError
-                ):  # of what is traced, as in `activation_checkpoint`
+                if isinstance(inner, ConfigError):  # raised while torch traced, by us
                     raise inner from None
                 if name in self.broken or not compiler.is_graph_break(error):
                     raise

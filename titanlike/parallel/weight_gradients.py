@@ -58,11 +58,6 @@ class DeferredWeightGradients:
                 queued.append((inputs, gradient, layer.weight, layer.bias))
         return partial(_add_gradients, queued)
 
-    def drop(self) -> None:
-        """Forget what is queued."""
-        self._queue.clear()
-        take_waiting()
-
     def check_all_taken(self) -> None:
         """Assert that no gradient of a step is left."""
         left = len(self._queue) + len(take_waiting())

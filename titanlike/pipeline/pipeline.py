@@ -120,8 +120,6 @@ class Pipeline:
                     message.requires_grad_(torch.is_grad_enabled())
             runtime.run_alone(index, received, microbatch)
             stage.zero_grad()
-            if index in self._deferred:
-                self._deferred[index].drop()
         self._reached.count_missing()
 
     def with_microbatches_of(self, size: int, fields: Fields) -> Pipeline | None:

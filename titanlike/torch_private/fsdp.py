@@ -1,7 +1,8 @@
-"""FSDP2: gradients of parameters that a backward did not reach."""
+"""FSDP2: gradients of parameters that a backward did not reach, or that come after it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,6 +19,29 @@ def reduce_missing_gradients(module: nn.Module, reached: set[nn.Parameter], zero
     messages differ mix up gradients, or hang.
     Test: `test_fences.py::test_fsdp_mixes_up_gradients_that_one_rank_alone_has`.
     """
+    for group, state in _groups(module):
+        _fill_before_reduction(group, state, reached, zero)
+
+
+def gradients_in_one_dtype(module: nn.Module) -> None:
+    """Before gradients are reduced that waited in a schedule which splits the backward.
+
+    Symptom without it (2.11, 2.13), in bf16: torch accumulates in fp32 what each backward has left,
+    and finds weight gradients that came after the last one in bf16: "expects uniform gradient
+    dtype". Test: test_weight_gradients.py
+    ::test_weight_gradients_may_all_come_after_the_last_backward
+    """
+    for group, _ in _groups(module):
+        for parameter in group.fsdp_params:
+            if not hasattr(parameter, "to_accumulated_grad_if_needed"):
+                return  # 2.15: all are in .grad, in fp32
+            unsharded = hasattr(parameter, "_unsharded_param")
+            if unsharded and parameter.unsharded_accumulated_grad is None:
+                parameter.to_accumulated_grad_if_needed()
+
+
+def _groups(module: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """(group of parameters, state of the module that it belongs to)"""
     # modules that are gathered together share a state
     parts = (part for part in module.modules() if isinstance(part, FSDPModule))
     for state in dict.fromkeys(part._get_fsdp_state() for part in parts):
@@ -25,7 +49,7 @@ def reduce_missing_gradients(module: nn.Module, reached: set[nn.Parameter], zero
         if groups is None:
             groups = [state._fsdp_param_group] if state._fsdp_param_group else []
         for group in groups:
-            _fill_before_reduction(group, state, reached, zero)
+            yield group, state
 
 
 def _fill_before_reduction(group: Any, state: Any, reached: set[nn.Parameter], zero: int) -> None:

@@ -13,6 +13,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import _ComputationType
 
+from titanlike.torch_private.fsdp import gradients_in_one_dtype
+
 # 2.13; not 2.15, which waits for sends within a step, nor 2.11, which has no metadata of messages
 _TORCH_KEEPS_BUFFERS = hasattr(PipelineStage, "_setup_forward_recv_info") and not hasattr(
     _ComputationType, "WAIT_SEND_F"
@@ -76,12 +78,10 @@ def run_alone(stage: PipelineStage, received: Sequence[Tensor], fields: dict[str
         outputs = (output,) if isinstance(output, Tensor) else tuple(output)
         gradients = [torch.zeros_like(tensor) for tensor in outputs]
         values = {"stage_output": outputs, "output_grads": gradients, "input_values": received}
-        if isinstance(stage, _ShardingStage):
-            stage.backward_maybe_with_nosync("full", values, last_backward=True)
-            stage.perform_reduce_grad(1)
-        else:  # FSDP reduces by itself
-            reached = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].grad_fn]
-            torch.autograd.backward([t for t, _ in reached], [g for _, g in reached])
+        stage.backward_maybe_with_nosync("full", values, last_backward=True)
+        if stage.dw_builder is not None:
+            stage.dw_builder()()  # W
+        stage.perform_reduce_grad(1)
     for part in module.modules():
         if isinstance(part, FSDPModule):  # which stay gathered without a backward
             part.reshard()
@@ -140,6 +140,10 @@ class _Stage(PipelineStage):
 
     def _backward(self, kind: str, kwargs: dict[str, Any], last: bool) -> Any:
         return super().backward_maybe_with_nosync(kind, kwargs, last)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        gradients_in_one_dtype(self.submod)
+        super().perform_reduce_grad(grad_scale_factor)
 
 
 def _allocate(infos: Sequence[Any], device: torch.device) -> None:

@@ -1,0 +1,125 @@
+"""Weight gradients that wait for W: of which layers, exact however a layer is used, in any order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support.models import tiny
+from support.proven import assert_proven
+from titanlike.config.groups import LoopedZeroBubbleSchedule, ZeroBubbleSchedule
+from titanlike.config.schema import Precision
+from titanlike.parallel.weight_gradients import DeferredWeightGradients
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        LoopedZeroBubbleSchedule(microbatches=2),
+        pytest.param(ZeroBubbleSchedule(microbatches=1), marks=pytest.mark.slow),
+    ],
+)
+def test_weight_gradients_may_all_come_after_the_last_backward(
+    schedule: object, dp: int, tmp_path: Path
+) -> None:
+    """With so few microbatches: FSDP has brought none of them to fp32 by then."""
+    assert_proven(tiny(2, dp, schedule, layers=4, precision=Precision("bf16")), tmp_path)
+
+
+def test_only_plain_linear_layers_queue_their_gradients() -> None:
+    """Others compute theirs at once: frozen ones, in autocast, and weights made of others."""
+    torch.manual_seed(0)
+    plain, frozen, made, cast = (nn.Linear(4, 4) for _ in range(4))
+    frozen.weight.requires_grad_(False)
+    nn.utils.parametrizations.weight_norm(made)
+    stage = nn.ModuleDict({"plain": plain, "frozen": frozen, "made": made, "cast": cast})
+    x = torch.randn(3, 4, requires_grad=True)
+
+    def run() -> dict[str, Tensor]:
+        y = stage["made"](stage["frozen"](stage["plain"](x)))
+        with torch.autocast("cpu", torch.bfloat16):
+            y = stage["cast"](y)
+        y.float().square().sum().backward()
+        return {n: p.grad for n, p in stage.named_parameters() if p.grad is not None}
+
+    right = run()
+    stage.zero_grad()
+    deferred = DeferredWeightGradients(stage, CPU)
+    assert "plain.weight" not in run()
+    with pytest.raises(AssertionError):
+        deferred.check_all_taken()
+    deferred.take()()
+    deferred.check_all_taken()
+    found = {n: p.grad for n, p in stage.named_parameters() if p.grad is not None}
+    assert found.keys() == right.keys()
+    for name, gradient in right.items():
+        torch.testing.assert_close(found[name], gradient)
+
+
+class Stop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+def of_inputs(linear: nn.Linear, x: Tensor) -> Tensor:
+    """The forward has a gradient in it, as of an energy."""
+    (gradient,) = torch.autograd.grad(linear(x).tanh().sum(), x, create_graph=True)
+    return gradient
+
+
+def of_weights(linear: nn.Linear, x: Tensor) -> Tensor:
+    weights = [linear.weight, linear.bias]
+    gradient, of_bias = torch.autograd.grad(linear(x).tanh().sum(), weights, create_graph=True)
+    return x @ gradient + of_bias
+
+
+USES = {
+    "by keyword": lambda linear, x: linear(input=x),
+    "in vmap": lambda linear, x: torch.vmap(linear)(x),
+    "without a gradient": lambda linear, x: Stop.apply(linear(x)) + x,
+    "a vector": lambda linear, x: linear(x[0]),
+    "four dimensions": lambda linear, x: linear(x[None, None]),
+    "no rows": lambda linear, x: linear(x[:0]).sum() + x,
+    "twice, and its weight": lambda linear, x: linear(linear(x)) @ linear.weight,
+    "changed in place": lambda linear, x: linear(x).relu_(),
+    "the gradient of its input": of_inputs,
+    "the gradient of its weight": of_weights,
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_a_linear_layer_that_waits_is_used_as_any_other(use) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(4, 4)
+    x = torch.randn(3, 4, requires_grad=True)
+
+    def run(finish) -> list[Tensor | None]:
+        found = torch.autograd.grad(use(linear, x).square().sum(), x, retain_graph=True)
+        use(linear, x).square().sum().backward()
+        finish()
+        return [*found, *(p.grad for p in linear.parameters())]
+
+    right = run(lambda: None)
+    linear.zero_grad()
+    deferred = DeferredWeightGradients(nn.ModuleList([linear]), CPU)
+    torch.testing.assert_close(run(lambda: deferred.take()()), right)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_what_a_linear_layer_returns_is_no_view(bias: bool) -> None:
+    """FSDP warns of a view, and a view that a custom function returns cannot be changed in place."""
+    stage = nn.Sequential(nn.Linear(4, 6, bias=bias))
+    DeferredWeightGradients(stage, CPU)
+    result = stage(torch.randn(2, 3, 4, requires_grad=True))
+    assert result.shape == (2, 3, 6) and not result._is_view()
