@@ -31,7 +31,7 @@ from titanlike.config.schema import (
     ZeroBubbleSchedule,
 )
 from titanlike.metrics.sinks import read_jsonl
-from titanlike.models.float8 import use_float8
+from titanlike.models.float8 import in_bf16, use_float8
 from titanlike.models.registry import build_model, resolve_model
 from titanlike.planning.estimate import estimate
 from titanlike.training.draft import draft, preflight
@@ -149,6 +149,17 @@ def rounded(x: Tensor, kind: torch.dtype) -> Tensor:
     """To float8, with one scale."""
     scale = torch.finfo(kind).max / x.abs().max().double()
     return (x * scale.float()).to(kind).float() / scale.float()
+
+
+def test_a_layer_in_bf16_keeps_a_forward_that_was_replaced_before() -> None:
+    """As blocks that are linear layers have, where they are recomputed or compiled."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    use_float8(model, tiny(precision=Float8Precision()), torch.device("cpu"))
+    plain, replaced = model[0], model[1]
+    replaced.forward = kept = lambda x: x
+    with in_bf16(model.modules()):
+        assert replaced(torch.ones(64)).abs().max() != 1 and "forward" in vars(plain)
+    assert replaced.forward is kept and "forward" not in vars(plain)
 
 
 def test_a_layer_multiplies_what_is_rounded_to_float8() -> None:

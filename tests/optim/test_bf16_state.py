@@ -51,6 +51,13 @@ def test_rounding_is_exact_on_average_and_never_further_than_one_digit() -> None
         assert (error.mean(0).abs() <= values[0].abs() / 128 / 50).all()
 
 
+def test_what_is_not_finite_stays_so() -> None:
+    """CUDA's NaN has all bits set, so that a carry would make -0 of it."""
+    bits = torch.tensor([0x7FFFFFFF, 0x7F800000, -0x00800000], dtype=torch.int32)
+    rounded = round_stochastically(bits.view(torch.float32), torch.full((3,), 0xFFFF))
+    assert rounded[0].isnan() and rounded[1:].tolist() == [float("inf"), float("-inf")]
+
+
 def test_random_bits_are_those_of_the_whole_tensor_and_differ_between_steps_and_tensors() -> None:
     whole = torch.empty(6, 100)
     step = torch.tensor(7.0)

@@ -125,6 +125,12 @@ def test_embeddings_in_blocks_tied_weights_and_named_matrices_are_left_to_adamw(
     assert hidden == {"layers.0.up.weight"}
 
 
+def test_the_head_of_a_chain_of_layers_is_left_to_adamw() -> None:
+    """Each layer of a chain is a block, the last one as well."""
+    chain = nn.Sequential(nn.Embedding(4, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    assert muon.hidden_matrices(chain, MUON) == {"1.weight"}
+
+
 @pytest.mark.parametrize(
     "settings, said",
     [

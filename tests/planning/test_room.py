@@ -21,7 +21,7 @@ from titanlike.config.groups import (
     ZeroBubbleSchedule,
 )
 from titanlike.config.schema import Config, Custom, Fsdp
-from titanlike.planning.estimate import draft_memory, estimate
+from titanlike.planning.estimate import estimate
 from titanlike.planning.room import memory_warning
 from titanlike.training.draft import draft
 
@@ -60,7 +60,7 @@ def test_no_alarm_where_it_fits_or_is_meant_for_another_machine() -> None:
 def test_auto_takes_the_least_traffic_that_fits() -> None:
     """ZeRO 1 in a pipeline where there is room for whole gradients, else 2, and why."""
     config = replace(LAYOUTS["1f1b, dp=2, ZeRO 1"], fsdp=Fsdp())
-    needed = max(draft_memory(config, draft(config, device_memory=lambda: None)).of_ranks([[], []]))
+    needed = max(draft(config, device_memory=lambda: None).memory().of_ranks([[], []]))
     roomy, tight = (draft(config, device_memory=lambda m=m: m) for m in (2 * needed, needed))
     assert roomy.zero == 1 and "least traffic" in roomy.why_zero
     assert tight.zero == 2 and "would take about" in tight.why_zero
@@ -74,7 +74,7 @@ def squeezed(schedule: object) -> Config:
     config = tiny(2, 1, schedule, model=model, seq_len=64)
     full = replace(config, activation_checkpoint=ActivationCheckpoint("full"))
     drafted = draft(full, device_memory=lambda: None)
-    memory = draft_memory(full, drafted)
+    memory = drafted.memory()
     deferred = max(memory.of_ranks(drafted.recomputed.blocks))
     together = max(memory.deferring(()).of_ranks(drafted.recomputed.blocks))
     assert together < deferred
@@ -100,6 +100,6 @@ def test_weight_gradients_wait_only_where_their_queue_fits(
     assert draft(config).deferred == drafted.deferred  # as on a resume
     for stage in stages - drafted.deferred:  # as few as needed
         rank = drafted.order.place[stage]
-        memory = draft_memory(config, drafted).deferring(drafted.deferred | {stage})
+        memory = drafted.memory().deferring(drafted.deferred | {stage})
         assert memory.of_rank(rank, drafted.recomputed.blocks) > config.activation_checkpoint.memory
     assert_proven(config, tmp_path)

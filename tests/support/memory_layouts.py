@@ -27,7 +27,6 @@ from titanlike.config.schema import (
     Precision,
     SyntheticData,
 )
-from titanlike.planning.estimate import draft_memory
 from titanlike.training.draft import draft
 
 MODEL = {"dim": 128, "heads": 4, "kv_heads": 2, "ffn_dim": 352, "layers": 8, "vocab_size": None}
@@ -84,5 +83,5 @@ LAYOUTS = {
 def estimated_and_measured(config: Config, folder: Path) -> tuple[int, int]:
     """Bytes on the fullest rank."""
     drafted = draft(config)
-    expected = max(draft_memory(config, drafted).of_ranks(drafted.recomputed.blocks))
+    expected = max(drafted.memory().of_ranks(drafted.recomputed.blocks))
     return expected, max(rank.peak for rank in run_world(measured, config, folder))

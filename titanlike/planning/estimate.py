@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from titanlike.config.schema import Config
 from titanlike.pipeline.order import Act, Order, awaited, needs, walk
-from titanlike.split.rank_memory import RankMemory, saved_operators
+from titanlike.split.rank_memory import saved_operators
 from titanlike.split.state_bytes import state_bytes
 from titanlike.split.unit_costs import CostError
 from titanlike.training.draft import Draft
@@ -36,7 +36,7 @@ def estimate(config: Config, draft: Draft) -> Estimate:
 
     A unit whose costs cannot be measured alone counts only with its parameters.
     """
-    memory = draft_memory(config, draft)
+    memory = draft.memory()
     unit_costs = memory.unit_costs
     try:
         flops = [0] if unit_costs is None else unit_costs.flops()
@@ -56,19 +56,6 @@ def estimate(config: Config, draft: Draft) -> Estimate:
         backward.append(2 * once + again)
     return Estimate(
         max(memory.of_ranks(draft.recomputed.blocks)), step_time(draft.order, forward, backward)
-    )
-
-
-def draft_memory(config: Config, draft: Draft) -> RankMemory:
-    """The memory of a draft's stages, for any choice of recomputed blocks."""
-    return RankMemory(
-        config,
-        draft.model_graph,
-        draft.targets,
-        draft.order,
-        draft.zero,
-        draft.stage_parameters,
-        draft.deferred,
     )
 
 

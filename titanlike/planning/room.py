@@ -17,7 +17,6 @@ from titanlike.config.schema import (
 )
 from titanlike.launch.environment import available_cores
 from titanlike.metrics import units
-from titanlike.planning.estimate import draft_memory
 from titanlike.training.draft import Draft, draft, first_device, memory_for_training
 
 _SECONDS = 8.0  # of this process; after them no other choice is tried
@@ -33,7 +32,7 @@ def memory_warning(config: Config, drafted: Draft) -> str:
     cores: it is meant for another machine.
     """
     room = _room(config)
-    needed = None if room is None else _most(config, drafted)
+    needed = None if room is None else _most(drafted)
     if room is None or needed is None or needed <= room:
         return ""
     text = f"a rank would take about {units.size(needed)}, and has {units.size(room)}"
@@ -49,7 +48,7 @@ def memory_warning(config: Config, drafted: Draft) -> str:
             other = draft(found[1], device_memory=lambda: room)
         except ConfigError:
             continue
-        taken = _most(found[1], other)
+        taken = _most(other)
         if taken is None or taken >= needed:
             continue
         changed |= found[0]
@@ -74,9 +73,9 @@ def _room(config: Config) -> int | None:
     return memory_for_training(config)
 
 
-def _most(config: Config, drafted: Draft) -> int | None:
+def _most(drafted: Draft) -> int | None:
     """Bytes on the fullest rank; None where activations cannot be estimated."""
-    memory = draft_memory(config, drafted)
+    memory = drafted.memory()
     return None if memory.unknown else max(memory.of_ranks(drafted.recomputed.blocks))
 
 

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -37,6 +38,7 @@ from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.proof.reference import REFERENCE_TIMEOUT
 from titanlike.split.rank_memory import saved_operators
 from titanlike.training.build import Run, build
+from titanlike.training.compiling import compile_blocks
 from titanlike.training.guard import Guard
 from titanlike.training.session import open_data_on_every_rank
 from titanlike.training.step import measured_step
@@ -102,6 +104,10 @@ def _titanlike_loop(
 ) -> Iterator[dict[str, Any]]:
     """Records of training steps, as `train` makes them."""
     stream = batches(data.train, config, dp_rank=run.mesh.dp_rank)
+    if run.compiled:
+        first = next(stream)
+        compile_blocks(run, config, first, worker)
+        stream = chain([first], stream)
     guard = Guard(config, {})
     sink = JsonlSink(worker.run_dir / "metrics.jsonl") if worker.rank == 0 else None
     for step in range(1, config.steps + 1):

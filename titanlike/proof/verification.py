@@ -19,7 +19,6 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -34,7 +33,6 @@ from titanlike.data.sources import Data
 from titanlike.launch.worker import Worker, barrier
 from titanlike.metrics.console import Console
 from titanlike.optim.optimizer import gradient_norm
-from titanlike.parallel.compiled_blocks import uncompiled
 from titanlike.parallel.device import choose_device
 from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.proof.comparison import Comparison, compare, merge
@@ -78,8 +76,7 @@ def verify(config: Config, worker: Worker) -> dict[str, Any]:
 
     run = build(config, mesh, data)
     stream = batches(data.train, config, dp_rank=mesh.dp_rank)
-    with uncompiled() if run.compiled else nullcontext():
-        stream = refuse_mixed_samples(run, config, stream)
+    stream = refuse_mixed_samples(run, config, stream)
     if run.compiled:
         compile_blocks(run, config, next(stream), worker)
     comparisons = list(_compare_layout(run, config, data, exact, rounded))

@@ -72,7 +72,8 @@ class RankMemory:
         parameters: Sequence[Mapping[str, int]],
         deferred: Collection[int] = (),
     ) -> None:
-        """targets: of a microbatch, on meta; parameters: of each stage, name -> elements; deferred: stages whose weight gradients wait.
+        """targets: of a microbatch, on meta; parameters: of each stage, name -> elements;
+        deferred: stages whose weight gradients wait.
 
         Units that cannot be run alone count only with their parameters.
         """

@@ -37,6 +37,7 @@ from titanlike.pipeline import from_config
 from titanlike.pipeline.order import Order
 from titanlike.split.auto_split import AutoSplitResult, MeasureTimes, find_auto_split
 from titanlike.split.partition import SplitError, partition
+from titanlike.split.rank_memory import RankMemory
 from titanlike.split.unit_costs import UnitCosts
 from titanlike.training import checks
 from titanlike.training.memory_choices import choose_by_memory
@@ -52,7 +53,6 @@ class Draft:
     why_microbatches: str
     zero: int
     why_zero: str
-    targets: Tensor  # of a microbatch, on meta
     model_graph: ModelGraph  # the model, its units, and the graph of each stage
     stage_modules: list[tuple[list[str], list[str]]]  # see `ModelGraph.stage_modules`
     # of each stage: parameter (a tied one under its first name) -> number of elements
@@ -62,6 +62,8 @@ class Draft:
     recomputed: Recomputed
     deferred: frozenset[int]  # stages whose weight gradients wait for W
     why_together: str  # why not those of others; "" where the config says so
+    # of each pipeline rank, for any choice of recomputed blocks; counted when it is first asked for
+    memory: Callable[[], RankMemory]
     variable: bool  # batches differ in length
     float8: Float8Layers | None = None  # of precision=float8
     auto_split: AutoSplitResult | None = None  # how the stages were found, of split=auto
@@ -138,7 +140,6 @@ def draft(
         why_microbatches=why_microbatches,
         zero=chosen.zero,
         why_zero=chosen.why_zero,
-        targets=targets,
         model_graph=model_graph,
         stage_modules=stage_modules,
         stage_parameters=parameters,
@@ -147,6 +148,7 @@ def draft(
         recomputed=chosen.recomputed,
         deferred=chosen.deferred,
         why_together=chosen.why_together,
+        memory=chosen.memory,
         variable=data is not None and bool(data.variable),
         float8=float8,
         auto_split=auto_split,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 
 from titanlike.data.loader import batches
 from titanlike.data.sources import Batch
-from titanlike.parallel.compiled_blocks import uncompiled
 from titanlike.training.compiling import compile_blocks
 from titanlike.training.guard import BadNumbers, Verdict
 from titanlike.training.mixing import refuse_mixed_samples
@@ -32,8 +30,7 @@ def train_steps(s: Session) -> None:
     stall: float | None = None  # seconds that training waited for the last save
     if not s.progress.step:
         s.watchdog.enter_phase(1, "check for mixed samples", timeout)
-        with uncompiled() if s.run.compiled else nullcontext():
-            stream = refuse_mixed_samples(s.run, config, stream)
+        stream = refuse_mixed_samples(s.run, config, stream)
     if s.run.compiled and s.progress.step < last and not s.stop_code:
         stream = _compile(s, stream)
     while s.progress.step < last and not s.stop_code:

@@ -26,6 +26,7 @@ class MemoryChoices:
     recomputed: Recomputed
     deferred: frozenset[int]  # stages whose weight gradients wait for W
     why_together: str  # why not those of others; "" = none was changed
+    memory: Callable[[], RankMemory]  # of these choices, counted when it is first asked for
 
 
 def choose_by_memory(
@@ -81,7 +82,11 @@ def choose_by_memory(
                 f"fit into {units.size(limit())}"
             )
             deferred = left
-    return MemoryChoices(level, why, recomputed, deferred, changed)
+
+    def memory_of_choices() -> RankMemory:
+        return memory_at(level).deferring(deferred)
+
+    return MemoryChoices(level, why, recomputed, deferred, changed, memory_of_choices)
 
 
 def _that_fit(

@@ -17,7 +17,7 @@ compared in evaluation instead.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 
@@ -30,6 +30,7 @@ from titanlike.config.schema import Config, Custom
 from titanlike.data.sources import Batch
 from titanlike.graph.model_graph import fields_of
 from titanlike.models.float8 import in_bf16
+from titanlike.parallel.compiled_blocks import uncompiled
 from titanlike.pipeline.pipeline import Pipeline
 from titanlike.torch_private.base_classes import BatchNorm
 from titanlike.training.build import Run
@@ -74,7 +75,8 @@ def _change_by_companions(run: Run, config: Config, first: list[Batch]) -> str |
     if rows is None:
         return None
     for training in (True, False):
-        with unchanged(run, config.seed), _mode(run, training):
+        eager = uncompiled() if run.compiled else nullcontext()
+        with eager, unchanged(run, config.seed), _mode(run, training):
             plain = rows.losses(0)
             change = rows.change(plain, rows.losses(1), rows.losses(2))
             by_size = rows.change_in_halves(plain)
