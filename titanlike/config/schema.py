@@ -80,6 +80,15 @@ class Verify:
 
 
 @dataclass
+class Bench:
+    """What `titanlike bench` runs."""
+
+    loop: Literal["both", "ours", "plain"] = key(
+        "both", "both = in turns, for times; ours, plain = one alone, for its memory"
+    )
+
+
+@dataclass
 class Checkpoint:
     """Distributed checkpoints."""
 
@@ -190,6 +199,7 @@ class Config:
     fsdp: Fsdp = key(Fsdp, "sharding inside a stage")
     validation: Validation = key(Validation, "loss on the validation data")
     verify: Verify = key(Verify, "the comparison with one process")
+    bench: Bench = key(Bench, "the comparison with loops written by hand")
     checkpoint: Checkpoint = key(Checkpoint, "saving and resuming")
     logger: Wandb | TensorBoard | NoLogger = key(Wandb, "metrics sink besides metrics.jsonl")
     launch: Launch = key(Launch, "starting and monitoring the workers")

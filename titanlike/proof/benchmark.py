@@ -1,8 +1,7 @@
-"""The bench job: a command line's speed, memory and start-up, beside a plain torch loop.
+"""The bench job: a command line's speed, memory and start-up, beside a loop written by hand.
 
-1. All ranks train in their layout, as `train` does with metrics.jsonl and nothing else.
-2. One process trains the same model on the same batches in a loop written straight on torch. With a
-   mesh of one process the two alternate step by step, so that noise of the machine hits both.
+All ranks train in their layout, as `train` does with metrics.jsonl and nothing else; and, step by
+step in turns, so that noise of the machine hits both, in a loop of `plain_loops.py`.
 """
 
 from __future__ import annotations
@@ -10,41 +9,58 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from statistics import median
 from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from titanlike.config.schema import Config
 from titanlike.data.loader import batches
-from titanlike.data.sources import IGNORE, Data
-from titanlike.launch.environment import available_cores
-from titanlike.launch.worker import Worker, barrier
+from titanlike.data.sources import Data
+from titanlike.launch.worker import Worker
 from titanlike.metrics import units
 from titanlike.metrics.console import Console
 from titanlike.metrics.sinks import JsonlSink
-from titanlike.models.float8 import use_float8
-from titanlike.models.registry import build_model, initial_weights_of, resolve_model
-from titanlike.optim.learning_rate import set_lr
-from titanlike.optim.optimizer import build_optimizers
-from titanlike.parallel.activation_checkpoint import checkpoint_blocks
 from titanlike.parallel.device import peak_memory, resident_memory
-from titanlike.parallel.initialize import initialize
 from titanlike.parallel.mesh import close_mesh, open_mesh
-from titanlike.proof.reference import REFERENCE_TIMEOUT
-from titanlike.split.rank_memory import saved_operators
+from titanlike.proof.plain_loops import plain_loop, why_no_plain_loop
 from titanlike.training.build import Run, build
 from titanlike.training.compiling import compile_blocks
+from titanlike.training.draft import draft
 from titanlike.training.guard import Guard
 from titanlike.training.session import open_data_on_every_rank
 from titanlike.training.step import measured_step
 
-WARMUP = 4  # steps that are not counted
+WARMUP = 4  # steps after the first that are not counted
 STEPS = 40  # counted, unless the command line has steps=
+
+
+@dataclass
+class _Measured:
+    """A loop, and what its steps took on this rank."""
+
+    loop: Iterator[Any]
+    wall: list[float] = field(default_factory=list)  # seconds
+    cpu: list[float] = field(default_factory=list)  # seconds of all threads of this process
+
+    def step(self) -> Any:
+        """Take one; returns what the loop yields."""
+        dist.barrier()  # no rank waits for one that is still in the other loop
+        begin, cpu = time.perf_counter(), time.process_time()
+        result = next(self.loop)
+        self.cpu.append(time.process_time() - cpu)
+        self.wall.append(time.perf_counter() - begin)
+        return result
+
+    def of_all_ranks(self) -> tuple[list[float], list[float]]:
+        """(wall, cpu) seconds of each step: of the slowest rank, of all ranks together."""
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, (self.wall, self.cpu))
+        walls, cpus = zip(*ranks, strict=True)
+        wall = [max(step) for step in zip(*walls, strict=True)]
+        return wall, [sum(step) for step in zip(*cpus, strict=True)]
 
 
 def bench(config: Config, worker: Worker) -> dict[str, Any]:
@@ -55,48 +71,66 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
     data = open_data_on_every_rank(config, worker)
     mesh = open_mesh(config, worker)
     before = resident_memory(mesh.device)
-    run = build(config, mesh, data)
-    titanlike_loop = _titanlike_loop(run, config, data, worker)
-    next(titanlike_loop)
-    ready = time.time() - _start_time(worker)
-
-    for _ in range(WARMUP):
-        next(titanlike_loop)
-    memory = peak_memory(mesh.device)
-    if mesh.world_size == 1:
-        plain_loop = _plain_loop(config, data, run)
-        for _ in range(WARMUP):
-            next(plain_loop)
-        ours, plain, ratios = [], [], []
-        for _ in range(counted // 2):
-            # ours, plain, plain, ours: the second of a pair finds warm caches
-            a, b, c, d = map(next, (titanlike_loop, plain_loop, plain_loop, titanlike_loop))
-            ours, plain = [*ours, a, d], [*plain, b, c]
-            first, second = (x["step_seconds"] + y["step_seconds"] for x, y in ((a, d), (b, c)))
-            ratios.append(first / second)
-        ratio = median(ratios)
+    ours = plain = None
+    if config.bench.loop == "plain":
+        plan = draft(config, data)
     else:
-        ours = list(titanlike_loop)
-        memory = peak_memory(mesh.device)
-        plain, ratio = _plain_loop_on_rank_0(config, data, run, worker, counted), None
-    each_memory = [(0, 0)] * mesh.world_size
-    dist.all_gather_object(each_memory, (memory, memory - before))
+        run = build(config, mesh, data)
+        plan, ours = run.draft, _Measured(_titanlike_loop(run, config, data, worker))
+    reason = why_no_plain_loop(config, plan)
+    if config.bench.loop != "ours" and not reason:
+        plain = _Measured(plain_loop(config, data, plan, mesh))
+    loops = [loop for loop in (ours, plain) if loop is not None]
+    if not loops:
+        raise ValueError(f"bench.loop=plain: it is written {reason}; write bench.loop=ours")
 
-    seconds = median(record["step_seconds"] for record in ours)
-    tokens = config.batch_size * config.seq_len
-    figures = {
-        "value": tokens / seconds,
+    figures: dict[str, Any] = {}
+    for loop in loops:
+        for _ in range(1 + WARMUP):
+            record = loop.step()
+            figures.setdefault("first_step_seconds", time.time() - _start_time(worker))
+        figures.setdefault("memory", (peak_memory(mesh.device), before))
+        loop.wall, loop.cpu = [], []
+    for pair in range(counted // len(loops)):
+        # ours, plain, plain, ours: the second of a pair finds warm caches
+        for loop in loops if pair % 2 == 0 else reversed(loops):
+            result = loop.step()
+            record = result if loop is ours else record
+
+    each_memory = [(0, 0)] * mesh.world_size
+    peak, before = figures.pop("memory")
+    dist.all_gather_object(each_memory, (peak, peak - before))
+    (wall, cpu), *others = [loop.of_all_ranks() for loop in loops]
+    seconds = median(wall)
+    figures |= {
+        "value": config.batch_size * config.seq_len / seconds,
         "step_seconds": seconds,
-        "first_step_seconds": ready,
+        "cpu_seconds": median(cpu),
         "memory_bytes": [peak for peak, _ in each_memory],
         "memory_of_training_bytes": [own for _, own in each_memory],
-        "plain_step_seconds": median(r["step_seconds"] for r in plain) if plain else None,
-        "ratio": ratio,
+        "plain_step_seconds": None,
+        "ratio": None,
+        "cpu_ratio": None,
+        "no_plain_loop": reason,
     }
+    for plain_wall, plain_cpu in others:
+        figures["plain_step_seconds"] = median(plain_wall)
+        figures["ratio"] = _paired_ratio(wall, plain_wall)
+        figures["cpu_ratio"] = _paired_ratio(cpu, plain_cpu)
+    if ours is not None and "mfu" in record:
+        speed = record["mfu"] / record["tokens_per_second"]
+        figures["mfu"] = speed * figures["value"]
     if worker.rank == 0:
-        _print(figures, ours)
+        _print(figures, len(wall))
     close_mesh()
     return figures
+
+
+def _paired_ratio(ours: list[float], plain: list[float]) -> float:
+    """Median over pairs of pairs: each loop was the first of one of the two."""
+    sums = ([a + b for a, b in zip(s[::2], s[1::2], strict=False)] for s in (ours, plain))
+    pairs = list(zip(*sums, strict=True)) or list(zip(ours, plain, strict=True))
+    return median(a / b for a, b in pairs)
 
 
 def _titanlike_loop(
@@ -117,62 +151,6 @@ def _titanlike_loop(
         yield record
 
 
-def _plain_loop(config: Config, data: Data, run: Run) -> Iterator[dict[str, Any]]:
-    """A training loop without a framework, which recomputes and compiles the same blocks."""
-    device, plan = run.mesh.device, run.draft
-    alone = replace(config, dp=1, replicate=1)
-    resolved = resolve_model(config)
-    model = build_model(resolved)
-    use_float8(model, config, device)
-    for stage, recomputed in enumerate(plan.recomputed.blocks):
-        checkpoint_blocks(model, recomputed, saved_operators(config))
-        for block in map(model.get_submodule, plan.blocks(stage) if config.compile else ()):
-            block.forward = torch.compile(block.forward)
-    initialize(model, initial_weights_of(resolved, config.seed), device)
-    optimizers = build_optimizers(dict(model.named_parameters()), model, config)
-    stream = batches(data.train, alone, dp_rank=0)
-    low = config.precision.low
-    for step in range(1, config.steps + 1):
-        begin = time.perf_counter()
-        batch = next(stream)
-        inputs, targets = (batch[key].to(device) for key in ("inputs", "targets"))
-        with torch.autocast(device.type, torch.bfloat16, enabled=low):
-            logits = model(inputs)
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE)
-        loss.backward()
-        if config.optimizer.clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)
-        set_lr(optimizers, config, step)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        value = loss.item()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        yield {"loss": value, "step_seconds": time.perf_counter() - begin}
-
-
-def _plain_loop_on_rank_0(
-    config: Config, data: Data, run: Run, worker: Worker, counted: int
-) -> list[dict[str, Any]]:
-    """The plain loop with the whole machine's cores, while the other ranks wait.
-
-    Empty where the whole model does not fit one device.
-    """
-    records: list[dict[str, Any]] = []
-    if worker.rank == 0:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(available_cores())
-        try:
-            loop = _plain_loop(config, data, run)
-            records = [next(loop) for _ in range(WARMUP + counted)][WARMUP:]
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
-        torch.set_num_threads(threads)
-    barrier(worker, "plain loop", REFERENCE_TIMEOUT)
-    return records
-
-
 def _start_time(worker: Worker) -> float:
     """When the command was started: this process, or the launcher that is its parent."""
     pid = os.getpid() if worker.world_size == 1 else os.getppid()
@@ -182,26 +160,27 @@ def _start_time(worker: Worker) -> float:
     return time.time() - age
 
 
-def _print(figures: dict[str, Any], records: list[dict[str, Any]]) -> None:
+def _print(figures: dict[str, Any], steps: int) -> None:
     console = Console(steps=1)
     memory, own = figures["memory_bytes"], figures["memory_of_training_bytes"]
     peak = f"{units.size(max(memory))} at most, {units.size(max(own))} of it for this run"
+    step, cpu = figures["step_seconds"] * 1e3, figures["cpu_seconds"] * 1e3
     rows = [
         ("tokens/s", units.count(figures["value"])),
-        ("step", f"{figures['step_seconds'] * 1e3:.1f} ms (median of {len(records)})"),
+        ("step", f"{step:.1f} ms, {cpu:.1f} ms of CPU on all ranks (medians of {steps})"),
         ("first step done", f"{figures['first_step_seconds']:.1f} s after the start"),
         ("peak memory a rank", peak),
     ]
     if len(memory) > 1:
         rows.append(("of each rank", ", ".join(units.size(value) for value in own)))
-    if "mfu" in records[-1]:
-        rows.append(("MFU", f"{median(record['mfu'] for record in records):.1%}"))
-    plain = figures["plain_step_seconds"]
-    if plain is None:
-        rows.append(("plain torch loop", "does not fit one device"))
-    else:
-        ratio = figures["ratio"] or figures["step_seconds"] / plain
-        how = "paired: ours, plain, plain, ours" if figures["ratio"] else "one process, all cores"
-        rows.append(("plain torch loop", f"{plain * 1e3:.1f} ms a step ({how})"))
-        rows.append(("time of ours / plain", f"{ratio:.3f}"))
+    if "mfu" in figures:
+        rows.append(("MFU", f"{figures['mfu']:.1%}"))
+    if figures["no_plain_loop"]:
+        rows.append(("loop by hand", f"is written {figures['no_plain_loop']}"))
+    elif figures["ratio"] is not None:
+        rows += [
+            ("loop by hand", f"{figures['plain_step_seconds'] * 1e3:.1f} ms a step, in turns"),
+            ("CPU time of ours / by hand", f"{figures['cpu_ratio']:.3f}"),
+            ("time of ours / by hand", f"{figures['ratio']:.3f}"),
+        ]
     console.table("", (), rows)

@@ -1,0 +1,217 @@
+"""Training loops as one writes them by hand, without a framework: what titanlike is measured against.
+
+One process: the model, the loss, `backward()`, the optimizer. Several: FSDP2 around each block, and
+torch's Schedule1F1B over stages cut by hand, as torchtitan does it. Each loop trains the model of a
+command line on its batches, in its microbatches, with the same blocks recomputed and compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+
+from titanlike.config.schema import ChunkedCrossEntropy, Config, CrossEntropy
+from titanlike.data.loader import batches
+from titanlike.data.sources import IGNORE, Data
+from titanlike.models.float8 import use_float8
+from titanlike.models.gpt2 import Gpt2
+from titanlike.models.llama import Llama, rotary_table
+from titanlike.models.registry import build_model, initial_weights_of
+from titanlike.optim.learning_rate import set_lr
+from titanlike.optim.optimizer import build_optimizers
+from titanlike.parallel.activation_checkpoint import checkpoint_blocks
+from titanlike.parallel.initialize import initialize
+from titanlike.parallel.mesh import Mesh
+from titanlike.split.rank_memory import saved_operators
+from titanlike.training.draft import Draft
+
+
+def why_no_plain_loop(config: Config, plan: Draft) -> str:
+    """What the loops here are not written for; "" = nothing, there is one for this run."""
+    if not isinstance(config.loss, (CrossEntropy, ChunkedCrossEntropy)):
+        return "of cross entropy alone"
+    if config.world_size == 1:
+        return ""
+    if config.fsdp.cpu_offload or config.precision.name == "float8":
+        return "of several ranks without CPU offload and float8"
+    if config.pp > 1:
+        model = plan.model_graph.model
+        if not isinstance(model, Llama | Gpt2) or model.depth < config.pp:
+            return "of a pipeline for Llama and GPT-2 of ours, a block or more a rank"
+        if any(parameter is model.head.weight for parameter in model.embedding.parameters()):
+            return "of a pipeline for weights that are not tied"
+        if plan.variable or set(plan.fields) - {"inputs", "targets"}:
+            return "of a pipeline for sequences of one length, without documents"
+    return ""
+
+
+def plain_loop(config: Config, data: Data, plan: Draft, mesh: Mesh) -> Iterator[float]:
+    """Losses of its steps."""
+    if mesh.world_size == 1:
+        return _one_process(config, data, plan, mesh)
+    return _several(config, data, plan, mesh)
+
+
+def _one_process(config: Config, data: Data, plan: Draft, mesh: Mesh) -> Iterator[float]:
+    device = mesh.device
+    model = build_model(plan.model)
+    use_float8(model, config, device)
+    _recompute_and_compile(model, config, plan)
+    initialize(model, initial_weights_of(plan.model, config.seed), device)
+    optimizers = build_optimizers(dict(model.named_parameters()), model, config)
+    stream = batches(data.train, replace(config, dp=1, replicate=1), dp_rank=0)
+    for step in range(1, config.steps + 1):
+        loss = torch.zeros((), device=device)
+        for inputs, targets, fields in _microbatches(next(stream), plan, device):
+            with torch.autocast(device.type, torch.bfloat16, enabled=config.precision.low):
+                logits = model(inputs, **fields)
+            share = _cross_entropy(logits, targets) / plan.microbatches
+            share.backward()
+            loss += share.detach()
+        if config.optimizer.clip is not None:
+            clip_grad_norm_(model.parameters(), config.optimizer.clip)
+        _update(optimizers, config, step)
+        yield loss.item()
+
+
+def _several(config: Config, data: Data, plan: Draft, mesh: Mesh) -> Iterator[float]:
+    device, pipelined = mesh.device, config.pp > 1
+    model = build_model(plan.model)
+    part = _StageByHand(model, mesh.pp_rank, config.pp) if pipelined else model
+    blocks = _recompute_and_compile(part, config, plan)
+    low = torch.bfloat16 if config.precision.low else None
+    if mesh.dp > 1 or low:
+        axes = ("replicate", "shard") if config.replicate > 1 else ("shard",)
+        options: dict[str, Any] = {
+            "mesh": mesh.axes[axes],
+            "mp_policy": MixedPrecisionPolicy(low, torch.float32),
+            "reshard_after_forward": not pipelined,
+        }
+        for block in blocks:
+            fully_shard(block, **options)
+        fully_shard(part, **options)
+    initialize(part, initial_weights_of(plan.model, config.seed), device)
+    optimizers = build_optimizers(dict(part.named_parameters()), model, config)
+    stream = batches(data.train, config, dp_rank=mesh.dp_rank)
+    schedule = None
+    if pipelined:
+        group = mesh.axes.get_group("pp")
+        stage = PipelineStage(part, mesh.pp_rank, config.pp, device, group=group)
+        schedule = Schedule1F1B(stage, plan.microbatches, loss_fn=_cross_entropy)
+    for step in range(1, config.steps + 1):
+        batch = next(stream)
+        if schedule is None:
+            loss = _accumulated(part, batch, plan, device)
+        else:
+            loss = _pipelined(schedule, batch, mesh)
+        _clip(part, config, mesh)
+        _update(optimizers, config, step)
+        dist.all_reduce(loss)
+        yield loss.item() / mesh.dp
+
+
+def _accumulated(model: nn.Module, batch: Any, plan: Draft, device: torch.device) -> Tensor:
+    """Forward and backward of each microbatch; gradients are reduced in the last one."""
+    loss = torch.zeros((), device=device)
+    for index, (inputs, targets, fields) in enumerate(_microbatches(batch, plan, device)):
+        model.set_requires_gradient_sync(index == plan.microbatches - 1)
+        share = _cross_entropy(model(inputs, **fields), targets) / plan.microbatches
+        share.backward()
+        loss += share.detach()
+    return loss
+
+
+def _pipelined(schedule: Schedule1F1B, batch: Any, mesh: Mesh) -> Tensor:
+    losses: list[Tensor] = []
+    last = mesh.pp_rank == mesh.pp - 1
+    inputs = [batch["inputs"].to(mesh.device)] if mesh.pp_rank == 0 else []
+    targets = batch["targets"].to(mesh.device) if last else None
+    schedule.step(*inputs, target=targets, losses=losses)
+    return torch.stack(losses).mean().detach() if last else torch.zeros((), device=mesh.device)
+
+
+class _StageByHand(nn.Module):
+    """Some blocks of a Llama or a GPT-2; the first stage also embeds, the last has the head."""
+
+    def __init__(self, model: Llama | Gpt2, stage: int, stages: int) -> None:
+        super().__init__()
+        self.rotary = (model.head_dim, model.rope_theta) if isinstance(model, Llama) else None
+        begin, end = (len(model.layers) * i // stages for i in (stage, stage + 1))
+        self.embedding = model.embedding if stage == 0 else None
+        self.layers = nn.ModuleDict({str(i): model.layers[i] for i in range(begin, end)})
+        last = stage == stages - 1
+        self.norm, self.head = (model.norm, model.head) if last else (None, None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(x.size(1), device=x.device)
+        tables = () if self.rotary is None else (rotary_table(positions, *self.rotary),)
+        if self.embedding is not None:
+            x = self.embedding(x) if tables else self.embedding(x, positions)
+        for block in self.layers.values():
+            x = block(x, *tables, None)
+        return x if self.head is None else self.head(self.norm(x))
+
+
+def _recompute_and_compile(part: nn.Module, config: Config, plan: Draft) -> list[nn.Module]:
+    """The blocks of the model that this part of it has, in order."""
+    found = []
+    for stage, recomputed in enumerate(plan.recomputed.blocks):
+        for name in plan.blocks(stage):
+            try:
+                block = part.get_submodule(name)
+            except AttributeError:  # another rank's
+                continue
+            if name in recomputed:
+                checkpoint_blocks(part, [name], saved_operators(config))
+            if config.compile:
+                block.forward = torch.compile(block.forward)
+            found.append(block)
+    return found
+
+
+def _microbatches(
+    batch: Any, plan: Draft, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
+    """(inputs, targets, what else the model takes) of each."""
+    used = {*plan.fields, "inputs", "targets"}
+    moved = {name: value.to(device) for name, value in batch.items() if name in used}
+    parts = {name: value.chunk(plan.microbatches) for name, value in moved.items()}
+    for index in range(plan.microbatches):
+        fields = {name: part[index] for name, part in parts.items()}
+        yield fields.pop("inputs"), fields.pop("targets"), fields
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    flat = logits.flatten(0, 1).float()
+    return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE)
+
+
+def _clip(part: nn.Module, config: Config, mesh: Mesh) -> None:
+    """By the norm over all shards and stages."""
+    gradients = [p.grad for p in part.parameters() if p.grad is not None]
+    norm = get_total_norm(gradients)
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    if mesh.pp > 1:
+        squared = norm.square()
+        dist.all_reduce(squared, group=mesh.axes.get_group("pp"))
+        norm = squared.sqrt()
+    if config.optimizer.clip is not None:
+        clip_grads_with_norm_(part.parameters(), config.optimizer.clip, norm)
+
+
+def _update(optimizers: list[torch.optim.Optimizer], config: Config, step: int) -> None:
+    set_lr(optimizers, config, step)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
