@@ -24,22 +24,26 @@ def compute_dtype(config: Config) -> torch.dtype:
     return torch.bfloat16 if config.precision.low else torch.float32
 
 
+def wrapped_in_fsdp(config: Config) -> bool:
+    """Whether stages are, to be sharded, replicated or offloaded."""
+    return config.dp > 1 or config.fsdp.cpu_offload
+
+
 def shard_stage(
     stage: nn.Module, groups: list[list[str]], config: Config, mesh: Mesh, zero: int
 ) -> None:
     """Apply `fully_shard` to a stage in place: each group of its modules, then the root.
 
-    With nothing to shard, cast or offload the stage stays a plain module. Its inputs, from the batch
-    or from other stages, are in the compute dtype already.
+    With nothing to shard or offload the stage stays a plain module (`CastParameters` casts it). Its
+    inputs, from the batch or from other stages, are in the compute dtype already.
     """
     if next(stage.parameters(), None) is None:
         return  # an empty stage
-    low = config.precision.low
-    if mesh.dp == 1 and not low and not config.fsdp.cpu_offload:
+    if not wrapped_in_fsdp(config):
         return
     # only axes larger than one: a mesh of one axis is FSDP, of two HSDP
     axes = ("replicate", "shard") if config.replicate > 1 else ("shard",)
-    dtype = torch.bfloat16 if low else None
+    dtype = torch.bfloat16 if config.precision.low else None
     # reduce_dtype is always given: left out, it means bf16 in torch 2.13 and fp32 in 2.15.
     precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     options = {"mesh": mesh.axes[axes], "reshard_after_forward": zero == 3, "mp_policy": precision}

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from titanlike.graph.stage import Stage
 from titanlike.optim.chunked_loss import loss_of_output
 from titanlike.optim.loss import Loss, TermsOf
 from titanlike.parallel.batchnorm import BatchNorms
+from titanlike.parallel.cast_parameters import CastParameters
 from titanlike.parallel.mesh import Mesh
 from titanlike.parallel.reached import Reached
 from titanlike.parallel.tied import Tied
@@ -50,12 +52,15 @@ class Pipeline:
         norms: BatchNorms,
         reached: Reached,
         deferred: Mapping[int, DeferredWeightGradients],
+        casts: Sequence[CastParameters],
     ) -> None:
         """stages: of this rank, by index; zero: see `parallel/sharding.py`; deferred: of the stages
-        that compute weight gradients later, in a schedule that splits the backward."""
+        that compute weight gradients later, in a schedule that splits the backward; casts: of stages that
+        compute in another dtype than their parameters have."""
         self._order, self._model_graph, self._stages = order, model_graph, stages
         self._loss, self._mesh, self._zero = loss, mesh, zero
         self._tied, self._norms, self._reached, self._deferred = tied, norms, reached, deferred
+        self._casts = casts
         self._missing = torch.zeros(())  # gradients of the last step, over all ranks
         self._runtimes: OrderedDict[Any, OrderRuntime] = OrderedDict()
         self._on_action: Callable[[Any], None] | None = None
@@ -99,7 +104,8 @@ class Pipeline:
         runtime, loss = self._runtime(batch), self._loss
         each = self._loss = TermsOf(loss)
         try:
-            sums = runtime.evaluate(batch)
+            with self._computing():
+                sums = runtime.evaluate(batch)
         finally:
             self._loss = loss
         return each.kept or sums
@@ -118,7 +124,8 @@ class Pipeline:
                 received = [torch.zeros_like(message, device=device) for message in like]
                 for message in received:
                     message.requires_grad_(torch.is_grad_enabled())
-            runtime.run_alone(index, received, microbatch)
+            with self._computing():
+                runtime.run_alone(index, received, microbatch)
             stage.zero_grad()
         self._reached.count_missing()
 
@@ -150,13 +157,22 @@ class Pipeline:
             count = mesh.sum(count) / mesh.pp  # the ranks of one pipeline hold the same batch
         # FSDP averages gradients over dp: dp times each rank's share makes of the average a sum
         self._loss.scale = mesh.dp / count
-        losses = run(batch)
+        with self._computing():
+            losses = run(batch)
         mine = torch.stack(losses).sum().detach() if losses else torch.zeros_like(count)
         missing = torch.zeros_like(mine) if count_missing is None else count_missing()
         sums = torch.stack([mine, missing])
         if mesh.world_size > 1:
             mesh.sum(sums)
         return sums[0] / mesh.dp, count, sums[1]
+
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Within it, stages compute in the compute dtype."""
+        with contextlib.ExitStack() as stack:
+            for cast in self._casts:
+                stack.enter_context(cast.computing())
+            yield
 
     def _terms(self, batch: Batch) -> Tensor:
         """How many terms the loss of this rank's batch has."""

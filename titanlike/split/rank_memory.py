@@ -214,7 +214,7 @@ class RankMemory:
     def _backward(self, runs: Sequence[tuple[_Unit, bool]], stage: int, first: bool) -> _Change:
         """first: of a step, so that gradients are new."""
         state = self._state
-        anew = first or (state.fsdp and (self._zero > 1 or self._computing < _REDUCED))
+        anew = first or (state.fsdp and self._zero > 1) or self._computing < _REDUCED
         now = most = 0  # beyond the begin
         held = self._held(runs[0][0]) if runs else 0
         for at in range(len(runs) - 1, -1, -1):

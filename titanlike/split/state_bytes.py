@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from titanlike.config.schema import AdamW, Config, Muon, Sgd
-from titanlike.parallel.sharding import compute_dtype
+from titanlike.parallel.sharding import compute_dtype, wrapped_in_fsdp
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,10 @@ class StateBytes:
         shards = config.dp // config.replicate
         offload = config.fsdp.cpu_offload
         computing = compute_dtype(config).itemsize
-        fsdp = config.dp > 1 or computing < 4 or offload
+        fsdp = wrapped_in_fsdp(config)
         kept = 0.0 if offload else (4 + optimizer) / shards
+        if computing < 4 and not fsdp:
+            kept += computing  # see `CastParameters`
         reduced = 0.0 if offload else 4 / shards
         gathered = computing if fsdp and (zero < 3 or shards == 1) else 0
         return cls(fsdp, shards, kept, gathered, 4 if fsdp and zero == 1 else reduced, reduced)

@@ -25,11 +25,12 @@ from titanlike.optim.loss import build_loss
 from titanlike.optim.optimizer import StageState, build_optimizers
 from titanlike.parallel.activation_checkpoint import checkpoint_blocks
 from titanlike.parallel.batchnorm import BatchNorms
+from titanlike.parallel.cast_parameters import CastParameters
 from titanlike.parallel.compiled_blocks import CompiledBlocks
 from titanlike.parallel.initialize import initialize, piece_seed
 from titanlike.parallel.mesh import Mesh
 from titanlike.parallel.reached import Reached
-from titanlike.parallel.sharding import shard_stage
+from titanlike.parallel.sharding import compute_dtype, shard_stage, wrapped_in_fsdp
 from titanlike.parallel.tied import tie
 from titanlike.parallel.weight_gradients import DeferredWeightGradients
 from titanlike.pipeline.pipeline import Pipeline
@@ -126,7 +127,10 @@ def build(config: Config, mesh: Mesh, data: Data | None = None) -> Run:
     loss = build_loss(config.loss, mesh.device)
     norms = BatchNorms(stages.values(), mesh)
     reached = Reached(stages.values(), canonical, mesh, plan.zero)
-    parts = {"tied": tied, "norms": norms, "reached": reached, "deferred": deferred}
+    casts = []
+    if config.precision.low and not wrapped_in_fsdp(config):
+        casts = [CastParameters(stage, compute_dtype(config)) for stage in stages.values()]
+    parts = {"tied": tied, "norms": norms, "reached": reached, "deferred": deferred, "casts": casts}
     pipeline = Pipeline(plan.order, plan.model_graph, stages, loss, mesh, plan.zero, **parts)
     run = Run(mesh, plan, [*stages.values()], [*states.values()], pipeline, norms, compiled, origin)
     run.train_mode(True)
