@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from support.cells import slow
 from support.models import tiny
 from support.proven import assert_proven
+from support.stand_in_gpus import gpus
 from titanlike.config.errors import ConfigError
 from titanlike.config.schema import Custom
 from titanlike.models.registry import build_model
@@ -31,13 +31,14 @@ def test_rounding_of_an_autocast_inside_of_a_model_is_no_fault(tmp_path: Path) -
     assert_proven(config, tmp_path)
 
 
-def test_a_forward_is_recorded_for_the_cpu_where_there_are_fewer_gpus_than_ranks(
+def test_a_forward_is_recorded_for_the_device_that_it_will_run_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    gpus(monkeypatch, 2)
     model = Custom("support.device_dependent.AsksForTheDevice")
-    assert not preflight(tiny(2, 1, model=model, device="auto"))
+    assert not preflight(tiny(2, 1, model=model, device="cpu"))
+    (problem,) = preflight(tiny(2, 1, model=model, device="auto"))
+    assert "the test runs on the CPU" in problem.reason
 
 
 @pytest.mark.parametrize("name", ["t5", "bart", "mixtral"])

@@ -17,8 +17,8 @@ from titanlike.config.schema import (
     SyntheticData,
 )
 from titanlike.data.loader import batches, open_data
+from titanlike.device.memory import peak_memory, resident_memory, return_freed_memory
 from titanlike.launch.worker import Worker
-from titanlike.parallel.device import peak_memory, resident_memory, return_freed_memory
 from titanlike.parallel.mesh import open_mesh
 from titanlike.pipeline.from_config import build_order
 from titanlike.pipeline.schedules import gpipe
@@ -68,7 +68,7 @@ def grown(config: Config, worker: Worker) -> int:
     run = build(config, mesh)
     for step in (1, 2):
         measured_step(run, config, step, stream, Guard(config, {}), worker)
-    return peak_memory(mesh.device) - before
+    return peak_memory(mesh.device).allocated - before
 
 
 @pytest.mark.parametrize(

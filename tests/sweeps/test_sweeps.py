@@ -18,6 +18,7 @@ import pytest
 
 from support.launched import Launched
 from support.paths import ROOT
+from support.stand_in_gpus import gpus
 from support.waiting import until
 from support.wandb_file import read_wandb_file
 from titanlike.config.schema import Sweep
@@ -207,7 +208,7 @@ def test_two_tasks_of_a_job_array_share_a_sweep(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_several_jobs_at_a_time_share_the_gpus(tmp_path: Path, monkeypatch) -> None:
     """As on a machine with 4 GPUs, of which the user has left 3, named in the usual way."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    gpus(monkeypatch, 3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,3")
     commands = [
         partial(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -386,3 +388,18 @@ def test_a_forward_can_be_told_that_it_is_compiled() -> None:
     with as_if_compiling():
         assert torch.compiler.is_compiling()
     assert not torch.compiler.is_compiling()
+
+
+def test_the_allocator_has_no_public_settings() -> None:
+    """If it has, `use_expandable_segments` may use them."""
+    public = [name for name in dir(torch.accelerator) if not name.startswith("_")]
+    assert not [name for name in public if "setting" in name or "expandable" in name]
+    # as a rank on a GPU does, in a process that has imported torch
+    code = (
+        "import torch; from titanlike.torch_private.allocator import use_expandable_segments; "
+        "use_expandable_segments(); "
+        "read = getattr(torch._C, '_accelerator_getAllocatorSettings', None); "
+        "print(read() if read else 'expandable_segments:True')"
+    )
+    command = [sys.executable, "-c", code]
+    assert subprocess.check_output(command, text=True).strip() == "expandable_segments:True"

@@ -15,9 +15,9 @@ from support.models import tiny
 from support.saved_tensors import saved
 from support.world import RankError, run_world
 from titanlike.config.schema import Checkpoint, Config, Custom, Precision
+from titanlike.device.settings import deterministic
 from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
-from titanlike.parallel.device import deterministic
 from titanlike.training import step
 from titanlike.training.train import train
 

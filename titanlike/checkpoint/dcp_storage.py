@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
-import torch
 import xxhash
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -31,6 +30,7 @@ from titanlike.checkpoint.integrity import (
     delete_checkpoint,
 )
 from titanlike.checkpoint.storage import Storage
+from titanlike.device.accelerator import set_device, started
 
 
 class StorageWriter(FileSystemWriter):
@@ -47,11 +47,11 @@ class StorageWriter(FileSystemWriter):
         self._folder, self._state, self._committed = folder, state, committed
         self._files = _Files(folder)
         self.fs, self.path = self._files, ""
-        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        self._device = started()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if self._device is not None:
-            torch.cuda.set_device(self._device)  # a new thread has device 0
+            set_device(self._device)  # a new thread has device 0
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if is_coordinator:
             # of a killed save, or of a run that restarted from an earlier step

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from titanlike.checkpoint.dcp_metadata import read_metadata
 from titanlike.checkpoint.dcp_storage import StorageReader, TensorsOnly
 from titanlike.checkpoint.storage import Storage
+from titanlike.device.accelerator import rng_states, set_rng_state
 from titanlike.optim.optimizer import StageState
 
 _FLAT = dcp_state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
@@ -99,8 +100,7 @@ def load_run(folder: Storage, stage_states: list[StageState], group: dist.Proces
         )
     read(folder, metadata, tensors, group)
     for name in random:
-        setter = torch.cuda.set_rng_state if name.endswith("cuda") else torch.set_rng_state
-        setter(tensors[name])
+        set_rng_state(name.rpartition(".")[2], tensors[name])
     for stage in stage_states:
         state = dcp_state_dict.get_model_state_dict(stage.stage)
         dcp_state_dict.set_model_state_dict(
@@ -175,7 +175,4 @@ def _optimizer_state(stage: StageState, optimizers: list[torch.optim.Optimizer])
 
 def _rng_states() -> Tensors:
     rank = dist.get_rank()
-    states = {f"rng.{rank}.cpu": torch.get_rng_state()}
-    if torch.cuda.is_initialized():
-        states[f"rng.{rank}.cuda"] = torch.cuda.get_rng_state()
-    return states
+    return {f"rng.{rank}.{kind}": state for kind, state in rng_states().items()}

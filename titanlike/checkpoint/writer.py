@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
@@ -28,6 +27,7 @@ from titanlike.checkpoint.integrity import Manifest, delete_checkpoint
 from titanlike.checkpoint.state_dict import Tensors, error_line
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.schema import Checkpoint
+from titanlike.device.accelerator import can_pin
 from titanlike.metrics import units
 from titanlike.metrics.events import Events
 
@@ -94,7 +94,7 @@ class CheckpointWriter:
             return
         if mode == "async" or self._stager is None:
             self._stager = BlockingAsyncStager()
-            if mode == "async_pinned" and not torch.cuda.is_available():
+            if mode == "async_pinned" and not can_pin():
                 # torch would pin the buffers that it caches, which takes a GPU: give it others
                 self._stager.state_dict_cache = self._stager.stage(tensors)
             self._stager.cache_staged_state_dict = mode == "async_pinned"

@@ -150,7 +150,9 @@ class Config:
     pp: int = key(1, "pipeline-parallel ranks")
     dp: int = key(1, "data-parallel ranks, sharded (FSDP) and replicated together")
     replicate: int = key(1, "replicas among dp: 1 = FSDP, dp = replication, between = HSDP")
-    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto = CUDA with NCCL if there is a GPU")
+    device: Literal["auto", "cpu", "cuda", "xpu"] = key(
+        "auto", "auto = the machine's GPUs (accelerators), the CPU only where there is none"
+    )
     batch_size: int = key(16, "GLOBAL batch, in sequences per optimizer step over all of dp")
     seq_len: int = key(128, "tokens in a sequence")
     steps: int = key(300, "optimizer steps in total")

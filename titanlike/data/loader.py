@@ -35,6 +35,7 @@ from titanlike.data.sources import Batch, Data, PackedSource, Source, SyntheticS
 from titanlike.data.token_file import token_spans
 from titanlike.data.tokenized_corpus import tokenize_corpus
 from titanlike.data.tokenizer import open_tokenizer
+from titanlike.device.accelerator import can_pin
 from titanlike.launch.signals import die_with_parent
 
 _BLOCK = 1024  # samples whose order is computed at once
@@ -68,7 +69,7 @@ def make_loader(
     So the state can be loaded on another dp rank or with another dp, but only with the same
     `data.workers` (torchdata stores a state for each loader process).
     """
-    pinned = config.device != "cpu" and torch.cuda.is_available()
+    pinned = config.device != "cpu" and can_pin()
     with warnings.catch_warnings():  # torchdata 0.11 calls a function that torch 2.13 deprecates
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")
         return StatefulDataLoader(

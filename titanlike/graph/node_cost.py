@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from titanlike.device.accelerator import kept_rng, synchronize
 from titanlike.graph.fused_attention import FusedAttention
 from titanlike.graph.pytree import tree_flatten, tree_map
 from titanlike.graph.recording import DEVICE, Node
@@ -111,14 +112,14 @@ def seconds(node: Node, model: nn.Module, device: torch.device, repeats: int = 5
                 parameter.normal_(0, 0.02)
             for buffer in module.buffers():
                 buffer.fill_(1 if buffer.is_floating_point() else 0)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with kept_rng(device):
         call = Call(node, module, device, lambda tensor: _random(tensor, device))
         times = []
         for _ in range(2 + repeats):
-            _synchronize(device)
+            synchronize(device)
             start = time.perf_counter()
             call.forward_backward()
-            _synchronize(device)
+            synchronize(device)
             times.append(time.perf_counter() - start)
     return statistics.median(times[2:])
 
@@ -195,11 +196,6 @@ def _random(tensor: Tensor, device: torch.device) -> Tensor:
         return values.requires_grad_(tensor.requires_grad)
     full = 1 if tensor.dtype == torch.bool else 0
     return torch.full(tensor.shape, full, dtype=tensor.dtype, device=device)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 class _Results(TorchDispatchMode):

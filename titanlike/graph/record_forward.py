@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import titanlike
+from titanlike.device.accelerator import KINDS
 from titanlike.graph import side_effects
 from titanlike.graph.constant_value import constant_value
 from titanlike.graph.hidden_values import tensors
@@ -42,8 +43,7 @@ _READS_VALUES = ("__bool__", "__int__", "__float__", "__index__", "item", "tolis
 _PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d")
 _DEVICE_PROPERTIES = {  # of a tensor: what the forward sees, from the run's device
     "device": lambda device: device,
-    "is_cpu": lambda device: device.type == "cpu",
-    "is_cuda": lambda device: device.type == "cuda",
+    **{f"is_{kind}": lambda device, kind=kind: device.type == kind for kind in KINDS},
 }
 _MODELS = str(Path(titanlike.__file__).parent / "models")
 _TENSOR_PROPERTIES = ("T", "H", "mT", "mH", "data", "real", "imag")  # properties that give a tensor

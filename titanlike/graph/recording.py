@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from titanlike.device.accelerator import KINDS
 from titanlike.graph.gradient_flow import GradientFlow
 from titanlike.graph.hidden_values import HiddenValues
 from titanlike.graph.pytree import dataclass_fields, is_plain_dataclass, tree_flatten, tree_map
@@ -98,7 +99,7 @@ class RecordingBuilder:
     def add_call(self, node: Node, result: Any, random: bool) -> None:
         """Add a call with its result; raises RecordError under autocast."""
         node.grad_enabled, node.random = torch.is_grad_enabled(), random
-        if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
+        if any(torch.is_autocast_enabled(kind) for kind in KINDS):
             raise RecordError(
                 "its forward turns autocast on between its modules, where stages do not apply it",
                 "precision=bf16, and autocast inside blocks only",

@@ -1,8 +1,8 @@
 """Where metrics are written. A record is a dict of one step, its floats in full precision:
 
-step loss grad_norm lr tokens time tokens_per_second step_seconds memory_bytes, and where known mfu,
-val_loss. `time`: seconds since the epoch, after the step. `tokens` counts from the start of the run,
-batch_size x seq_len a step, padding included.
+step loss grad_norm lr tokens time tokens_per_second step_seconds memory_bytes, and where known
+memory_reserved_bytes, mfu, val_loss. `time`: seconds since the epoch, after the step. `tokens` counts
+from the start of the run, batch_size x seq_len a step, padding included.
 """
 
 from __future__ import annotations

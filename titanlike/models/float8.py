@@ -22,6 +22,7 @@ from torch import nn
 
 from titanlike.config.errors import ConfigError, Problem, nearest
 from titanlike.config.schema import Config, Custom, Float8Precision
+from titanlike.device.accelerator import multiplies_float8
 from titanlike.graph.find_units import find_units
 from titanlike.models.quiet_import import quiet_import
 
@@ -51,7 +52,7 @@ def use_float8(model: nn.Module, config: Config, device: torch.device) -> Float8
         return None
     torchao = _import_torchao()
     chosen = _choose(model, settings)
-    emulated = not _has_float8(device)
+    emulated = not multiplies_float8(device)
     # products over tokens need a multiple of 16 of them: zeros are added, at the price of a copy
     own = isinstance(config.data, Custom) or config.model.name not in _KNOWN
     pad = own or config.seq_len % _MULTIPLE != 0
@@ -79,13 +80,6 @@ def in_bf16(modules: Iterable[nn.Module]) -> Iterator[None]:
             del layer.forward
             if forward is not None:
                 layer.forward = forward
-
-
-def _has_float8(device: torch.device) -> bool:
-    """Whether a device multiplies float8 matrices: NVIDIA's Ada and Hopper, AMD's MI300, and later."""
-    if device.type != "cuda":
-        return False
-    return torch.cuda.get_device_capability(device) >= ((9, 4) if torch.version.hip else (8, 9))
 
 
 def _import_torchao() -> ModuleType:

@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titanlike.config.schema import Config
+from titanlike.device import accelerator
+from titanlike.device.choose import choose_device, claim_device
+from titanlike.device.memory import count_anew, prepare_allocator, return_freed_memory
 from titanlike.launch.worker import Worker
-from titanlike.parallel.device import choose_device, return_freed_memory
 from titanlike.torch_private.process_groups import set_timeout
 
 
@@ -52,18 +54,23 @@ class Mesh:
 def open_mesh(config: Config, worker: Worker) -> Mesh:
     """Join the process group and lay the mesh over it. `close_mesh` undoes it."""
     device, reason = choose_device(config.device, worker.local_rank, worker.local_world_size)
-    cuda = device.type == "cuda"
-    if cuda:
-        torch.cuda.set_device(device)
+    backend = accelerator.own_backend(device) or "gloo"
+    if accelerator.is_accelerator(device):
+        prepare_allocator(device)
+        accelerator.set_device(device)
+        claim_device(config.device, device, worker.rank, worker.store)
+        reason = f"{accelerator.name(device)}, {reason}"
     elif config.dp > config.replicate:
         return_freed_memory()
+    count_anew(device)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        # objects, which are not on the device, are sent by gloo
+        f"cpu:gloo,{device.type}:{backend}" if backend != "gloo" else "gloo",
         store=worker.store if worker.store is not None else dist.HashStore(),
         rank=worker.rank,
         world_size=worker.world_size,
         timeout=timedelta(seconds=config.launch.timeout),
-        device_id=device if cuda else None,
+        device_id=device if accelerator.is_accelerator(device) else None,
     )
     shape = (config.pp, config.replicate, config.dp // config.replicate)
     names = ("pp", "replicate", "shard")
@@ -71,7 +78,7 @@ def open_mesh(config: Config, worker: Worker) -> Mesh:
     for name in names:
         set_timeout(axes.get_group(name), config.launch.timeout)
     pp_rank, replica, shard = (axes.get_local_rank(name) for name in names)
-    backend, dp_rank = "nccl" if cuda else "gloo", replica * shape[2] + shard
+    dp_rank = replica * shape[2] + shard
     return Mesh(axes, device, backend, reason, config.pp, config.dp, pp_rank, dp_rank)
 
 

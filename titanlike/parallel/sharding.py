@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from titanlike.config.schema import Config
+from titanlike.device.accelerator import is_accelerator
 from titanlike.parallel.mesh import Mesh
 
 
@@ -48,7 +49,7 @@ def shard_stage(
     precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     options = {"mesh": mesh.axes[axes], "reshard_after_forward": zero == 3, "mp_policy": precision}
     if config.fsdp.cpu_offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=is_accelerator(mesh.device))
     for group in groups:
         fully_shard([stage.get_submodule(name) for name in group], **options)
     fully_shard(stage, **options)

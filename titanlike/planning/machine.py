@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +10,9 @@ import torch
 
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config
+from titanlike.device.accelerator import count
+from titanlike.device.memory import free_memory, resident_memory
 from titanlike.launch.environment import available_cores
-from titanlike.parallel.device import resident_memory
 
 _LIBRARIES = 64 << 20  # bytes that libraries allocate in a CPU rank once it trains
 
@@ -31,7 +30,7 @@ def find_machine(
 
     started: ranks that torchrun or srun started, or None. Raises ConfigError for more ranks than GPUs.
     """
-    gpus = torch.cuda.device_count() if config.device != "cpu" else 0
+    gpus = count() if config.device != "cpu" else 0
     ranks = ranks or started or gpus or available_cores()
     if gpus and ranks > gpus and started is None and config.sweep.submit is None:
         reason = f"there are {gpus} GPUs on this machine"
@@ -39,18 +38,8 @@ def find_machine(
         raise ConfigError([Problem("hydra.sweeper.ranks", ranks, reason, fix)])
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if started else ranks
     if memory is None:
-        memory = _free_on_gpus() if gpus else _free_on_cpu(here)
+        memory = free_memory() if gpus else _free_on_cpu(here)
     return Machine(ranks, memory)
-
-
-def _free_on_gpus() -> int | None:
-    """On the fullest GPU. Asked in another process: a CUDA context keeps GPU memory."""
-    free = "min(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))"
-    command = [sys.executable, "-c", f"import torch; print({free})"]
-    try:
-        return int(subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=120))
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None
 
 
 def _free_on_cpu(ranks: int) -> int | None:

@@ -15,9 +15,10 @@ from titanlike.config.schema import (
     CrossEntropy,
     FitActivationCheckpoint,
 )
+from titanlike.device.choose import first_device
 from titanlike.launch.environment import available_cores
 from titanlike.metrics import units
-from titanlike.training.draft import Draft, draft, first_device, memory_for_training
+from titanlike.training.draft import Draft, draft, memory_for_training
 
 _SECONDS = 8.0  # of this process; after them no other choice is tried
 
@@ -68,7 +69,7 @@ def _room(config: Config) -> int | None:
     how = config.activation_checkpoint
     if isinstance(how, FitActivationCheckpoint) and how.memory is not None:
         return how.memory
-    if first_device(config).type == "cpu" and config.world_size > available_cores():
+    if first_device(config.device).type == "cpu" and config.world_size > available_cores():
         return None
     return memory_for_training(config)
 

@@ -14,16 +14,18 @@ from itertools import chain
 from statistics import median
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from titanlike.config.schema import Config
 from titanlike.data.loader import batches
 from titanlike.data.sources import Data
+from titanlike.device.accelerator import synchronize
+from titanlike.device.memory import peak_memory, resident_memory
 from titanlike.launch.worker import Worker
 from titanlike.metrics import units
 from titanlike.metrics.console import Console
 from titanlike.metrics.sinks import JsonlSink
-from titanlike.parallel.device import peak_memory, resident_memory
 from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.proof.plain_loops import plain_loop, why_no_plain_loop
 from titanlike.training.build import Run, build
@@ -42,6 +44,7 @@ class _Measured:
     """A loop, and what its steps took on this rank."""
 
     loop: Iterator[Any]
+    device: torch.device
     wall: list[float] = field(default_factory=list)  # seconds
     cpu: list[float] = field(default_factory=list)  # seconds of all threads of this process
 
@@ -50,6 +53,7 @@ class _Measured:
         dist.barrier()  # no rank waits for one that is still in the other loop
         begin, cpu = time.perf_counter(), time.process_time()
         result = next(self.loop)
+        synchronize(self.device)  # the update's kernels belong to this step
         self.cpu.append(time.process_time() - cpu)
         self.wall.append(time.perf_counter() - begin)
         return result
@@ -76,10 +80,10 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
         plan = draft(config, data)
     else:
         run = build(config, mesh, data)
-        plan, ours = run.draft, _Measured(_titanlike_loop(run, config, data, worker))
+        plan, ours = run.draft, _Measured(_titanlike_loop(run, config, data, worker), mesh.device)
     reason = why_no_plain_loop(config, plan)
     if config.bench.loop != "ours" and not reason:
-        plain = _Measured(plain_loop(config, data, plan, mesh))
+        plain = _Measured(plain_loop(config, data, plan, mesh), mesh.device)
     loops = [loop for loop in (ours, plain) if loop is not None]
     if not loops:
         raise ValueError(f"bench.loop=plain: it is written {reason}; write bench.loop=ours")
@@ -89,7 +93,7 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
         for _ in range(1 + WARMUP):
             record = loop.step()
             figures.setdefault("first_step_seconds", time.time() - _start_time(worker))
-        figures.setdefault("memory", (peak_memory(mesh.device), before))
+        figures.setdefault("memory", (peak_memory(mesh.device).allocated, before))
         loop.wall, loop.cpu = [], []
     for pair in range(counted // len(loops)):
         # ours, plain, plain, ours: the second of a pair finds warm caches

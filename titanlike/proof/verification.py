@@ -30,10 +30,10 @@ from torch import nn
 from titanlike.config.schema import Config
 from titanlike.data.loader import batches
 from titanlike.data.sources import Data
+from titanlike.device.choose import choose_device
 from titanlike.launch.worker import Worker, barrier
 from titanlike.metrics.console import Console
 from titanlike.optim.optimizer import gradient_norm
-from titanlike.parallel.device import choose_device
 from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.proof.comparison import Comparison, compare, merge
 from titanlike.proof.reference import (

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.files import atomic_write_text, read_object
 from titanlike.config.schema import AutoSplit, Config, EvenSplit
+from titanlike.device import accelerator
 from titanlike.graph.unit import Unit
 from titanlike.parallel.mesh import Mesh
 from titanlike.pipeline.order import Order
@@ -106,8 +107,7 @@ def measured_times(config: Config, mesh: Mesh, unit_costs: UnitCosts) -> list[in
 
 
 def _read_or_measure(config: Config, device: torch.device, unit_costs: UnitCosts) -> list[int]:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    key = {"device": name, "calls": unit_costs.signature}
+    key = {"device": accelerator.name(device), "calls": unit_costs.signature}
     path = Path(config.run_dir) / TIMES_FILE
     try:
         stored = read_object(path)
@@ -116,7 +116,6 @@ def _read_or_measure(config: Config, device: torch.device, unit_costs: UnitCosts
     except (OSError, ValueError, KeyError, TypeError):
         pass  # missing, or of other calls
     times = unit_costs.nanoseconds(device)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    accelerator.empty_cache()
     atomic_write_text(path, json.dumps({**key, "nanoseconds": times}) + "\n")
     return times

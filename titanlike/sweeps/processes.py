@@ -4,7 +4,7 @@ Each job is a process, as if the user had typed its command: a crash does not af
 One after another they share the terminal; several at a time, each writes to its own output.log, and
 a line says when it begins and ends.
 
-Several share the devices: each job gets as many GPUs as it has ranks (CUDA_VISIBLE_DEVICES), or on
+Several share the devices: each job gets as many GPUs as it has ranks (by the driver's variable, CUDA_VISIBLE_DEVICES for CUDA), or on
 the CPU a share of the threads. A job that needs more than there are runs alone.
 """
 
@@ -227,11 +227,10 @@ def devices(device: str, parallel: int) -> list[str]:
     if parallel == 1:
         return []
     if device != "cpu":
-        import torch
+        from titanlike.device import accelerator  # imports torch
 
-        if torch.cuda.is_available():
-            named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-            return named or [str(index) for index in range(torch.cuda.device_count())]
+        if names := accelerator.visible_names():
+            return names
     return [] if parallel else [f"core {index}" for index in range(available_cores())]
 
 
@@ -240,7 +239,9 @@ def _environment(command: Command, taken: list[str], parallel: int, total: int) 
     if parallel == 1:
         return env
     if taken and not taken[0].startswith("core "):
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(taken)
+        from titanlike.device.accelerator import visible_variable
+
+        env[visible_variable()] = ",".join(taken)
         at_once = max(1, total // command.ranks)
     else:
         at_once = parallel or max(1, total // command.ranks)

@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from titanlike.config import schema
@@ -20,6 +19,8 @@ from titanlike.config.schema import Config, Custom
 from titanlike.data.errors import DataError, data_problem
 from titanlike.data.example_batch import example_batch, field_problems
 from titanlike.data.sources import Data
+from titanlike.device.choose import choose_device, first_device
+from titanlike.device.memory import total_memory
 from titanlike.graph.cut import StageGraph, cut
 from titanlike.graph.model_graph import Fields, ModelGraph, fields_of
 from titanlike.graph.recording import RecordError
@@ -31,7 +32,6 @@ from titanlike.optim.chunked_loss import HeadNested, find_head, with_chunked_los
 from titanlike.optim.loss import Loss, build_loss, check_loss, trained_outputs
 from titanlike.parallel.batchnorm import freeze_statistics
 from titanlike.parallel.compiled_blocks import compiler_problem
-from titanlike.parallel.device import choose_device, total_memory
 from titanlike.parallel.sharding import compute_dtype
 from titanlike.pipeline import from_config
 from titanlike.pipeline.order import Order
@@ -115,7 +115,7 @@ def draft(
     resolved = resolve_model(config)
     model = build_model(resolved)
     order, why_microbatches = _choose_order(config, model)
-    float8 = use_float8(model, config, first_device(config))
+    float8 = use_float8(model, config, first_device(config.device))
     zero, why_zero = _choose_zero(config, order.splits_backward)
     model_graph, targets = _record_model(config, resolved, model, data, order.microbatches)
     found = _cut_stages(config, model_graph, targets, order, zero, measure_times)
@@ -162,10 +162,10 @@ def preflight(config: Config, drafted: Callable[[Draft], object] = lambda _: Non
     """
     problems = []
     try:
-        choose_device(config.device, 0, _local_ranks(config))
-    except ValueError as error:
-        problems.append(Problem.parse("device", str(error)))
-    if config.compile and (problem := compiler_problem(first_device(config))):
+        choose_device(config.device, 0, _local_ranks(config), one_each=_started_outside())
+    except ConfigError as error:
+        problems += error.problems
+    if config.compile and (problem := compiler_problem(first_device(config.device))):
         problems.append(problem)
     problems += own.problems(config)
     try:  # before the model, whose problems would hide it
@@ -185,21 +185,20 @@ def preflight(config: Config, drafted: Callable[[Draft], object] = lambda _: Non
 
 def _local_ranks(config: Config) -> int:
     """Ranks on this machine: of torchrun or srun, or all of them in the launcher's own process."""
-    external = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if external else config.world_size
+    if _started_outside():
+        return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return config.world_size
 
 
-def first_device(config: Config) -> torch.device:
-    """The first local rank's; a CPU where there is no GPU, which preflight reports."""
-    wanted = "cpu" if config.device == "cpu" else "auto"
-    return choose_device(wanted, 0, _local_ranks(config))[0]
+def _started_outside() -> bool:
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def memory_for_training(config: Config) -> int | None:
     """Bytes that training may take on a device, where that is not said: what it has, less 8% for
     what the allocator loses and what communication takes."""
     ranks = _local_ranks(config)
-    total = total_memory(first_device(config), ranks)
+    total = total_memory(first_device(config.device), ranks)
     return None if total is None else int(0.92 * total)
 
 
@@ -274,7 +273,7 @@ def _record(
     traced = isinstance(config.split, schema.TraceSplit)
     key = "model.name"
     buffers = functools.cache(lambda: constructed_buffers(resolved, config.seed))
-    options = {"traced": traced, "device": first_device(config).type, "buffers": buffers}
+    options = {"traced": traced, "device": first_device(config.device).type, "buffers": buffers}
     try:
         graph = ModelGraph(model, fields, microbatch_size, points, **options)
         while chunked and (nested := _chunk_loss(graph, build_loss(config.loss))):

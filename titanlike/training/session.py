@@ -15,6 +15,7 @@ from titanlike.config.write import write_config
 from titanlike.data.errors import DataError, data_problem
 from titanlike.data.loader import open_data
 from titanlike.data.sources import Data
+from titanlike.device.settings import deterministic, matmul_precision
 from titanlike.launch.failures import clear_failures
 from titanlike.launch.run_dir_owner import Owner, held
 from titanlike.launch.signals import Interrupted
@@ -26,7 +27,6 @@ from titanlike.metrics.events import Events
 from titanlike.metrics.run_files import RunFiles
 from titanlike.metrics.sinks import Sink, open_sinks
 from titanlike.metrics.starts import log_start
-from titanlike.parallel.device import deterministic, matmul_precision
 from titanlike.parallel.mesh import open_mesh
 from titanlike.training.build import Run, build
 from titanlike.training.guard import Guard

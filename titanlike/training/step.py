@@ -12,11 +12,13 @@ from torch import Tensor
 from titanlike.config.schema import Config
 from titanlike.data.loader import validation_batches
 from titanlike.data.sources import Batch, Data
+from titanlike.device.accelerator import is_accelerator, synchronize
+from titanlike.device.memory import peak_memory
+from titanlike.device.peaks import peak_flops
 from titanlike.launch.worker import Worker
 from titanlike.models.documents import with_host_copy
 from titanlike.optim.learning_rate import learning_rate, set_lr
 from titanlike.optim.optimizer import clip_gradients, gradient_norm
-from titanlike.parallel.device import peak_flops, peak_memory
 from titanlike.parallel.mesh import Mesh
 from titanlike.parallel.sharding import compute_dtype
 from titanlike.training.build import Run
@@ -77,7 +79,7 @@ def to_device(batch: Batch, mesh: Mesh, config: Config) -> Batch:
     """A batch on this rank's device, the model's floating-point inputs in the compute dtype."""
     dtype = compute_dtype(config)
     moved = {name: value.to(mesh.device, non_blocking=True) for name, value in batch.items()}
-    if mesh.device.type == "cuda" and "document_ids" in moved:  # attention asks how many there are
+    if is_accelerator(mesh.device) and "document_ids" in moved:  # attention asks how many there are
         with_host_copy(moved["document_ids"], batch["document_ids"])
     for name, value in moved.items():
         if value.is_floating_point() and name != "targets":
@@ -99,15 +101,15 @@ def measured_step(
     begin = time.perf_counter()
     record, verdict = train_step(run, config, step, next(stream), guard)
     mesh = run.mesh
-    if mesh.device.type == "cuda":
-        torch.cuda.synchronize()  # the update's kernels belong to this step
-    seconds, memory = time.perf_counter() - begin, peak_memory(mesh.device)
+    synchronize(mesh.device)  # the update's kernels belong to this step
+    seconds, peak = time.perf_counter() - begin, peak_memory(mesh.device)
+    memory, reserved = peak.allocated, peak.reserved or 0
     stop_code = worker.stop_request.code(config.max_time)
     graphs = run.compiled.new_graphs() if run.compiled else 0
     if mesh.world_size > 1:  # all in one message
-        mine = [seconds, memory, stop_code, graphs]
+        mine = [seconds, memory, reserved, stop_code, graphs]
         mine = torch.tensor(mine, dtype=torch.float64, device=mesh.device)
-        seconds, memory, stop_code, graphs = mesh.max(mine).tolist()
+        seconds, memory, reserved, stop_code, graphs = mesh.max(mine).tolist()
     speed = config.batch_size * config.seq_len / seconds
     record |= {
         "time": time.time(),
@@ -115,7 +117,9 @@ def measured_step(
         "step_seconds": seconds,
         "memory_bytes": int(memory),
     }
-    peak = peak_flops(mesh.device, config.precision.name)
-    if peak is not None and run.draft.flops_per_token is not None:
-        record["mfu"] = speed * run.draft.flops_per_token / (peak * mesh.world_size)
+    if peak.reserved is not None:
+        record["memory_reserved_bytes"] = int(reserved)
+    flops = peak_flops(mesh.device, config.precision.name)
+    if flops is not None and run.draft.flops_per_token is not None:
+        record["mfu"] = speed * run.draft.flops_per_token / (flops * mesh.world_size)
     return StepResult(record, verdict, int(stop_code), int(graphs))

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from titanlike.device.accelerator import kept_rng
 from titanlike.parallel.initialize import seeded
 from titanlike.training.build import Run
 
@@ -26,9 +27,8 @@ def unchanged(run: Run, seed: int) -> Iterator[None]:
         {name: (b, None if b is None else b.clone()) for name, b in module._buffers.items()}
         for module in modules
     ]
-    devices = [run.mesh.device] if run.mesh.device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices), seeded(seed):
+        with kept_rng(run.mesh.device), seeded(seed):
             yield
     finally:
         for module, values in zip(modules, plain, strict=True):

@@ -1,0 +1,158 @@
+"""A GPU is never silently left unused, and never used by two ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from support.models import tiny
+from support.stand_in_gpus import driver, gpus
+from support.world import run_world
+from titanlike.config.errors import ConfigError
+from titanlike.config.schema import Config, FitActivationCheckpoint
+from titanlike.device import accelerator
+from titanlike.device.accelerator import own_backend
+from titanlike.device.choose import choose_device, claim_device, first_device
+from titanlike.device.memory import total_memory
+from titanlike.launch.worker import Worker
+from titanlike.training.draft import preflight
+
+Patch = pytest.MonkeyPatch
+
+
+@pytest.mark.parametrize("kind,backend", [("cuda", "nccl"), ("xpu", "xccl")])
+def test_each_rank_of_a_machine_has_the_gpu_of_its_number(
+    kind: str, backend: str, monkeypatch: Patch
+) -> None:
+    gpus(monkeypatch, 8, kind)
+    assert choose_device("auto", 3, 8) == (torch.device(kind, 3), "8 GPUs found")
+    assert choose_device(kind, 0, 2) == (torch.device(kind, 0), "asked for")
+    assert choose_device("cpu", 3, 8) == (torch.device("cpu"), "asked for")
+    assert own_backend(torch.device(kind)) == backend
+
+
+def test_a_rank_that_sees_one_gpu_uses_it(monkeypatch: Patch) -> None:
+    """As srun --gpus-per-task=1 shows each of 8 ranks its own, which all are number 0."""
+    gpus(monkeypatch, 1)
+    for wanted in ("auto", "cuda"):
+        device, why = choose_device(wanted, 5, 8)
+        assert device == torch.device("cuda", 0) and why == "the one GPU that this rank sees"
+
+
+@pytest.mark.parametrize("wanted", ["auto", "cuda"])
+def test_fewer_gpus_than_ranks_are_an_error(wanted: str, monkeypatch: Patch) -> None:
+    gpus(monkeypatch, 2)
+    with pytest.raises(ConfigError) as raised:
+        choose_device(wanted, 0, 4)
+    assert str(raised.value) == (
+        f"device={wanted}: 2 GPUs for 4 ranks on this machine; write device=cpu to train on the CPU, "
+        "or start at most 2 ranks on this machine"
+    )
+
+
+def test_one_gpu_for_the_ranks_that_this_command_starts_is_an_error_before_they_start(
+    monkeypatch: Patch,
+) -> None:
+    gpus(monkeypatch, 1)
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    (problem,) = preflight(tiny(2, 1, device="auto"))
+    assert problem.key == "device" and "1 GPU for 2 ranks" in problem.reason
+    assert problem.fix.startswith("device=cpu") and "at most 1 rank" in problem.fix
+    assert not preflight(tiny(2, 1, device="cpu"))
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # started by srun: each may see another one
+        monkeypatch.setenv(name, "2")
+    assert not preflight(tiny(2, 1, device="auto"))
+
+
+def test_without_a_gpu_auto_is_the_cpu_and_a_gpu_that_is_asked_for_an_error(
+    monkeypatch: Patch,
+) -> None:
+    gpus(monkeypatch, 0)
+    assert choose_device("auto", 0, 4) == (torch.device("cpu"), "no GPU found")
+    with pytest.raises(ConfigError, match="device=cuda: no GPU is visible .*write device=auto"):
+        choose_device("cuda", 0, 1)
+    with pytest.raises(
+        ConfigError, match="device=xpu: torch .* is built for cuda; write device=auto"
+    ):
+        choose_device("xpu", 0, 1)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: None)
+    with pytest.raises(ConfigError, match="is built for no accelerator"):
+        choose_device("cuda", 0, 1)
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_gpus_that_this_torch_cannot_use_are_an_error(
+    built: bool, monkeypatch: Patch, tmp_path: Path
+) -> None:
+    """A torch for CPUs on a GPU node, or one that is too new for the node's driver."""
+    driver(monkeypatch, tmp_path, 8)
+    if built:
+        gpus(monkeypatch, 0)
+    else:
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: None)
+    why = "whose CUDA needs another driver" if built else "which is built without CUDA"
+    with pytest.raises(ConfigError, match=f"8 GPUs on this machine cannot be used .*{why}"):
+        choose_device("auto", 0, 1)
+    assert choose_device("cpu", 0, 1)[0].type == "cpu"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the user hides them
+    assert choose_device("auto", 0, 1)[0].type == "cpu"
+
+
+def test_an_accelerator_without_a_backend_of_its_own_is_not_chosen(monkeypatch: Patch) -> None:
+    """MPS: gloo does not reach its tensors."""
+    gpus(monkeypatch, 1, "mps")
+    assert choose_device("auto", 0, 1)[0] == first_device("auto") == torch.device("cpu")
+
+
+def claim(_: Config, worker: Worker, uuids: list[str]) -> str:
+    properties = SimpleNamespace(uuid=uuids[worker.rank])
+    torch.get_device_module = lambda *_: SimpleNamespace(
+        get_device_properties=lambda device: properties,
+        get_device_name=lambda device: "NVIDIA H100 80GB HBM3",
+    )
+    try:
+        claim_device("auto", torch.device("cuda", 0), worker.rank, worker.store)
+        claim_device("auto", torch.device("cuda", 0), worker.rank, worker.store)  # it is its own
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_two_ranks_with_the_same_gpu_are_named(tmp_path: Path) -> None:
+    assert run_world(claim, tiny(2), tmp_path / "own", ["a", "b"]) == ["", ""]
+    said = run_world(claim, tiny(3, batch_size=12), tmp_path / "shared", ["a", "b", "a"])
+    assert not said[1] and sorted(map(bool, said)) == [False, False, True]
+    (error,) = filter(None, said)
+    assert error.startswith(
+        "device=auto: ranks 0 and 2 have the same GPU, NVIDIA H100 80GB HBM3 a;"
+    )
+    assert "srun --gpus-per-task=1" in error and "device=cpu" in error
+
+
+class NotStarted:
+    """In place of torch.cuda: only what does not initialize CUDA."""
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"torch.cuda.{name} initializes CUDA")
+
+
+def test_the_checks_before_a_start_do_not_initialize_cuda(
+    monkeypatch: Patch, tmp_path: Path
+) -> None:
+    gpus(monkeypatch, 2, module=NotStarted())
+    driver(monkeypatch, tmp_path, 2)
+    for name in ("set_device_index", "get_memory_info", "memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.accelerator, name, NotStarted().__getattr__)
+    decided = []
+    config = tiny(2, device="auto", activation_checkpoint=FitActivationCheckpoint())
+    assert not preflight(config, decided.append) and decided
+    assert total_memory(torch.device("cuda", 0), 2) == 80 << 30  # as NVML says
+    assert accelerator.multiplies_float8(torch.device("cuda", 0))

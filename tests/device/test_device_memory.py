@@ -1,0 +1,93 @@
+"""Memory that a run reports, and that its allocator takes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.models import tiny
+from support.stand_in_gpus import gpus
+from support.world import run_world
+from titanlike.config.schema import Config
+from titanlike.device import memory
+from titanlike.device.memory import PeakMemory, count_anew, peak_memory, prepare_allocator
+from titanlike.launch.worker import Worker
+from titanlike.metrics.sinks import read_jsonl
+from titanlike.training.train import train
+
+GIB = 2**30
+
+
+def train_after_a_larger_job(config: Config, worker: Worker) -> int:
+    larger = b"1" * GIB
+    assert peak_memory(torch.device("cpu")).allocated > len(larger)
+    del larger
+    train(config, worker)
+    return peak_memory(torch.device("cpu")).allocated
+
+
+def test_a_jobs_peak_is_its_own_not_that_of_a_job_before_it_in_the_process(tmp_path: Path) -> None:
+    """As of a sweep whose jobs share a process."""
+    (peak,) = run_world(train_after_a_larger_job, tiny(steps=2), tmp_path)
+    assert peak < GIB
+    assert all(record["memory_bytes"] < GIB for record in read_jsonl(tmp_path / "metrics.jsonl"))
+
+
+def test_what_an_earlier_job_left_on_a_gpu_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    gpus(monkeypatch, 1, module=type("Started", (), {"is_initialized": lambda self: True})())
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda device: 7)
+    monkeypatch.setattr(memory.gc, "collect", lambda: calls.append("collect"))
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: calls.append("empty"))
+    monkeypatch.setattr(
+        torch.accelerator, "reset_peak_memory_stats", lambda device: calls.append("reset")
+    )
+    count_anew(torch.device("cuda", 0))
+    assert calls == ["collect", "empty", "reset"]
+
+
+def train_as_on_gpus(config: Config, worker: Worker) -> None:
+    from titanlike.training import step
+
+    step.peak_memory = lambda device: PeakMemory(100 + worker.rank, 300 - worker.rank)
+    train(config, worker)
+
+
+def test_memory_that_the_allocator_holds_is_reported_beside_what_tensors_take(
+    tmp_path: Path,
+) -> None:
+    run_world(train_as_on_gpus, tiny(2, steps=2), tmp_path / "gpus")
+    for record in read_jsonl(tmp_path / "gpus" / "metrics.jsonl"):  # of the fullest rank each
+        assert (record["memory_bytes"], record["memory_reserved_bytes"]) == (101, 300)
+
+
+@pytest.mark.parametrize(
+    "device,users,cuda,called",
+    [
+        ("cuda", None, "13.0", True),
+        ("cuda", "PYTORCH_ALLOC_CONF", "13.0", False),
+        ("cuda", "PYTORCH_CUDA_ALLOC_CONF", "13.0", False),  # as it was named
+        ("cuda", None, None, False),  # ROCm
+        ("cpu", None, "13.0", False),
+    ],
+)
+def test_cudas_segments_grow_unless_the_user_has_settings_of_their_own(
+    device: str,
+    users: str | None,
+    cuda: str | None,
+    called: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", seen.append)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    for name in [name for name in os.environ if name.endswith("_ALLOC_CONF")]:
+        monkeypatch.delenv(name)
+    if users:
+        monkeypatch.setenv(users, "max_split_size_mb:512")
+    prepare_allocator(torch.device(device))
+    assert seen == (["expandable_segments:True"] if called else [])

@@ -1,0 +1,96 @@
+"""NVIDIA's GPUs as the driver's management library (NVML) lists them, also where torch is built
+without CUDA. It starts no CUDA: a CUDA context takes GPU memory, and forks of its process break."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_LIBRARY = "libnvidia-ml.so.1"
+_UUID = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE
+
+
+@dataclass(frozen=True)
+class Gpu:
+    total: int  # bytes
+    free: int
+    capability: tuple[int, int]  # compute capability: (9, 0) is Hopper
+
+
+class _Memory(ctypes.Structure):
+    """nvmlMemory_t"""
+
+    _fields_ = [(field, ctypes.c_ulonglong) for field in ("total", "free", "used")]
+
+
+class _Failed(Exception):
+    pass
+
+
+def visible_gpus() -> list[Gpu]:
+    """The GPUs that CUDA would show to this process; empty without NVML or without a GPU."""
+    try:
+        library = ctypes.CDLL(_LIBRARY)
+    except OSError:
+        return []
+    try:
+        _call(library.nvmlInit_v2)
+    except (_Failed, AttributeError):
+        return []
+    try:
+        return [_describe(library, handle) for handle in _visible(library)]
+    except (_Failed, AttributeError):
+        return []
+    finally:
+        library.nvmlShutdown()
+
+
+def _visible(library: ctypes.CDLL) -> list[ctypes.c_void_p]:
+    """Handles by CUDA_VISIBLE_DEVICES: numbers, UUIDs or their beginnings, UUIDs of MIG; as in CUDA
+    the first that does not exist ends the list."""
+    number = ctypes.c_uint()
+    _call(library.nvmlDeviceGetCount_v2, ctypes.byref(number))
+    handles = []
+    for index in range(number.value):
+        handle = ctypes.c_void_p()
+        _call(library.nvmlDeviceGetHandleByIndex_v2, index, ctypes.byref(handle))
+        handles.append(handle)
+    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if wanted is None:
+        return handles
+    found = []
+    for entry in map(str.strip, wanted.split(",")):
+        if entry.isdecimal():
+            matches = handles[int(entry) : int(entry) + 1]
+        elif entry.startswith("MIG-"):
+            handle = ctypes.c_void_p()
+            _call(library.nvmlDeviceGetHandleByUUID, entry.encode(), ctypes.byref(handle))
+            matches = [handle]
+        else:
+            matches = [h for h in handles if entry and _uuid(library, h).startswith(entry)]
+        if len(matches) != 1:
+            break
+        found += matches
+    return found
+
+
+def _uuid(library: ctypes.CDLL, handle: ctypes.c_void_p) -> str:
+    text = ctypes.create_string_buffer(_UUID)
+    _call(library.nvmlDeviceGetUUID, handle, text, _UUID)
+    return text.value.decode()
+
+
+def _describe(library: ctypes.CDLL, handle: ctypes.c_void_p) -> Gpu:
+    memory = _Memory()
+    _call(library.nvmlDeviceGetMemoryInfo, handle, ctypes.byref(memory))
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    capability = ctypes.byref(major), ctypes.byref(minor)
+    _call(library.nvmlDeviceGetCudaComputeCapability, handle, *capability)
+    return Gpu(memory.total, memory.free, (major.value, minor.value))
+
+
+def _call(function: Callable[..., int], *arguments: object) -> None:
+    if function(*arguments) != 0:  # NVML_SUCCESS
+        raise _Failed
