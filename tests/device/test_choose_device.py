@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+from support.commands import TINY
 from support.models import tiny
+from support.paths import ROOT
 from support.stand_in_gpus import driver, gpus
 from support.world import run_world
 from titanlike.config.errors import ConfigError
 from titanlike.config.schema import Config, FitActivationCheckpoint
 from titanlike.device import accelerator
 from titanlike.device.accelerator import own_backend
-from titanlike.device.choose import choose_device, claim_device, first_device
+from titanlike.device.choose import choose_device, claim_device, first_device, start_device
 from titanlike.device.memory import total_memory
 from titanlike.launch.worker import Worker
 from titanlike.training.draft import preflight
@@ -134,6 +138,21 @@ def test_two_ranks_with_the_same_gpu_are_named(tmp_path: Path) -> None:
     assert "srun --gpus-per-task=1" in error and "device=cpu" in error
 
 
+def test_a_gpu_that_does_not_start_is_named_with_the_drivers_reason(monkeypatch: Patch) -> None:
+    def busy(index: int) -> None:
+        raise RuntimeError(
+            "CUDA error: all CUDA-capable devices are busy\nCUDA kernel errors might"
+        )
+
+    monkeypatch.setattr(torch.accelerator, "set_device_index", busy)
+    with pytest.raises(ConfigError) as raised:
+        start_device("auto", torch.device("cuda", 3))
+    assert str(raised.value) == (
+        "device=auto: cuda:3 cannot be started: CUDA error: all CUDA-capable devices are busy; "
+        "write device=cpu to train on the CPU"
+    )
+
+
 class NotStarted:
     """In place of torch.cuda: only what does not initialize CUDA."""
 
@@ -156,3 +175,25 @@ def test_the_checks_before_a_start_do_not_initialize_cuda(
     assert not preflight(config, decided.append) and decided
     assert total_memory(torch.device("cuda", 0), 2) == 80 << 30  # as NVML says
     assert accelerator.multiplies_float8(torch.device("cuda", 0))
+
+
+def test_a_command_on_a_machine_with_gpus_uses_them_or_says_why_not(
+    monkeypatch: Patch, tmp_path: Path
+) -> None:
+    """The whole command beside a driver library that lists 2 GPUs, and no driver: where torch is
+    built with CUDA the check passes, as it would not if it initialized CUDA."""
+    driver(monkeypatch, tmp_path, 2)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    words = [*TINY, "pp=2", "data=synthetic", f"run_dir={tmp_path}/run", "--check"]
+    checked = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *words],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    if torch.version.cuda:
+        assert checked.returncode == 0, checked.stderr
+    else:
+        assert checked.returncode == 2
+        assert "device=auto: 2 GPUs on this machine cannot be used by torch" in checked.stderr
+        assert "write device=cpu to train on the CPU" in checked.stderr

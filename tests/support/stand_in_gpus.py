@@ -16,6 +16,7 @@ _NVML = r"""
 typedef struct { unsigned long long total, free, used; } Memory;
 static int gpus(void) { const char *n = getenv("STAND_IN_GPUS"); return n ? atoi(n) : 0; }
 int nvmlInit_v2(void) { return gpus() < 0 ? 9 : 0; } /* NVML_ERROR_DRIVER_NOT_LOADED */
+int nvmlInit(void) { return nvmlInit_v2(); } /* as torch calls it */
 int nvmlShutdown(void) { return 0; }
 int nvmlDeviceGetCount_v2(unsigned *count) { *count = gpus(); return 0; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) {

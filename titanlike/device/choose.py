@@ -57,6 +57,15 @@ def first_device(wanted: str) -> torch.device:
     return torch.device(kind, 0)
 
 
+def start_device(wanted: str, device: torch.device) -> None:
+    """Initialize this rank's device. Raises ConfigError with the driver's reason why it cannot."""
+    try:
+        accelerator.set_device(device)
+    except RuntimeError as error:
+        said = str(error).splitlines()[0]
+        raise _problem(wanted, f"{device} cannot be started: {said}", _CPU) from error
+
+
 def claim_device(wanted: str, device: torch.device, rank: int, store: Store | None) -> None:
     """Raises ConfigError where another rank of the job has the same physical GPU.
 

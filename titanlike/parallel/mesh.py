@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titanlike.config.schema import Config
 from titanlike.device import accelerator
-from titanlike.device.choose import choose_device, claim_device
+from titanlike.device.choose import choose_device, claim_device, start_device
 from titanlike.device.memory import count_anew, prepare_allocator, return_freed_memory
 from titanlike.launch.worker import Worker
 from titanlike.torch_private.process_groups import set_timeout
@@ -57,7 +57,7 @@ def open_mesh(config: Config, worker: Worker) -> Mesh:
     backend = accelerator.own_backend(device) or "gloo"
     if accelerator.is_accelerator(device):
         prepare_allocator(device)
-        accelerator.set_device(device)
+        start_device(config.device, device)
         claim_device(config.device, device, worker.rank, worker.store)
         reason = f"{accelerator.name(device)}, {reason}"
     elif config.dp > config.replicate:
