@@ -35,7 +35,6 @@ from titanlike.data.sources import Batch, Data, PackedSource, Source, SyntheticS
 from titanlike.data.token_file import token_spans
 from titanlike.data.tokenized_corpus import tokenize_corpus
 from titanlike.data.tokenizer import open_tokenizer
-from titanlike.device.accelerator import can_pin
 from titanlike.launch.signals import die_with_parent
 
 _BLOCK = 1024  # samples whose order is computed at once
@@ -69,7 +68,6 @@ def make_loader(
     So the state can be loaded on another dp rank or with another dp, but only with the same
     `data.workers` (torchdata stores a state for each loader process).
     """
-    pinned = config.device != "cpu" and can_pin()
     with warnings.catch_warnings():  # torchdata 0.11 calls a function that torch 2.13 deprecates
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")
         return StatefulDataLoader(
@@ -77,7 +75,6 @@ def make_loader(
             batch_sampler=_batch_sampler(source, config, dp_rank, start_step),
             collate_fn=_collate(source),
             num_workers=loader_workers(config),
-            pin_memory=pinned,
             worker_init_fn=_init_worker,
             # The loader draws a number when it starts: not from the generator of dropout.
             generator=torch.Generator(),
@@ -89,8 +86,8 @@ def batches(
 ) -> Iterator[Batch]:
     """The training batches of a dp rank from `start_step`, endless.
 
-    Each is dict(inputs=[B, T], targets=[B, T]), int64, on the CPU (pinned where a GPU is used), with
-    the other fields of the source's samples.
+    Each is dict(inputs=[B, T], targets=[B, T]), int64, on the CPU, with the other fields
+    of the source's samples.
     """
     return iter(make_loader(source, config, dp_rank=dp_rank, start_step=start_step))
 

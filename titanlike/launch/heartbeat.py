@@ -22,6 +22,8 @@ from titanlike.launch.rank_log import log_path
 _FRAMES = 6  # of a stale rank's stack, innermost
 _COMPUTING = ("/distributed/checkpoint/", "/distributed/tensor/")  # these do not wait for ranks
 _JOIN_TIMEOUT = 2.0  # seconds to write the last beat
+_WAITS_FOR_DATA = "titanlike/data/ahead.py"  # the innermost frame of a thread that waits for it
+DATA_THREAD = "data"  # name of the thread that makes the next batch, see data/ahead.py
 
 
 @dataclass(frozen=True)
@@ -106,10 +108,15 @@ class Heartbeat:
 
 
 def innermost_frames(thread: int) -> tuple[str, str, bool]:
-    """`Beat.frames`, `Beat.at` and `Beat.waits` of a thread of this process."""
-    frame: FrameType | None = sys._current_frames().get(thread)
+    """`Beat.frames`, `Beat.at` and `Beat.waits` of a thread of this process; where it waits for the
+    next batch, of the thread that makes it."""
+    running = sys._current_frames()
+    frame: FrameType | None = running.get(thread)
     if frame is None:
         return "", "", False
+    if frame.f_code.co_filename.endswith(_WAITS_FOR_DATA):
+        data = (other.ident for other in threading.enumerate() if other.name == DATA_THREAD)
+        frame = next((running[ident] for ident in data if ident in running), frame)
     stack = traceback.StackSummary.extract(traceback.walk_stack(frame), limit=_FRAMES)
     inner = stack[0]
     at = f"{Path(inner.filename).name}:{inner.lineno} in {inner.name}"

@@ -88,6 +88,17 @@ class Pipeline:
         self._tied.add_gradients()
         return loss, count
 
+    def used_fields(self) -> set[str]:
+        """Fields of a batch whose values this rank's stages read, for batches as in the draft."""
+        used = set()
+        for index in self._stages:
+            used |= {"inputs"} if index == 0 else set()
+            used |= {"targets"} if index == self._order.stages - 1 else set()
+            for training in (True, False):
+                graphs = self._model_graph.graphs(self._model_graph.fields, training)
+                used |= graphs[index].fields
+        return used
+
     def drop_unreached(self) -> None:
         """Drop the gradients of parameters that the last `train` reached on no rank, so that an
         optimizer leaves them alone. Waits for a GPU, so after other numbers of the step are read."""
@@ -152,9 +163,11 @@ class Pipeline:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(loss, its count, missing gradients) over all ranks."""
         mesh = self._mesh
-        count = self._terms(batch).float()
+        # counted where the last stage is: the other ranks of a pipeline need no targets
+        last = self._order.stages - 1 in self._stages
+        count = self._terms(batch).float() if last else torch.zeros((), device=mesh.device)
         if mesh.world_size > 1:
-            count = mesh.sum(count) / mesh.pp  # the ranks of one pipeline hold the same batch
+            count = mesh.sum(count)
         # FSDP averages gradients over dp: dp times each rank's share makes of the average a sum
         self._loss.scale = mesh.dp / count
         with self._computing():

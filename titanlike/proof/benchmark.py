@@ -31,6 +31,7 @@ from titanlike.proof.plain_loops import plain_loop, why_no_plain_loop
 from titanlike.training.build import Run, build
 from titanlike.training.compiling import compile_blocks
 from titanlike.training.draft import draft
+from titanlike.training.feed import batches_for
 from titanlike.training.guard import Guard
 from titanlike.training.session import open_data_on_every_rank
 from titanlike.training.step import measured_step
@@ -141,7 +142,7 @@ def _titanlike_loop(
     run: Run, config: Config, data: Data, worker: Worker
 ) -> Iterator[dict[str, Any]]:
     """Records of training steps, as `train` makes them."""
-    stream = batches(data.train, config, dp_rank=run.mesh.dp_rank)
+    stream = batches_for(run, config, batches(data.train, config, dp_rank=run.mesh.dp_rank))
     if run.compiled:
         first = next(stream)
         compile_blocks(run, config, first, worker)

@@ -12,6 +12,7 @@ import torch
 from titanlike.data.loader import batches
 from titanlike.data.sources import Batch
 from titanlike.training.compiling import compile_blocks
+from titanlike.training.feed import batches_for
 from titanlike.training.guard import BadNumbers, Verdict
 from titanlike.training.mixing import refuse_mixed_samples
 from titanlike.training.session import Session, last_step
@@ -90,7 +91,8 @@ def _compile(s: Session, stream: Iterator[Batch]) -> Iterator[Batch]:
 def batches_from(s: Session) -> Iterator[Batch]:
     """This dp rank's batches after `s.progress`: the position in the data is a function of the step."""
     start = s.progress.step + s.progress.left_out
-    return batches(s.data.train, s.config, dp_rank=s.run.mesh.dp_rank, start_step=start)
+    stream = batches(s.data.train, s.config, dp_rank=s.run.mesh.dp_rank, start_step=start)
+    return batches_for(s.run, s.config, stream)
 
 
 def roll_back(s: Session, verdict: Verdict, rollbacks: list[int]) -> None:

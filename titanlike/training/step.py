@@ -12,16 +12,14 @@ from torch import Tensor
 from titanlike.config.schema import Config
 from titanlike.data.loader import validation_batches
 from titanlike.data.sources import Batch, Data
-from titanlike.device.accelerator import is_accelerator, synchronize
+from titanlike.device.accelerator import synchronize
 from titanlike.device.memory import peak_memory
 from titanlike.device.peaks import peak_flops
 from titanlike.launch.worker import Worker
-from titanlike.models.documents import with_host_copy
 from titanlike.optim.learning_rate import learning_rate, set_lr
 from titanlike.optim.optimizer import clip_gradients, gradient_norm
-from titanlike.parallel.mesh import Mesh
-from titanlike.parallel.sharding import compute_dtype
 from titanlike.training.build import Run
+from titanlike.training.feed import batches_for, to_device
 from titanlike.training.guard import Guard, Verdict
 
 
@@ -66,25 +64,14 @@ def validate(
     run.train_mode(False)
     total = torch.zeros(2, dtype=torch.float64)  # summed loss, tokens
     stopped = False
-    for batch in validation_batches(data.validation, config, dp_rank=run.mesh.dp_rank):
+    batches = validation_batches(data.validation, config, dp_rank=run.mesh.dp_rank)
+    for batch in batches_for(run, config, batches):
         if stopped := should_stop is not None and bool(should_stop()):
             break
         loss, tokens = run.pipeline.evaluate(to_device(batch, run.mesh, config))
         total += torch.tensor([loss.item() * tokens.item(), tokens.item()])
     run.train_mode(True)
     return None if stopped else (total[0] / total[1]).item()
-
-
-def to_device(batch: Batch, mesh: Mesh, config: Config) -> Batch:
-    """A batch on this rank's device, the model's floating-point inputs in the compute dtype."""
-    dtype = compute_dtype(config)
-    moved = {name: value.to(mesh.device, non_blocking=True) for name, value in batch.items()}
-    if is_accelerator(mesh.device) and "document_ids" in moved:  # attention asks how many there are
-        with_host_copy(moved["document_ids"], batch["document_ids"])
-    for name, value in moved.items():
-        if value.is_floating_point() and name != "targets":
-            moved[name] = value.to(dtype)
-    return moved
 
 
 class StepResult(NamedTuple):

@@ -1,0 +1,126 @@
+"""Batches on a rank's device: the fields that its stages use, copied while the step before runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from titanlike.config.schema import Config, Custom
+from titanlike.data.ahead import one_ahead
+from titanlike.data.checks import loader_workers
+from titanlike.data.sources import Batch
+from titanlike.models.documents import with_host_copy
+from titanlike.parallel.mesh import Mesh
+from titanlike.parallel.sharding import compute_dtype
+from titanlike.training.build import Run
+
+
+def batches_for(run: Run, config: Config, stream: Iterator[Batch]) -> Iterator[Batch]:
+    """A dp rank's batches, on this rank's device, in the dtypes in which it computes.
+
+    A field whose values no stage of this rank reads is on meta: its shape and dtype are known and
+    nothing is copied.
+
+    On a GPU the next batch is read by a thread and copied on a stream of its own while a step runs.
+    Not on the CPU: the thread would take turns with the step's own on the same cores. And a source of
+    the user's that is read in this process (data.workers=0) is read by this thread: it may draw random
+    numbers, which a checkpoint saves.
+    """
+    # batches of another length may use other fields
+    used = None if run.draft.variable else run.pipeline.used_fields()
+    stream = (_needed(batch, used) for batch in stream)
+    if run.mesh.device.type == "cpu":
+        return (to_device(batch, run.mesh, config) for batch in stream)
+    streams = DeviceStreams(run.mesh.device)
+    in_thread = not isinstance(config.data, Custom) or loader_workers(config) > 0
+    return copied_ahead(stream, run.mesh, config, streams, in_thread)
+
+
+def _needed(batch: Batch, used: set[str] | None) -> Batch:
+    return {
+        name: value if used is None or name in used else torch.empty_like(value, device="meta")
+        for name, value in batch.items()
+    }
+
+
+def to_device(batch: Batch, mesh: Mesh, config: Config) -> Batch:
+    """A batch on this rank's device, the model's floating-point inputs in the compute dtype. What is
+    there already, or on meta, is left as it is."""
+    dtype = compute_dtype(config)
+    moved = {}
+    for name, value in batch.items():
+        moved[name] = here = value if value.is_meta else value.to(mesh.device, non_blocking=True)
+        if name == "document_ids" and here.device != value.device:
+            with_host_copy(here, value)  # attention asks how many there are
+        if value.is_floating_point() and name != "targets":
+            moved[name] = here.to(dtype)
+    return moved
+
+
+# --- copies beside the computation ---------------------------------------------------------------
+
+
+class Streams(Protocol):
+    """The streams of a device: copies run beside the computation."""
+
+    def copying(self) -> Any:
+        """Within it, operations run on the stream for copies, which the computation does not wait
+        for."""
+
+    def copied(self) -> Any:
+        """An event after all copies so far."""
+
+    def hand_over(self, event: Any, values: list[Tensor]) -> None:
+        """The computation waits for the event on the device; the memory of these values is not used
+        again before the computation has done what it has been given until they are freed."""
+
+
+class DeviceStreams:
+    """Of an accelerator, in torch's device-neutral words."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.Stream(device)
+
+    def copying(self) -> Any:
+        return self._stream  # also makes its device the current one of this thread
+
+    def copied(self) -> Any:
+        return self._stream.record_event()
+
+    def hand_over(self, event: Any, values: list[Tensor]) -> None:
+        computing = torch.accelerator.current_stream(self._device.index)
+        computing.wait_event(event)
+        for value in values:
+            value.record_stream(computing)
+
+
+def copied_ahead(
+    stream: Iterator[Batch], mesh: Mesh, config: Config, streams: Streams, in_thread: bool
+) -> Iterator[Batch]:
+    """The same batches on the device, through pinned memory and the stream for copies.
+
+    in_thread: a thread reads and copies the next one already.
+    """
+
+    def copied() -> Iterator[tuple[Batch, Any]]:
+        for batch in stream:
+            with streams.copying():
+                moved = to_device(_pinned(batch), mesh, config)
+                event = streams.copied()
+            yield moved, event
+
+    for batch, event in one_ahead(copied()) if in_thread else copied():
+        values = [value for value in batch.values() if value.device == mesh.device]
+        streams.hand_over(event, values)
+        yield batch
+
+
+def _pinned(batch: Batch) -> Batch:
+    """In memory from which a device copies while the CPU goes on."""
+    return {
+        name: value.pin_memory() if value.device.type == "cpu" else value
+        for name, value in batch.items()
+    }
