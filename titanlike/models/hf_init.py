@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from titanlike.parallel.initialize import draw, parameters_on_meta, seeded
+from titanlike.parallel.initialize import draw, drawing_threads, parameters_on_meta, seeded
 
 _CONSTANT = {"zero_": 0.0, "zeros_": 0.0, "ones_": 1.0}
 
@@ -60,7 +60,8 @@ class ScratchWeights:
         out = torch.empty(0)
         for write in self._writes[name]:
             if write.row is None:
-                out = draw(shape, rows, self._seed, name, write.mean, write.std)
+                threads = drawing_threads()
+                out = draw(shape, rows, self._seed, name, write.mean, write.std, threads)
             elif rows.start <= write.row < rows.stop:
                 out[write.row - rows.start] = write.mean
         return out

@@ -11,8 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import random
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,9 +25,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titanlike.launch.environment import available_cores
+from titanlike.metrics import units
 from titanlike.torch_private.dtensor import local_slices
 
 _PIECE = 2**18  # numbers in a piece: small beside a shard, large beside seeding a generator
+
+_MOST_THREADS = 32
+PROGRESS = 10.0  # seconds between lines of progress
 
 
 def piece_seed(seed: int, name: str, piece: int) -> int:
@@ -32,22 +41,54 @@ def piece_seed(seed: int, name: str, piece: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def draw(shape: torch.Size, rows: slice, seed: int, name: str, mean: float, std: float) -> Tensor:
-    """Rows `rows` of the fp32 tensor `name` of the given shape: normal(mean, std), on the CPU."""
+def draw(
+    shape: torch.Size,
+    rows: slice,
+    seed: int,
+    name: str,
+    mean: float,
+    std: float,
+    threads: int = 1,
+) -> Tensor:
+    """Rows `rows` of the fp32 tensor `name` of the given shape: normal(mean, std), on the CPU.
+
+    threads: each draws a piece at a time. Beside the result they take the memory of two pieces (1 MiB
+    each, or that of a row): those in which the shard begins and ends.
+    """
     if not shape:  # a scalar
         return draw(torch.Size([1]), slice(0, 1), seed, name, mean, std)[0]
     out = torch.empty(rows.stop - rows.start, *shape[1:])
     if std == 0 or out.numel() == 0:
         return out.fill_(mean)
-    width = out[0].numel()
-    step = max(1, _PIECE // width)
-    for piece in range(rows.start // step, -(-rows.stop // step)):
+    step = max(1, _PIECE // out[0].numel())
+
+    def fill(piece: int) -> None:
         start, stop = piece * step, min((piece + 1) * step, shape[0])
         generator = torch.Generator().manual_seed(piece_seed(seed, name, piece))
-        part = torch.empty(stop - start, *shape[1:]).normal_(mean, std, generator=generator)
         low, high = max(start, rows.start), min(stop, rows.stop)
-        out[low - rows.start : high - rows.start] = part[low - start : high - start]
+        here = out[low - rows.start : high - rows.start]
+        if (low, high) == (start, stop):
+            here.normal_(mean, std, generator=generator)
+        else:  # a shard begins or ends in it
+            part = torch.empty(stop - start, *shape[1:]).normal_(mean, std, generator=generator)
+            here.copy_(part[low - start : high - start])
+
+    # each piece is drawn by one thread: the numbers do not depend on how many there are
+    pieces = range(rows.start // step, -(-rows.stop // step))
+    if threads == 1 or len(pieces) == 1:
+        for piece in pieces:
+            fill(piece)
+        return out
+    with ThreadPoolExecutor(min(threads, len(pieces)), "weights") as pool:
+        for _ in pool.map(fill, pieces):
+            pass
     return out
+
+
+def drawing_threads() -> int:
+    """This rank's share of the machine's cores. Not torch's own number: torchrun sets that to 1."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min(max(1, available_cores() // ranks), _MOST_THREADS)
 
 
 class InitialWeights(Protocol):
@@ -72,7 +113,7 @@ class SeededWeights:
     buffers: dict[str, Tensor]
 
     def rows(self, name: str, shape: torch.Size, rows: slice) -> Tensor:
-        return draw(shape, rows, self.seed, name, *self.initial(name))
+        return draw(shape, rows, self.seed, name, *self.initial(name), drawing_threads())
 
     def buffer(self, name: str) -> Tensor:
         return self.buffers[name]
@@ -138,10 +179,12 @@ def initialize(
     weights: InitialWeights,
     device: torch.device,
     names: Mapping[str, str] | None = None,
+    say: Callable[[str], object] = lambda _: None,
 ) -> None:
     """Allocate a meta stage on `device` and fill its parameters and buffers.
 
-    names: what a parameter of the stage is called in the whole model, where that differs.
+    names: what a parameter of the stage is called in the whole model, where that differs; say: called
+    with a line every `PROGRESS` seconds, by another thread.
     """
     names = names or {}
     shared: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -152,12 +195,43 @@ def initialize(
     for (first, name), *others in shared.values():  # to_empty makes two tensors of a tied one
         for module, other in others:
             module.register_parameter(other, first._parameters[name])
-    for name, parameter in stage.named_parameters():
-        rows, *others = local_slices(parameter) or (slice(0, 1),)
-        values = weights.rows(names.get(name, name), parameter.shape, rows)
-        if others:
-            values = values[:, *others]
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        local.copy_(values)
+    numbers = [_local(parameter).numel() for parameter in stage.parameters()]
+    with _progress(sum(numbers), say) as done:
+        for (name, parameter), count in zip(stage.named_parameters(), numbers, strict=True):
+            rows, *others = local_slices(parameter) or (slice(0, 1),)
+            values = weights.rows(names.get(name, name), parameter.shape, rows)
+            if others:
+                values = values[:, *others]
+            _local(parameter).copy_(values)
+            done(count)
     for name, buffer in stage.named_buffers():
         buffer.copy_(weights.buffer(name))
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+@contextlib.contextmanager
+def _progress(total: int, say: Callable[[str], object]) -> Iterator[Callable[[int], None]]:
+    """Call what it gives with how many more of `total` numbers are done."""
+    begin, done, ended = time.monotonic(), 0, threading.Event()
+
+    def add(count: int) -> None:
+        nonlocal done
+        done += count
+
+    def report() -> None:
+        while not ended.wait(PROGRESS):
+            seconds = time.monotonic() - begin
+            say(
+                f"weights: {done / max(1, total):.0%} of {units.count(total)} after {seconds:.0f} s"
+            )
+
+    thread = threading.Thread(target=report, daemon=True, name="progress")
+    thread.start()
+    try:
+        yield add
+    finally:
+        ended.set()
+        thread.join()

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -72,10 +73,15 @@ class Run:
                     module.training = flags[name]
 
 
-def build(config: Config, mesh: Mesh, data: Data | None = None) -> Run:
+def build(
+    config: Config,
+    mesh: Mesh,
+    data: Data | None = None,
+    say: Callable[[str], object] = lambda _: None,
+) -> Run:
     """Build this rank's stages and the pipeline over them. Collective.
 
-    data: see `draft`.
+    data: see `draft`; say: called with lines of progress where it takes long.
     """
     # 1. decide
     times, memory = partial(measured_times, config, mesh), partial(_least_memory, config, mesh)
@@ -101,7 +107,7 @@ def build(config: Config, mesh: Mesh, data: Data | None = None) -> Run:
             compiled.add(stage, plan.blocks(index))
         _shard(stage, config, plan, *plan.stage_modules[index], mesh)
         device = torch.device("cpu") if config.fsdp.cpu_offload else mesh.device
-        initialize(stage, weights, device, canonical)
+        initialize(stage, weights, device, canonical, say)
     origin = weights.origin
     del weights  # some initial weights are a whole model in memory
     # of each parameter the stages that hold it: of a tied one, the first is its owner

@@ -104,7 +104,8 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
         Watchdog(worker, config.launch, worker.report_failure) as watchdog,
     ):
         watchdog.enter_phase(0, "build", config.launch.timeout)
-        run = build(config, mesh, data)
+        say = console.line if worker.rank == 0 else lambda _: None
+        run = build(config, mesh, data, say)
         checkpointer = Checkpointer(run.stage_states, config, data, events)
         run.pipeline.on_action(watchdog.start_action)
         try:
