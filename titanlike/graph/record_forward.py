@@ -15,7 +15,7 @@ import contextlib
 import copy
 import os
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 import titanlike
 from titanlike.device.accelerator import KINDS
-from titanlike.graph import side_effects
+from titanlike.graph import equal_units, side_effects
 from titanlike.graph.constant_value import constant_value
 from titanlike.graph.hidden_values import tensors
 from titanlike.graph.pytree import tree_flatten, tree_map
@@ -133,6 +133,11 @@ class _Interceptor(TorchFunctionMode):
         self._own_generator = False  # whether it drew from one that is not torch's default
         self._random = False  # whether it drew random numbers
         self._on_cpu = False  # whether it had to run on the CPU
+        # equal for units that give equal results; None where that is not known
+        self._call: Hashable | None = None
+        # of such a call: the result's shape, strides, dtype, whether it has a gradient; whether the
+        # call drew random numbers
+        self._like: dict[Hashable, tuple[Any, ...]] = {}
         # of each unit: the tensors that it was given, and their versions after it
         self._given: list[tuple[Node, list[tuple[Tensor, int]]]] = []
 
@@ -145,7 +150,7 @@ class _Interceptor(TorchFunctionMode):
                 after = module.register_forward_hook(self._post_hook(name), with_kwargs=True)
                 stack.callback(before.remove)
                 stack.callback(after.remove)
-                stack.enter_context(self._cpu_fallback(module))
+                stack.enter_context(self._quick(module))
             stack.enter_context(torch.enable_grad())
             # a compiled module or function is recorded as what it compiles
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -244,6 +249,7 @@ class _Interceptor(TorchFunctionMode):
                 self._random = False
                 self._check_rng()
                 self._checkpoints_inside = self._own_generator = False
+                self._call = None
                 self._attributes = side_effects.plain_attributes(module)
                 # now: the unit may change a list that it is given
                 identities = side_effects.argument_identities(args, kwargs)
@@ -256,6 +262,7 @@ class _Interceptor(TorchFunctionMode):
 
     def _post_hook(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+            form = _form(result) if self._call else ()
             self._running.pop()
             if self._running:
                 return
@@ -276,6 +283,8 @@ class _Interceptor(TorchFunctionMode):
             node.once = self._once(module, args, kwargs)
             given = [(tensor, tensor._version) for tensor in tensors(args, kwargs)]
             self._given.append((node, given))
+            if self._call and not (node.once or node.checkpoints_inside):
+                self._like.setdefault(self._call, (*form, self._random))
             self._on_cpu = False
             self.builder.add_call(node, result, self._random)
 
@@ -296,13 +305,22 @@ class _Interceptor(TorchFunctionMode):
         return ""
 
     @contextmanager
-    def _cpu_fallback(self, module: nn.Module) -> Iterator[None]:
-        """Within it, a unit that fails on meta tensors runs on the CPU to find output shapes."""
+    def _quick(self, module: nn.Module) -> Iterator[None]:
+        """Within it, a unit does not run again if an equal one has run, and one that fails on meta
+        tensors runs on the CPU to find output shapes."""
         forward, own = module.forward, vars(module).get("forward")
 
-        def with_fallback(*args: Any, **kwargs: Any) -> Any:
+        def quick(*args: Any, **kwargs: Any) -> Any:
+            outermost = len(self._running) == 1
+            call = equal_units.call_key(module, args, kwargs) if outermost else None
+            if call in self._like:
+                shape, strides, dtype, wants_gradient, random = self._like[call]
+                self._random |= random
+                result = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+                wanted = _wanted(module, args, kwargs)
+                return _DependsOn.apply(result, *wanted) if wants_gradient else result
             try:
-                return forward(*args, **kwargs)
+                result = forward(*args, **kwargs)
             except (RuntimeError, NotImplementedError) as error:
                 if "meta" not in str(error).lower():
                     raise
@@ -310,8 +328,11 @@ class _Interceptor(TorchFunctionMode):
                 if own is None:
                     vars(module).pop("forward", None)
                 return _run_on_cpu(module, args, kwargs)
+            if call and equal_units.is_new(result, args, kwargs):
+                self._call = call
+            return result
 
-        module.forward = with_fallback
+        module.forward = quick
         try:
             yield
         finally:
@@ -367,8 +388,7 @@ def _run_on_cpu(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     module raises.
     """
 
-    given = tensors(*tree_flatten((args, kwargs))[0])
-    wanted = [tensor for tensor in [*given, *module.parameters()] if tensor.requires_grad]
+    wanted = _wanted(module, args, kwargs)
 
     def to_meta(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -383,6 +403,16 @@ def _run_on_cpu(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         real_args, real_kwargs = tree_map((args, kwargs), _to_cpu)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         return tree_map(real(*real_args, **real_kwargs), to_meta)
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
+
+
+def _wanted(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Arguments and parameters of a module that want gradients."""
+    given = tensors(*tree_flatten((args, kwargs))[0])
+    return [tensor for tensor in [*given, *module.parameters()] if tensor.requires_grad]
 
 
 class _DependsOn(torch.autograd.Function):

@@ -1,0 +1,172 @@
+"""The next batch is made while a step runs: the same batches, and nothing left behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from support.models import tiny
+from support.world import run_world
+from titanlike.config.schema import Config
+from titanlike.data.ahead import one_ahead
+from titanlike.data.loader import batches, open_data
+from titanlike.launch.heartbeat import DATA_THREAD, innermost_frames
+from titanlike.launch.worker import Worker
+from titanlike.parallel.mesh import open_mesh
+from titanlike.training.build import build
+from titanlike.training.feed import batches_for, copied_ahead, to_device
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == DATA_THREAD]
+
+
+def test_items_come_in_order_and_one_ahead_of_their_use() -> None:
+    taken: list[int] = []
+
+    def source() -> Iterator[int]:
+        for number in range(5):
+            taken.append(number)
+            yield number
+
+    used = []
+    for number in one_ahead(source()):
+        used.append(number)
+        deadline = time.monotonic() + 10
+        while len(taken) < min(5, len(used) + 1):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        time.sleep(0.02)  # it takes no more
+        assert len(taken) == min(5, len(used) + 1)
+    assert used == taken == [0, 1, 2, 3, 4]
+    assert threads() == []
+
+
+def test_an_error_comes_in_the_step_whose_batch_it_is() -> None:
+    def source() -> Iterator[int]:
+        yield 1
+        yield 2
+        raise ValueError("data.path=x: token id 9 is outside of the vocabulary")
+
+    stream = one_ahead(source())
+    assert [next(stream), next(stream)] == [1, 2]
+    with pytest.raises(ValueError, match="^data.path=x: token id 9"):
+        next(stream)
+    assert threads() == []
+
+
+@pytest.mark.parametrize("end", ["close", "drop", "error"])
+def test_a_stream_that_is_left_leaves_no_thread(end: str) -> None:
+    stream = one_ahead(iter(range(10**9)))
+    assert next(stream) == 0 and len(threads()) == 1
+    if end == "close":
+        stream.close()
+    elif end == "drop":
+        del stream
+    else:
+        with pytest.raises(ZeroDivisionError):
+            for _ in stream:
+                _ = 1 / 0
+        del stream
+    assert threads() == []
+
+
+def test_a_hang_in_the_data_is_reported_where_it_is() -> None:
+    """Not where training waits for the thread."""
+    go_on = threading.Event()
+
+    def hangs() -> Iterator[int]:
+        go_on.wait(20)
+        yield 1
+
+    found: list[tuple[str, str, bool]] = []
+    main = threading.get_ident()
+
+    def look() -> None:
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            found.append(innermost_frames(main))
+            if "go_on.wait(20)" in found[-1][0]:
+                break
+            time.sleep(0.01)
+        go_on.set()
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    assert next(one_ahead(hangs())) == 1
+    watcher.join()
+    assert "in hangs" in found[-1][0] and "go_on.wait(20)" in found[-1][0]
+
+
+class RecordedStreams:
+    """Stands for a device's streams; events are numbers of copies."""
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+        self.threads: set[str] = set()
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        self.log.append("copy")
+        self.threads.add(threading.current_thread().name)
+        yield
+        self.log.append("end of copy")
+
+    def copied(self) -> int:
+        return self.log.count("copy")
+
+    def hand_over(self, event: int, values: list[torch.Tensor]) -> None:
+        self.log.append((event, len(values)))
+
+
+@pytest.mark.parametrize("in_thread", [True, False])
+def test_each_batch_is_waited_for_by_the_event_of_its_own_copy(
+    monkeypatch: pytest.MonkeyPatch, in_thread: bool
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())  # needs a GPU
+    config, mesh = tiny(), SimpleNamespace(device=torch.device("cpu"))
+    source = open_data(config).train
+    streams = RecordedStreams()
+    plain = batches(source, config, dp_rank=0)
+    copied = copied_ahead(
+        batches(source, config, dp_rank=0), mesh, config, streams, in_thread=in_thread
+    )
+    for number in range(1, 4):
+        batch, expected = next(copied), next(plain)
+        assert all(torch.equal(batch[name], expected[name]) for name in expected)
+        handed = [entry for entry in streams.log if isinstance(entry, tuple)]
+        assert handed[-1] == (number, 2) and len(handed) == number
+        where = streams.log.index(handed[-1])
+        assert streams.log[:where].count("end of copy") >= number
+    assert streams.threads == {DATA_THREAD if in_thread else "MainThread"}
+
+
+def test_a_rank_gets_the_values_that_its_stages_read_and_the_loss_is_the_same(
+    tmp_path: Path,
+) -> None:
+    (alone,) = run_world(_fields, tiny(), tmp_path / "alone")
+    assert alone[0] == {"inputs", "targets"}
+    found = run_world(_fields, tiny(4), tmp_path / "four")
+    assert [fields for fields, _ in found] == [{"inputs"}, set(), set(), {"targets"}]
+    assert [loss for _, loss in found] == [pytest.approx(alone[1], rel=1e-6)] * 4
+
+
+def _fields(config: Config, worker: Worker) -> tuple[set[str], float]:
+    """Fields whose values a rank gets, and the loss of the first step."""
+    data, mesh = open_data(config), open_mesh(config, worker)
+    run = build(config, mesh, data)
+    stream = batches_for(run, config, batches(data.train, config, dp_rank=mesh.dp_rank))
+    batch = next(stream)
+    assert {tuple(value.shape) for value in batch.values()} == {(16, 16)}
+    moved = to_device(batch, mesh, config)
+    loss, count = run.pipeline.train(moved)
+    assert count.item() == 16 * 16
+    return {name for name, value in moved.items() if not value.is_meta}, loss.item()

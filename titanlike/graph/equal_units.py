@@ -1,0 +1,58 @@
+"""Units that compute the same in the same forward: equal blocks of a model are recorded once.
+
+126 equal blocks on equal arguments give equal results on meta, and a draft of 405B takes half of the
+time. Only titanlike's own blocks, made of torch's modules, are taken for equal: they have no other
+state than their parameters, while a user's block may count its calls or keep a tensor for the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titanlike.torch_private import pytree
+
+_OWN, _TORCHS = "titanlike.models.", "torch.nn.modules."
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def call_key(module: nn.Module, args: Any, kwargs: Any) -> Hashable | None:
+    """Equal for calls that give equal results on meta; None where that is not known."""
+    if not type(module).__module__.startswith(_OWN):
+        return None
+    parts: list[Hashable] = [torch.is_grad_enabled()]
+    for path, part in module.named_modules():
+        hooks = part._forward_hooks or part._forward_pre_hooks
+        if not type(part).__module__.startswith((_OWN, _TORCHS)) or (path and hooks):
+            return None
+        own = [item for item in vars(part).items() if item[0][0] != "_" and item[0] != "forward"]
+        if part._buffers or (path and "forward" in vars(part)) or not all(map(_is_plain, own)):
+            return None
+        weights = [(n, None if p is None else _form(p)) for n, p in part._parameters.items()]
+        parts.append((path, type(part), tuple(own), tuple(weights)))
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    if not all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves):
+        return None
+    forms = [_form(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return (*parts, str(structure), tuple(forms))
+
+
+def is_new(result: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the result is one tensor, and no view of an argument."""
+    given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    storages = {tensor.untyped_storage()._cdata for tensor in given}
+    return isinstance(result, Tensor) and result.untyped_storage()._cdata not in storages
+
+
+def _is_plain(item: tuple[str, Any]) -> bool:
+    value = item[1]
+    return isinstance(value, _PLAIN) or (
+        isinstance(value, tuple) and all(isinstance(part, _PLAIN) for part in value)
+    )
+
+
+def _form(tensor: Tensor) -> Hashable:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad
