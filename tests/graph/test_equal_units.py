@@ -1,0 +1,65 @@
+"""Equal blocks of titanlike's own models are recorded once; what is recorded is the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from support.models import tiny
+from titanlike.graph import equal_units
+from titanlike.models import gpt2, llama
+from titanlike.training.draft import draft
+
+
+def recorded(family: str) -> list[Any]:
+    """What is recorded for three stages: calls, messages, where gradients flow."""
+    plan = draft(tiny(4, family=family))
+    return [
+        (
+            [(node.kind, str(node.target), node.random, node.once) for node in graph.nodes],
+            [[tuple(node.shape) for node in part] for part in (graph.receives, graph.sends)],
+            [graph.receives.index(node) for node in graph.receives if node in graph.differentiated],
+            [graph.sends.index(node) for node in graph.sends if node in graph.differentiated_later],
+        )
+        for training in (True, False)
+        for graph in plan.model_graph.graphs(plan.fields, training)
+    ]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_block_that_stands_for_its_equals_is_recorded_as_they_are(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, calls = (llama.Block if family == "llama" else gpt2.Block), []
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda *args: (calls.append(1), forward(*args))[1])
+    once = recorded(family)
+    few = len(calls)
+    monkeypatch.setattr(equal_units, "call_key", lambda *_: None)
+    assert recorded(family) == once
+    assert len(calls) - few >= 8 * few / 2  # 8 blocks
+
+
+class Counting(torch.nn.Linear):
+    """A user's block, with a state that no attribute shows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+def test_only_blocks_that_have_no_other_state_are_taken_for_equal() -> None:
+    def key(change: Any) -> Any:
+        with torch.device("meta"):
+            block = llama.Block(8, 2, 2, 16, 1e-5)
+            change(block)
+            return equal_units.call_key(block, (torch.empty(1, 4, 8), None, None), {})
+
+    assert key(lambda block: None) == key(lambda block: None) is not None
+    assert key(lambda block: block.eval()) != key(lambda block: None)
+    assert key(lambda block: setattr(block.ffn_norm, "eps", 1e-6)) != key(lambda block: None)
+    assert key(lambda block: setattr(block.ffn, "up", Counting(8, 16))) is None
+    assert key(lambda block: setattr(block, "seen", [])) is None
+    assert key(lambda block: block.ffn.register_forward_hook(print)) is None
+    assert key(lambda block: block.register_buffer("mask", torch.ones(1))) is None
