@@ -175,11 +175,91 @@ def validates_messages() -> bool | None:
 
 
 def test_torch_does_not_validate_messages_by_default(tmp_path: Path) -> None:
-    """If it does, `make_stage` need not switch it on."""
+    """If it does, `OrderRuntime` need not switch it on."""
     validates = run_world(on_one_rank, tiny(), tmp_path, validates_messages)
     if validates == [None]:
         pytest.skip("2.11 always does, and has no switch")
     assert validates == [False]
+
+
+def pipeline_and_batch(config: Config, worker: Worker) -> tuple[Any, Any]:
+    from titanlike.data.loader import batches, open_data
+    from titanlike.parallel.mesh import open_mesh
+    from titanlike.training.build import build
+    from titanlike.training.step import to_device
+
+    mesh = open_mesh(config, worker)
+    run = build(config, mesh)
+    stream = batches(open_data(config).train, config, dp_rank=0)
+    return run.pipeline, to_device(next(stream), mesh, config)
+
+
+def validated(config: Config, worker: Worker) -> list[bool]:
+    """Whether messages are validated in a step, an evaluation, a step, an evaluation."""
+    pipeline, batch = pipeline_and_batch(config, worker)
+    seen = []
+    for call in (pipeline.train, pipeline.evaluate) * 2:
+        call(batch)
+        seen.append(pipeline._runtime(batch)._stages[0]._runtime_validate)
+    return seen
+
+
+def test_messages_are_validated_in_the_first_step_alone(tmp_path: Path) -> None:
+    results = run_world(validated, tiny(2, 1, layers=2), tmp_path, timeout=40)
+    assert results == [[True, True, False, False]] * 2
+
+
+def error_of_another_dtype(config: Config, worker: Worker) -> str:
+    """The error of a first step in which stages send another dtype than they have announced."""
+    pipeline, batch = pipeline_and_batch(config, worker)
+    forward = pipeline_stage._Stage.forward_maybe_with_nosync
+    pipeline_stage._Stage.forward_maybe_with_nosync = lambda *a, **k: forward(*a, **k).double()
+    try:
+        pipeline.train(batch)
+    except RuntimeError as error:
+        return f"{error}; {error.__cause__}"
+    return ""
+
+
+def test_a_message_of_another_dtype_is_refused_in_the_first_step(tmp_path: Path) -> None:
+    results = run_world(error_of_another_dtype, tiny(2, 1, layers=2), tmp_path, timeout=40)
+    assert "dtype" in results[0] and "float64" in results[0], results
+
+
+def batches_of_one(config: Config, worker: Worker) -> int:
+    """How often torch's runtime starts a batch for one message."""
+    from torch.distributed.pipelining import schedules
+
+    dist.init_process_group("gloo", store=worker.store, rank=worker.rank, world_size=2)
+    batched = []
+    dist.batch_isend_irecv = lambda ops: batched.extend(ops) or []
+    kind = dist.irecv if worker.rank else dist.isend
+    for work in schedules._batch_p2p([dist.P2POp(kind, torch.ones(1), 1 - worker.rank)]):
+        work.wait()
+    return len(batched)
+
+
+@pytest.mark.skipif(
+    hasattr(PipelineStage, "_setup_forward_recv_info"), reason="2.13 and later do not"
+)
+def test_torch_batches_single_messages(tmp_path: Path) -> None:
+    """If it does not, torch's own `_batch_p2p` may start messages in place of `_post`."""
+    assert run_world(batches_of_one, tiny(2), tmp_path) == [1, 1]
+
+
+@pytest.mark.skipif(
+    not hasattr(dist.distributed_c10d, "ProcessGroupNCCLLazy"), reason="this torch has one NCCL"
+)
+def test_nccl_has_one_communicator_for_all_messages() -> None:
+    """If "nccl" is lazy again, `pipeline_backend` may go."""
+    from titanlike.torch_private.process_groups import pipeline_backend
+
+    backend = pipeline_backend("cpu:gloo,cuda:nccl")
+    devices = dist.BackendConfig(dist.Backend(backend)).get_device_backend_map()
+    assert devices == {"cpu": "gloo", "cuda": "nccl-lazy"}
+    assert pipeline_backend("gloo") is None
+    dist.Backend._ensure_backend_registered("nccl")
+    assert dist.Backend._plugins["NCCL"].creator_fn.__name__ == "_create_nccl2_process_group"
 
 
 def peers_of_first_messages() -> list[int]:

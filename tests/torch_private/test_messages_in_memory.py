@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributed.pipelining import schedules as torch_schedules
 
 from support.models import tiny
 from support.world import run_world
@@ -65,13 +64,13 @@ def most_in_memory(config: Config, worker: Worker, as_torch_does: bool) -> tuple
         pipeline_runtime.OrderRuntime._release = lambda self, received: lambda _: None
     sent: list[weakref.ref[Any]] = []
     most = [0, 0]
-    send_right = torch_schedules._batch_p2p
+    post = pipeline_runtime._post
 
-    def send(operations: list[Any], *rest: Any) -> list[Any]:
+    def send(operations: list[Any]) -> list[Any]:
         sent.extend(weakref.ref(o.tensor) for o in operations if o.op.__name__ == "isend")
-        return send_right(operations, *rest)
+        return post(operations)
 
-    torch_schedules._batch_p2p = send
+    pipeline_runtime._post = send
 
     def count(_: Any) -> None:
         most[0] = max(most[0], sum(tensor() is not None for tensor in sent))

@@ -6,6 +6,7 @@ where it can; pipeline neighbours are dp ranks apart. `dp` is replicate x shard.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -19,7 +20,7 @@ from titanlike.device import accelerator
 from titanlike.device.choose import choose_device, claim_device, start_device
 from titanlike.device.memory import count_anew, prepare_allocator, return_freed_memory
 from titanlike.launch.worker import Worker
-from titanlike.torch_private.process_groups import set_timeout
+from titanlike.torch_private.process_groups import pipeline_backend, set_timeout
 
 
 @dataclass(frozen=True)
@@ -55,26 +56,38 @@ def open_mesh(config: Config, worker: Worker) -> Mesh:
     """Join the process group and lay the mesh over it. `close_mesh` undoes it."""
     device, reason = choose_device(config.device, worker.local_rank, worker.local_world_size)
     backend = accelerator.own_backend(device) or "gloo"
+    # objects, which are not on the device, are sent by gloo
+    collectives = f"cpu:gloo,{device.type}:{backend}" if backend != "gloo" else "gloo"
     if accelerator.is_accelerator(device):
         prepare_allocator(device)
         start_device(config.device, device)
         claim_device(config.device, device, worker.rank, worker.store)
         reason = f"{accelerator.name(device)}, {reason}"
+        # if NCCL fails or times out, end the process without waiting for the GPU, as torchtitan does
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     elif config.dp > config.replicate:
         return_freed_memory()
     count_anew(device)
+    # without device_id: with it NCCL has one communicator, and one stream, for all messages of a
+    # rank, where a receive that is posted early holds up the sends behind it (interleaved schedules
+    # take 13 to 27% longer, see tests/pipeline/test_message_streams.py). A barrier then takes the
+    # device that is set above, and groups are made anew, not split
     dist.init_process_group(
-        # objects, which are not on the device, are sent by gloo
-        f"cpu:gloo,{device.type}:{backend}" if backend != "gloo" else "gloo",
+        collectives,
         store=worker.store if worker.store is not None else dist.HashStore(),
         rank=worker.rank,
         world_size=worker.world_size,
         timeout=timedelta(seconds=config.launch.timeout),
-        device_id=device if accelerator.is_accelerator(device) else None,
     )
     shape = (config.pp, config.replicate, config.dp // config.replicate)
     names = ("pp", "replicate", "shard")
-    axes = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    messages = pipeline_backend(collectives) if config.pp > 1 else None
+    axes = init_device_mesh(
+        device.type,
+        shape,
+        mesh_dim_names=names,
+        backend_override={"pp": messages} if messages else None,
+    )
     for name in names:
         set_timeout(axes.get_group(name), config.launch.timeout)
     pp_rank, replica, shard = (axes.get_local_rank(name) for name in names)

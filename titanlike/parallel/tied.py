@@ -71,17 +71,18 @@ def tie(
 def _group(pp_ranks: tuple[int, ...], mesh: Mesh, timeout: float) -> dist.ProcessGroup | None:
     """A group of these pipeline ranks in this rank's pipeline; None where it is not among them.
 
-    All ranks make the groups of all pipelines, also those that they are not in: with
-    `use_local_synchronization` torch 2.15 counts groups differently on members and others, and the
-    next group of all ranks hangs.
+    Each rank makes one group, however many pipelines there are: with the others that hold a copy,
+    or with those that hold none, a group that is never used. For torch counts groups, to name the
+    next one, and under NCCL may split the communicator of all ranks, in which all take part.
     """
-    mine = None
-    for dp_rank in range(mesh.dp):
-        ranks = [rank * mesh.dp + dp_rank for rank in pp_ranks]
-        group = dist.new_group(ranks, timeout=timedelta(seconds=timeout))
-        if dp_rank == mesh.dp_rank and mesh.pp_rank in pp_ranks:
-            mine = group
-    return mine
+    holds = mesh.pp_rank in pp_ranks
+    members = pp_ranks if holds else tuple(r for r in range(mesh.pp) if r not in pp_ranks)
+    group = dist.new_group(
+        [rank * mesh.dp + mesh.dp_rank for rank in members],
+        timeout=timedelta(seconds=timeout),
+        use_local_synchronization=True,  # the other pipelines' groups are none of this rank's
+    )
+    return group if holds else None
 
 
 def _local(tensor: Tensor) -> Tensor:

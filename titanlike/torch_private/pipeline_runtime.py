@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 
 _Kind = torch_schedules._ComputationType
 _Action = torch_schedules._Action
+# what a rank computes after it has received a message, and what it computes at all; a REDUCE_GRAD
+# or an UNSHARD is a collective on the device, too
+_RECEIVING = (_Kind.FORWARD, _Kind.FULL_BACKWARD, _Kind.BACKWARD_INPUT)
+_ON_DEVICE = (*_RECEIVING, _Kind.BACKWARD_WEIGHT, _Kind.UNSHARD, _Kind.REDUCE_GRAD)
 # Prefix of a batch's fields among the keyword arguments of the runtime's `step`, which has names of
 # its own: target, losses, return_outputs, ...
 FIELD = "field:"
@@ -141,6 +146,27 @@ def _received_after(
     return found
 
 
+def _post(operations: Sequence[Any]) -> list[Any]:
+    """Start sends or receives one by one.
+
+    Symptom without it (2.11): torch's runtime starts them in batches of one. NCCL puts all batches
+    of a rank, to whichever peer, into one stream, where a receive that is posted early holds up
+    the sends behind it; messages that are started by themselves have a stream for each peer.
+    Test: `test_fences.py::test_torch_batches_single_messages`.
+    """
+    return [op.op(op.tensor, op.peer, group=op.group, tag=op.tag) for op in operations]
+
+
+class _Arrival:
+    """Stands behind the messages that a computation waits for, in torch's list of what it waits for.
+
+    Its turn comes when the wait for them is in the device's queue: it is called then.
+    """
+
+    def __init__(self, waited: Callable[[], None]) -> None:
+        self.wait = waited
+
+
 class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
     """torch's pipeline runtime on an Order, for every schedule: training and evaluation.
 
@@ -173,17 +199,26 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         self.pipeline_order_with_comms = self._train
         self._sending: dict[Any, list[Any]] = {}  # by action: what may not be received yet
         self._on_action: Callable[[Any], None] = lambda _: None
+        self._on_queued: Callable[[Any, bool], None] | None = None
+        self._validated: set[bool] = set()  # whether gradients were on in steps that have run
         if not hasattr(_Kind, "WAIT_SEND_F"):
             # Symptom (2.11, 2.13): each tensor that is sent stays in memory to the end of the step,
             # as torch waits for its sends then. Test: test_messages_in_memory.py
             # ::test_torchs_runtime_keeps_what_it_has_sent_to_the_end_of_a_step
             functions = self._comp_type_to_function_map
             functions[_Kind.SEND_F] = functions[_Kind.SEND_B] = self._send
+        for kind in (_Kind.RECV_F, _Kind.RECV_B):
+            self._comp_type_to_function_map[kind] = self._receive
         for ranks in (self._train, self._forward):
             own = _Kind.SEND_F in self._comp_type_to_function_map  # else torch waits by itself
             received = _received_after(ranks, order.place, self.rank) if own else {}
             ranks[self.rank] = _Actions(ranks[self.rank], self._begin, self._release(received))
         self._last = order.stages - 1
+        self._waiting = {  # (forward, stage, microbatch) -> the computation that needs its message
+            (action.computation_type == _Kind.FORWARD, action.stage_index, mb): action
+            for action in self._train[self.rank][:]
+            if action.computation_type in _RECEIVING and (mb := action.microbatch_index) is not None
+        }
         register = self.register_custom_function
         if zero < 3:
             register(_Kind.UNSHARD, lambda act, _: self._gather(act.stage_index))
@@ -212,6 +247,11 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         """Call back with each action of this rank when it begins, and with None after the last."""
         self._on_action = callback
 
+    def on_queued(self, callback: Callable[[Any, bool], None]) -> None:
+        """Call back with each computation of this rank once it is in the device's queue, with False;
+        before, with True, once the wait for the messages that it needs is."""
+        self._on_queued = callback
+
     def _begin(self, action: Any) -> None:
         self._on_action(action)
 
@@ -219,7 +259,18 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         stage = self._local[action.stage_index]
         forward = action.computation_type == _Kind.SEND_F
         operations = stage.get_fwd_send_ops if forward else stage.get_bwd_send_ops
-        self._sending[action] = torch_schedules._batch_p2p(operations(action.microbatch_index))
+        self._sending[action] = _post(operations(action.microbatch_index))
+
+    def _receive(self, action: Any, _: Any) -> None:
+        stage, microbatch = self._local[action.stage_index], action.microbatch_index
+        forward = action.computation_type == _Kind.RECV_F
+        operations = stage.get_fwd_recv_ops if forward else stage.get_bwd_recv_ops
+        works = _post(operations(microbatch))
+        if self._on_queued is not None:
+            waiting = self._waiting[forward, action.stage_index, microbatch]
+            works.append(_Arrival(partial(self._on_queued, waiting, True)))
+        received = self.fwd_recv_ops if forward else self.bwd_recv_ops
+        received[action.stage_index, microbatch] = works
 
     def _release(self, received: dict[int, list[Any]]) -> Callable[[int], None]:
         """After an action: forget the tensors that are received by now; waits for no one."""
@@ -227,7 +278,10 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         def release(index: int) -> None:
             for action in received.get(index, ()):
                 torch_schedules._wait_batch_p2p(self._sending.pop(action, []))
-            self._forget_graph(self.pipeline_order_with_comms[self.rank][index])
+            done = self.pipeline_order_with_comms[self.rank][index]
+            self._forget_graph(done)
+            if self._on_queued is not None and done.computation_type in _ON_DEVICE:
+                self._on_queued(done, False)
 
         return release
 
@@ -249,13 +303,26 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         last = any(stage.is_last for stage in self._stages)
         kwargs: dict[str, Any] = {"target": batch["targets"], "losses": losses} if last else {}
         kwargs |= {FIELD + name: batch[name] for name in self._fields}
+        self._validate_messages()
         try:
             self.step(*first, return_outputs=False, **kwargs)
             for works in self._sending.values():
                 torch_schedules._wait_batch_p2p(works)
         finally:
             self._sending.clear()
+        self._validated.add(torch.is_grad_enabled())
         return losses
+
+    def _validate_messages(self) -> None:
+        """Compare shapes and dtypes of messages in the first step with gradients and the first
+        without: all batches of a runtime are of one shape, and so are its messages.
+
+        Symptom without it: a message of another length or dtype is received as garbage (2.11 to
+        2.15), or each is compared in each step, which takes the host's time.
+        Test: test_fences.py::test_torch_does_not_validate_messages_by_default
+        """
+        for stage in self._stages:
+            stage._runtime_validate = torch.is_grad_enabled() not in self._validated
 
     def evaluate(self, batch: dict[str, Tensor]) -> list[Tensor]:
         """Forward alone, over the same stages: gradients are left as they are."""

@@ -57,9 +57,6 @@ def make_stage(
     )
     if zero > 1:
         stage.reshard_after_backward = zero == 3
-    # Symptom: a tensor of another length or dtype between stages is received as garbage (2.11 to
-    # 2.15). Test: test_fences.py::test_torch_does_not_validate_messages_by_default
-    stage._runtime_validate = True
     if hasattr(stage, "_get_init_p2p_neighbors_ops"):
         # Symptom (2.11): a first message goes to every neighbour stage, in a V also to the rank
         # itself, where gloo crashes.
@@ -110,6 +107,20 @@ class _Stage(PipelineStage):
         for infos in self.grad_recv_info.values():
             _free(infos)
         return result
+
+    _runtime_validate = (
+        True  # whether messages are validated; see `OrderRuntime._validate_messages`
+    )
+
+    # 2.11 has no such switch: it validates the forward's messages in these two, and no others
+
+    def _validate_fwd_input(self, *args: Any) -> None:
+        if self._runtime_validate:
+            super()._validate_fwd_input(*args)
+
+    def _validate_fwd_outputs(self, *args: Any) -> None:
+        if self._runtime_validate:
+            super()._validate_fwd_outputs(*args)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
         _allocate(self.args_recv_info[fwd_chunk_id], self.device)

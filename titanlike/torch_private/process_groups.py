@@ -1,4 +1,4 @@
-"""Process groups: their timeouts, and the references that keep them alive."""
+"""Process groups: their backends and timeouts, how they end, the references that keep them alive."""
 
 from __future__ import annotations
 
@@ -6,6 +6,32 @@ import gc
 from datetime import timedelta
 
 import torch.distributed as dist
+
+
+def pipeline_backend(backend: str) -> str | None:
+    """The backend of a pipeline's group, where it needs another than the default group's `backend`.
+
+    Symptom without it (2.15): all messages of a rank, to whichever peer, are in one stream, where a
+    receive that is posted early holds up the sends behind it: "nccl" there opens one communicator
+    for a group, "nccl-lazy" one for each pair that exchanges messages, as "nccl" did before.
+    Test: `test_fences.py::test_nccl_has_one_communicator_for_all_messages`.
+    """
+    if not hasattr(dist.distributed_c10d, "ProcessGroupNCCLLazy") or "cuda:nccl" not in backend:
+        return None
+    return backend.replace("cuda:nccl", "cuda:nccl-lazy")
+
+
+def abort_groups() -> bool:
+    """End what is under way in all groups, on this rank alone; the groups cannot be used afterwards.
+
+    A thread that waits for a GPU's collective returns, with an error or with garbage. With gloo
+    nothing ends: there a peer that leaves its groups is noticed. Returns False where torch can't.
+    """
+    abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+    if abort is None or not dist.is_initialized():
+        return False
+    abort()
+    return True
 
 
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
