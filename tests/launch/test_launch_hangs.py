@@ -68,6 +68,7 @@ def test_a_rank_that_hangs_in_its_data_is_named(tmp_path: Path) -> None:
     )
     assert failure.error.endswith("; rank 0 waits before the first action")
     assert failure.frames.startswith("rank 1:\n") and "time.sleep(60)" in failure.frames
+    assert (tmp_path / "logs/flight_recorder/gloo_rank0").stat().st_size > 1000
 
 
 def test_a_rank_that_does_not_respond_is_named_with_its_process(tmp_path: Path) -> None:

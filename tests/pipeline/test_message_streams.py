@@ -4,7 +4,7 @@ none may be slowed down by messages to other ranks."""
 from __future__ import annotations
 
 import os
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -101,14 +101,12 @@ def batches_of_messages(config: Config, worker: Worker) -> tuple[int, int]:
     run.pipeline.train(batch)
     run.pipeline.evaluate(batch)
     alone, batched = [], []
+
+    def counted(start: Callable) -> Callable:
+        return lambda *args, **kwargs: alone.append(start) or start(*args, **kwargs)
+
     for name in ("send", "recv"):
-        start = getattr(dist.ProcessGroup, name)
-
-        def counting(start, *args, **kwargs):
-            alone.append(start)
-            return start(*args, **kwargs)
-
-        setattr(dist.ProcessGroup, name, lambda *a, _c=partial(counting, start), **k: _c(*a, **k))
+        setattr(dist.ProcessGroup, name, counted(getattr(dist.ProcessGroup, name)))
     in_batches = dist.batch_isend_irecv
     dist.batch_isend_irecv = lambda ops: batched.extend(ops) or in_batches(ops)
     run.pipeline.train(batch)

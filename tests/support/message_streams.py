@@ -66,7 +66,7 @@ def makespan(
     after: dict[Any, set[Any]] = {}  # node -> nodes that must have ended before it
     seconds: dict[Any, float] = {}
     stages_per_rank = len(place) / len(ranks)
-    for rank, actions in ranks.items():
+    for actions in ranks.values():
         last: dict[Any, Any] = {}  # stream -> its last node
         awaited: set[Any] = set()  # what the next computation waits for besides
 

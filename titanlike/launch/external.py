@@ -219,17 +219,21 @@ def leave_groups(timeout: float) -> bool:
     """Close this process' connections, so that peers waiting for it get an error immediately.
 
     Returns whether that took less than `timeout` seconds: a reduction in flight holds the
-    connections until its peers have left, too. NCCL groups are not touched: a peer waiting on its
-    GPU would not be notified, and destroying them may wait for that peer.
+    connections until its peers have left, too. Groups of GPUs are aborted: to destroy them may wait
+    for what is in their queues, and so for peers, which are not notified (see `peer_failure`).
     """
     import torch.distributed as dist
 
-    if not dist.is_initialized() or "nccl" in dist.get_backend_config():
+    if not dist.is_initialized():
         return True
+    backends = {pair.rpartition(":")[2] for pair in dist.get_backend_config().split(",")}
 
     def leave() -> None:
         with contextlib.suppress(RuntimeError, ValueError):
-            dist.destroy_process_group()
+            if backends == {"gloo"}:
+                dist.destroy_process_group()
+            else:
+                _abort_groups()
         gc.collect()  # modules are reference cycles; gloo closes with the last reference
         # loaded by every job that has meshes; importing it now would take seconds
         if (groups := sys.modules.get("titanlike.torch_private.process_groups")) is not None:
@@ -239,6 +243,12 @@ def leave_groups(timeout: float) -> bool:
     thread.start()
     thread.join(timeout)
     return not thread.is_alive()
+
+
+def _abort_groups() -> None:
+    from titanlike.torch_private.process_groups import abort_groups
+
+    abort_groups()
 
 
 def start_id(store: Any, rank: int, world_size: int, timeout: float) -> str:

@@ -29,7 +29,7 @@ _TRANSPORT = (
     "connection refused",
     "broken pipe",
     "remote worker",
-    "remote process exited",
+    "remote process exit",  # ncclRemoteError in two texts of NCCL's
     "nccl communicator was aborted",
     "watchdog",
     "timed out waiting",
@@ -42,6 +42,13 @@ _TRANSPORT = (
 
 class TakenOver(ValueError):
     """A later start of the run has taken its directory over: it is no longer this start's."""
+
+
+class PeerFailed(RuntimeError):
+    """Raised on a rank that waits for another one that has failed, where nothing else tells it."""
+
+    def __str__(self) -> str:
+        return "another rank has failed"
 
 
 class JobFailed(Exception):
@@ -98,18 +105,24 @@ def describe(rank: int, error: BaseException) -> Failure:
     if cause is error:
         del inner[:1]  # the call of the job
     frames = "".join(redact(frame) for frame in traceback.format_list(inner[-_FRAMES:]))
-    chain = " ".join(f"{type(link).__name__} {link}" for link in _chain(error)).lower()
     return Failure(
         rank,
         text,
         frames="" if explains_itself else frames,
-        transport=not explains_itself and any(phrase in chain for phrase in _TRANSPORT),
+        transport=not explains_itself and _is_transport(error),
         time=time.time(),
         # an error of a disk or a network may not repeat
         users=explains_itself and getattr(cause, "errno", None) is None,
         taken_over=isinstance(cause, TakenOver),
         invalid=isinstance(cause, ConfigError),
     )
+
+
+def _is_transport(error: BaseException) -> bool:
+    """Whether a peer that failed probably caused it."""
+    text = " ".join(f"{type(link).__name__} {link}" for link in _chain(error)).lower()
+    let_out = any(isinstance(link, PeerFailed) for link in _chain(error))
+    return let_out or any(phrase in text for phrase in _TRANSPORT)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

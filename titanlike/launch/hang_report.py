@@ -118,7 +118,10 @@ def _describe_rank(state: int, beat: Beat, own: Beat) -> str:
         return f"is making progress, {where}"
     if state == _WAITING:
         return f"waits {where}"
-    return f"has been {where} for {beat.seconds:.0f} s" + (f", at {beat.at}" if beat.at else "")
+    where += " on its device" if beat.on_device else ""
+    python = ", Python" if beat.on_device else ","
+    at = f"{python} at {beat.at}" if beat.at else ""
+    return f"has been {where} for {beat.seconds:.0f} s{at}"
 
 
 def _where(beat: Beat) -> str:

@@ -43,6 +43,7 @@ class Beat:
     frames: str = ""  # of a stale rank: the innermost frames of its thread, as in a traceback
     at: str = ""  # the innermost frame: "model.py:12 in forward"
     waits: bool = False  # whether that frame waits for other ranks
+    on_device: bool = False  # whether that is what its device does, behind Python at `at`
     ended: str = ""  # why this is the last beat: "done", an exception's name, "no progress"
 
 

@@ -108,6 +108,10 @@ class StopRequest:
         """Use `peer_failed` to find out whether another rank of the job ended too early."""
         self._peer_failed = peer_failed
 
+    def has_peer_failed(self) -> bool:
+        """Whether another rank of the job ended too early."""
+        return self._peer_failed()
+
     def is_futile(self) -> bool:
         """Whether a signal was recorded, but the next step boundary cannot be reached.
 

@@ -2,10 +2,14 @@
 
 1. The training thread records what it begins: a phase of the job, an action of the schedule.
 2. One thread writes that to this rank's heartbeat file, another watches for progress.
-3. After nearly `timeout` seconds without any, all threads' stacks go to the rank's log, and the
-   heartbeats of all ranks are read twice, to distinguish ranks that do not respond, are stuck, or
+3. After nearly `timeout` seconds without any, all threads' stacks go to the rank's log, torch's
+   record of collectives to logs/flight_recorder, and the heartbeats of all ranks are read twice, to distinguish ranks that do not respond, are stuck, or
    wait.
 4. The failure is written and this process exits; the launcher ends the other ranks.
+
+On a GPU "progress" is that of its queue, too, and a rank's position is the first action there that
+has not ended (`device_queue`). A rank that stands still because another one has failed is let out of
+its collective (`peer_failure`), since there it learns of that by no error.
 
 It exits slightly before the timeout, so that a collective with the same timeout does not fail first
 with an error that names no rank. Time in which the whole process was stopped (Ctrl-Z, a suspended
@@ -26,21 +30,27 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from time import monotonic
 from types import TracebackType
 from typing import Any, TextIO
 
 from titanlike.config.schema import Launch
+from titanlike.launch.device_queue import DeviceQueue, Mark
 from titanlike.launch.failures import Failure, write_failure
 from titanlike.launch.hang_report import AFTER, explain, unresponsive
 from titanlike.launch.heartbeat import Beat, Heartbeat, in_debugger, innermost_frames, read_beats
+from titanlike.launch.peer_failure import let_out
 from titanlike.launch.rank_log import log_path
 from titanlike.launch.signals import exit_now
 from titanlike.launch.worker import Worker
 
 _WAKE_DELAY = 2.0  # seconds that a thread may wake late; beyond that, the process was stopped
 _JOIN_TIMEOUT = 2.0  # seconds for the watching thread to end
+_RECORD_TIMEOUT = 5.0  # seconds to write the record of collectives, which take part of:
 _REPORT_TIMEOUT = 15.0  # seconds to write and report the failure before the process exits
+_PATIENCE = 5.0  # seconds without progress on a device after which peers are looked at,
+_PEER_INTERVAL = 2.0  # and then between two looks
 # keys of the timeouts of phases, for the error text; others: launch.timeout
 _KEYS = {"load": "checkpoint.timeout", "save": "checkpoint.timeout"}
 
@@ -53,9 +63,15 @@ class Watchdog:
         worker: Worker,
         settings: Launch,
         report_failure: Callable[[Failure], None] | None = None,
+        queue: DeviceQueue | None = None,
+        abort: Callable[[], object] = lambda: None,
     ) -> None:
-        """report_failure: in the process that reports the job, called before it exits."""
+        """report_failure: in the process that reports the job, called before it exits. queue: of the
+        device, where it has one; abort: ends what waits in it for other ranks."""
         self._worker, self._settings, self._report_failure = worker, settings, report_failure
+        self._queue, self._abort = queue, abort
+        self._unfinished: Mark | None = None  # the first in the queue, when it was last looked at
+        self._device_since = -math.inf  # since when it has been that
         limits = [limit for limit in (settings.step_timeout, settings.timeout) if limit > 0]
         self._shortest = min(limits, default=math.inf)
         # the same on all ranks: one without a new beat in `_response_time` does not respond
@@ -65,7 +81,10 @@ class Watchdog:
         self._thread_id = 0
         self._ended = threading.Event()
         self._awake_since = -math.inf
+        self._peers_looked_at = -math.inf
         self._host = socket.gethostname()
+        self._recording = threading.Thread()
+        self._step, self._phase, self._action = 0, "build", ""
         self.enter_phase(0, "build")
 
     def enter_phase(self, step: int, phase: str, timeout: float | None = None) -> None:
@@ -74,9 +93,11 @@ class Watchdog:
         timeout: None = launch.step_timeout, 0 = unlimited; at least four heartbeats, the time in
         which a rank that does not respond is recognized.
         """
+        if self._queue is not None and self._thread_id:
+            self._queue.mark(self._step, self._phase, self._action)
         # the clock first: the watching thread must not compare the old time with a shorter limit
         self._since = monotonic()
-        self._action: Any = ""
+        self._action = ""
         self._limit = (self._settings.step_timeout if timeout is None else timeout) or math.inf
         key = _KEYS.get(phase, "launch.timeout")
         self._key = "launch.step_timeout" if timeout is None else key
@@ -89,6 +110,11 @@ class Watchdog:
         """
         self._action = action
         self._since = monotonic()
+
+    def action_queued(self, action: Any, received: bool) -> None:
+        """An action of the schedule is in the device's queue; received: what it waits for is."""
+        if self._queue is not None:
+            self._queue.mark(self._step, self._phase, action, received)
 
     def __enter__(self) -> Watchdog:
         self._thread_id = threading.get_ident()
@@ -109,15 +135,18 @@ class Watchdog:
         self._watcher.join(_JOIN_TIMEOUT)
 
     def _last_progress(self) -> float:
-        return max(self._since, self._awake_since)
+        return max(self._since, self._awake_since, self._device_since)
 
     def _observe(self) -> Beat:
         """What this rank is doing now."""
-        since, action = self._since, self._action
+        since, step, phase, action = self._since, self._step, self._phase, self._action
+        if (mark := self._unfinished) is not None:
+            since, step, phase, action = self._device_since, mark.step, mark.phase, mark.action
         age = monotonic() - self._last_progress()
         frames, at, waits = "", "", False
         if age > min(self._limit, self._shortest) / 2:
             frames, at, waits = innermost_frames(self._thread_id)
+            waits = waits if mark is None else mark.received
         now = time.time()
         return Beat(
             rank=self._worker.rank,
@@ -125,23 +154,45 @@ class Watchdog:
             time=now,
             host=self._host,
             pid=os.getpid(),
-            step=self._step,
-            doing=self._phase,
+            step=step,
+            doing=phase,
             action=AFTER if action is None else str(action),
             since=now - (monotonic() - since),
             seconds=age,
             frames=frames,
             at=at,
             waits=waits,
+            on_device=mark is not None,
         )
 
     def _watch(self) -> None:
+        if self._queue is not None:
+            self._queue.enter_thread()
         while self._sleep(self._poll):
+            if self._queue is not None and self._look_at_device(self._queue):
+                return
             limit = max(self._limit, 2 * self._response_time)
             early = self._response_time + min(1.0, limit / 20)
             since = self._last_progress()
             if monotonic() - since > limit - early:
                 self._suspect(since)
+
+    def _look_at_device(self, queue: DeviceQueue) -> bool:
+        """How far the device is; True once the training thread was let out, as a peer has failed."""
+        before, mark = self._unfinished, queue.first_unfinished()
+        if (mark and mark.number) != (before and before.number):
+            self._device_since = monotonic()
+        self._unfinished = mark
+        now = monotonic()
+        if now - self._last_progress() < min(_PATIENCE, self._shortest / 4):
+            return False
+        if now - self._peers_looked_at < min(_PEER_INTERVAL, self._shortest / 4):
+            return False
+        self._peers_looked_at = now
+        if not self._worker.stop_request.has_peer_failed():
+            return False
+        let_out(self._thread_id, self._abort, self._ended, self._worker)
+        return True
 
     def _sleep(self, seconds: float) -> bool:
         """False once the run is over. Records if the whole process was stopped meanwhile."""
@@ -155,7 +206,8 @@ class Watchdog:
         """Nearly timed out: read all beats twice; exit if this rank makes no progress meanwhile."""
         before: dict[int, Beat] = {}
         # in a thread: an unavailable file server must not block the watchdog, too
-        threading.Thread(target=self._record, args=(since, before), daemon=True).start()
+        self._recording = threading.Thread(target=self._record, args=(since, before), daemon=True)
+        self._recording.start()
         if not self._sleep(self._response_time):
             return
         if in_debugger(self._thread_id):
@@ -164,12 +216,20 @@ class Watchdog:
             self._give_up(dict(before))
 
     def _record(self, since: float, before: dict[int, Beat]) -> None:
-        """Write all threads' stacks to the log, and all ranks' beats to `before`."""
+        """Write all threads' stacks to the log, all ranks' beats to `before`, and what collectives
+        torch has recorded to a file."""
         with contextlib.suppress(OSError), self._open_log() as log:
             seconds = monotonic() - since
             print(f"no progress for {seconds:.0f} s; all threads:", file=log, flush=True)
             faulthandler.dump_traceback(log)
         before.update(self._beats())
+        if (
+            "torch.distributed" in sys.modules
+        ):  # else there are none, and it takes seconds to import
+            from titanlike.torch_private.flight_recorder import write_records
+
+            with contextlib.suppress(OSError, RuntimeError):
+                write_records(record_folder(self._worker.run_dir), self._worker.rank)
 
     def _give_up(self, before: dict[int, Beat]) -> None:
         """Report the hang and exit; at the latest after `_REPORT_TIMEOUT`."""
@@ -188,6 +248,7 @@ class Watchdog:
             with contextlib.suppress(OSError), self._open_log() as log:
                 print(text, file=log, flush=True)
             self._heartbeat.end("no progress")
+            self._recording.join(_RECORD_TIMEOUT)
             self._resume_stopped(unresponsive(before, now, own.rank))
             if self._report_failure is not None:
                 self._report_failure(failure)
@@ -217,6 +278,11 @@ class Watchdog:
             return open(log_path(self._worker.run_dir, self._worker.rank), "a", encoding="utf-8")
         except OSError:
             return contextlib.nullcontext(sys.__stderr__ or sys.stderr)
+
+
+def record_folder(run_dir: Path) -> Path:
+    """Where the ranks write what collectives torch has recorded, as its analyzer reads them."""
+    return run_dir / "logs" / "flight_recorder"
 
 
 def _parent(pid: int) -> int | None:

@@ -64,12 +64,20 @@ class Pipeline:
         self._missing = torch.zeros(())  # gradients of the last step, over all ranks
         self._runtimes: OrderedDict[Any, OrderRuntime] = OrderedDict()
         self._on_action: Callable[[Any], None] | None = None
+        self._on_queued: Callable[[Any, bool], None] | None = None
 
     def on_action(self, callback: Callable[[Any], None]) -> None:
         """Call back with each action of the schedule when it begins, with None after the last."""
         self._on_action = callback
         for runtime in self._runtimes.values():
             runtime.on_action(callback)
+
+    def on_queued(self, callback: Callable[[Any, bool], None]) -> None:
+        """Call back with each computation once it is in the device's queue, with False; before, with
+        True, once the wait for the messages that it needs is there."""
+        self._on_queued = callback
+        for runtime in self._runtimes.values():
+            runtime.on_queued(callback)
 
     def train(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Forward and backward of this dp rank's part of a batch: "inputs", "targets" and what else
@@ -209,6 +217,8 @@ class Pipeline:
             self._runtimes[key] = self._make_runtime(fields)
             if self._on_action is not None:
                 self._runtimes[key].on_action(self._on_action)
+            if self._on_queued is not None:
+                self._runtimes[key].on_queued(self._on_queued)
             if len(self._runtimes) > MOST_SHAPES:
                 self._runtimes.popitem(last=False)
         for stage in self._stages.values():

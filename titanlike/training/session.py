@@ -27,7 +27,9 @@ from titanlike.metrics.events import Events
 from titanlike.metrics.run_files import RunFiles
 from titanlike.metrics.sinks import Sink, open_sinks
 from titanlike.metrics.starts import log_start
+from titanlike.parallel.device_events import device_queue
 from titanlike.parallel.mesh import open_mesh
+from titanlike.torch_private.process_groups import abort_groups
 from titanlike.training.build import Run, build
 from titanlike.training.guard import Guard
 
@@ -94,6 +96,7 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
     """Open everything, resumed from the newest checkpoint; closed with the run's final status."""
     data = open_data_on_every_rank(config, worker)
     mesh = open_mesh(config, worker)
+    queue = device_queue(mesh.device)
     console = Console(steps=last_step(config), log_every=config.log_every)
     events = Events(worker.run_dir, console.line if worker.rank == 0 else None)
     sinks: list[Sink] = []
@@ -101,13 +104,15 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
     with (
         deterministic(config.deterministic),
         matmul_precision(config.matmul_precision),
-        Watchdog(worker, config.launch, worker.report_failure) as watchdog,
+        Watchdog(worker, config.launch, worker.report_failure, queue, abort_groups) as watchdog,
     ):
         watchdog.enter_phase(0, "build", config.launch.timeout)
         say = console.line if worker.rank == 0 else lambda _: None
         run = build(config, mesh, data, say)
         checkpointer = Checkpointer(run.stage_states, config, data, events)
         run.pipeline.on_action(watchdog.start_action)
+        if queue is not None:
+            run.pipeline.on_queued(watchdog.action_queued)
         try:
             watchdog.enter_phase(0, "load", config.checkpoint.timeout)
             owner = _take_over(config, worker, events) if worker.rank == 0 else None
