@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 # Marks of a queue that is not read: then the oldest are kept, which tell what hangs. A step has a
 # few hundred, of 0.5 KB
@@ -28,8 +27,7 @@ class Event(Protocol):
         """Whether the device has come to it. Waits for nothing."""
 
 
-@dataclass(frozen=True)
-class Mark:
+class Mark(NamedTuple):
     """A place in the queue."""
 
     number: int  # counts up from 0
