@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -110,7 +111,7 @@ def truth(key: str, shape: torch.Size) -> torch.Tensor:
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("mode", [*slow("sync"), "async", "async_pinned"])
+@pytest.mark.parametrize("mode", [*slow("sync", "async"), "async_pinned", "async_process"])
 def test_a_background_save_holds_the_state_of_its_step(mode: str, tmp_path: Path) -> None:
     """Parameters change while it is written, and again before the next one."""
     config = tiny(2, 1, layers=2, steps=6, checkpoint=Checkpoint(every=1, mode=mode))
@@ -131,9 +132,11 @@ def save_and_change(config: Config, worker: Worker) -> bool:
         waited = time.monotonic() - begin
         if config.checkpoint.mode != "sync" and step == 1:
             assert waited < 0.25, "training waited for a write in the background"
+        checkpointer.before_update()
         for _, tensor in tensors(run):
             local(tensor).fill_(-1)
     checkpointer.finish(Progress(step=3), done=True)
+    checkpointer.close()
     for step in (1, 2, 3):
         path = Path(config.run_dir) / "checkpoints" / f"step-{step:08d}"
         here = replace(config, checkpoint=Checkpoint(resume=str(path)), run_dir="nowhere")
@@ -146,12 +149,10 @@ def save_and_change(config: Config, worker: Worker) -> bool:
 
 
 def slow_down_writing() -> None:
-    import titanlike.checkpoint.dcp_storage as dcp_storage
-
-    fsync = dcp_storage.os.fsync
+    fsync = os.fsync
 
     def slow(handle: int) -> None:
         time.sleep(0.05)  # some eight times a save
         fsync(handle)
 
-    dcp_storage.os.fsync = slow
+    os.fsync = slow

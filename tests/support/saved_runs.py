@@ -15,6 +15,7 @@ import torch.distributed as dist
 from support.models import tiny
 from support.world import run_world
 from titanlike.checkpoint.integrity import MANIFEST, MARKER, checksum
+from titanlike.checkpoint.piece_sums import PIECES
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.schema import Checkpoint, Config
 from titanlike.launch.worker import Worker
@@ -105,6 +106,7 @@ def checkpoint(run_dir: Path, step: int) -> Path:
 def reseal(folder: Path) -> None:
     """Make manifest and marker fit the files that are there, as whoever plants one would."""
     files = {}
+    (folder / PIECES).unlink(missing_ok=True)  # as an older version did not write it
     for path in sorted(folder.iterdir()):
         if path.name not in (MANIFEST, MARKER):
             data = path.read_bytes()

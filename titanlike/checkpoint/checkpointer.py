@@ -16,13 +16,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
 
 from titanlike.checkpoint import discovery, integrity, state_dict
 from titanlike.checkpoint.dcp_metadata import read_metadata
 from titanlike.checkpoint.discovery import committed, step_of
 from titanlike.checkpoint.integrity import DamagedCheckpoint, read_state
+from titanlike.checkpoint.piece_sums import PIECES, PieceSums, read_pieces
 from titanlike.checkpoint.resume import incompatibility, run_identity, select_resume
 from titanlike.checkpoint.storage import Storage, UnreadableFile
+from titanlike.checkpoint.tensor_index import OPTIMIZER
 from titanlike.checkpoint.warm_start import warm_start
 from titanlike.checkpoint.writer import CheckpointWriter, Save, Saved
 from titanlike.config.credentials import redact_value
@@ -48,8 +51,20 @@ class Progress:
     guard: dict[str, Any] = field(default_factory=dict)  # see guard.Guard.state
 
 
+@dataclass(frozen=True)
+class Opened:
+    """What a checkpoint's small files say."""
+
+    state: dict[str, Any]
+    metadata: Metadata
+    sums: PieceSums | None  # None: its tensors' files have been read and found right
+
+
 class Checkpointer:
-    """Loads and saves the checkpoints of one run. All methods but `poll` are collective."""
+    """Loads and saves the checkpoints of one run.
+
+    All methods but `poll`, `before_update` and `close` are collective.
+    """
 
     def __init__(
         self, stage_states: list[StageState], config: Config, data: Data, events: Events
@@ -62,7 +77,19 @@ class Checkpointer:
         # save needs its own group
         timeout = timedelta(seconds=self._settings.timeout)
         self._group = dist.new_group(backend="gloo", timeout=timeout)
-        self._writer = CheckpointWriter(self._settings, self._folder, self._group, events)
+        late = {f"model.{name}" for stage in stage_states for name, _ in stage.parameters()}
+        self._writer = CheckpointWriter(
+            self._settings,
+            self._folder,
+            self._group,
+            events,
+            lambda name: name in late or name.startswith(OPTIMIZER),
+        )
+        self._hooks = []
+        if self._settings.mode in ("async_pinned", "async_process"):
+            for optimizer in (one for stage in stage_states for one in stage.optimizers):
+                before = optimizer.register_step_pre_hook(lambda *_: self.before_update())
+                self._hooks.append(before)
         fingerprint = [data_fingerprint(data, config) if self._rank == 0 else {}]
         dist.broadcast_object_list(fingerprint, src=0, group=self._group)
         self._fingerprint = fingerprint[0]
@@ -81,19 +108,18 @@ class Checkpointer:
         Raises ValueError where another rank cannot see the checkpoint, where it was saved with
         other data or another model, and where every one is damaged.
         """
-        path = self._first_intact(self._select_resume)
-        if path is None:
+        progress = self._load_first_intact(self._select_resume)
+        if progress is None:
             if self._settings.start_from:
                 text = warm_start(self._settings, self._stage_states, self._group)
                 self._events.log("warm_start", 0, text)
             return Progress()
-        return self._load(path)
+        return progress
 
     def rollback(self) -> Progress | None:
         """Load the newest intact checkpoint of this run; None where there is none."""
         self._writer.wait()
-        path = self._first_intact(self._select_own)
-        return None if path is None else self._load(path)
+        return self._load_first_intact(self._select_own)
 
     def resume_hint(self) -> str:
         """What to do about a run that diverged; waits for the save in progress."""
@@ -104,10 +130,12 @@ class Checkpointer:
         path = self._folder.at(discovery.step_name(self.newest))
         return f"the last good checkpoint is {path}: resume from it with a smaller optimizer.lr"
 
-    def _first_intact(self, select: Callable[[set[str]], Storage | None]) -> Storage | None:
-        """The first intact one of the checkpoints that rank 0 selects one after another.
+    def _load_first_intact(self, select: Callable[[set[str]], Storage | None]) -> Progress | None:
+        """Load the first intact one of the checkpoints that rank 0 selects one after another.
 
-        A damaged one of this run is marked; ValueError for one that the user named.
+        Its bytes are checked while they are loaded, so damage may be found when some tensors have
+        been loaded; an older checkpoint replaces all of them, or an error ends the run. A damaged
+        one of this run is marked; ValueError for one that the user named.
         """
         rejected: set[str] = set()
         while True:
@@ -116,9 +144,16 @@ class Checkpointer:
             if not selected[0]:
                 return None
             path = Storage(selected[0])
-            damage = self._find_damage(path)
-            if damage is None:
-                return path
+            opened = self._open(path)
+            if isinstance(opened, Opened):
+                try:
+                    return self._load(path, opened)
+                except DamagedCheckpoint as error:  # on all ranks
+                    damage = str(error)
+                except UnreadableFile as error:
+                    raise discovery.unreadable(path, str(error)) from None
+            else:
+                damage = opened
             if str(path.parent) != str(self._folder) or str(path) in rejected:
                 raise ValueError(f"{damage}; write the path of another checkpoint")
             rejected.add(str(path))
@@ -152,12 +187,15 @@ class Checkpointer:
                 self._writer.saved[step_of(path)] = Saved(step_of(path), val_loss)
         return selection.path
 
-    def _find_damage(self, path: Storage) -> str | None:
-        """What is wrong with a checkpoint's files. Each rank reads some of them.
+    def _open(self, path: Storage) -> Opened | str:
+        """A checkpoint's files without the tensors, found right; or what is wrong with one.
 
-        Raises UnreadableFile on all ranks where one cannot read its part.
+        Those of an older version have no checksums of their pieces: there the ranks read all files
+        first, each some of them. The same on all ranks, as what is raised: UnreadableFile where one
+        cannot read its part, UnsafeCheckpoint.
         """
-        damage, unread = "", ""
+        opened: Opened | None = None
+        damage, unread, unsafe = "", "", ""
         try:
             if self._rank > 0 and not path.exists(integrity.MARKER):
                 raise ValueError(
@@ -165,21 +203,29 @@ class Checkpointer:
                     "write a run_dir on a file system that all machines share"
                 )
             files = integrity.read_manifest(path)
-            integrity.check_sums(path, files, sorted(files)[self._rank :: self._world_size])
-            if self._rank == 0:
-                integrity.read_state(path)
-                read_metadata(path)
+            whole = sorted(files) if PIECES not in files else []
+            integrity.check_sums(path, files, whole[self._rank :: self._world_size])
+            state = integrity.read_state(path, files)
+            opened = Opened(state, read_metadata(path, files), read_pieces(path, files))
         except DamagedCheckpoint as error:
             damage = str(error)
-        except integrity.UnsafeCheckpoint:
-            pass  # refused by every rank when it is loaded
+        except integrity.UnsafeCheckpoint as error:
+            unsafe = str(error)
         except UnreadableFile as error:
             unread = str(error)
-        found = [(damage, unread)] * self._world_size
-        dist.all_gather_object(found, (damage, unread), group=self._group)
-        if reason := next((reason for _, reason in found if reason), ""):
-            raise discovery.unreadable(path, reason)
-        return next((text for text, _ in found if text), None)
+        found = [(damage, unread, unsafe)] * self._world_size
+        dist.all_gather_object(found, (damage, unread, unsafe), group=self._group)
+        damage, unread, unsafe = (
+            next(filter(None, texts), "") for texts in zip(*found, strict=True)
+        )
+        if unread:
+            raise discovery.unreadable(path, unread)
+        if damage or unsafe:
+            if not damage:
+                raise integrity.UnsafeCheckpoint(unsafe)
+            return damage
+        assert opened is not None
+        return opened
 
     def _mark_damaged(self, path: Storage, damage: str) -> None:
         self._events.log("damaged", step_of(path), f"{damage}; trying an older one")
@@ -190,12 +236,13 @@ class Checkpointer:
                 self._events.log("damaged", step_of(path), f"{path} could not be marked: {error}")
             self._writer.saved.pop(step_of(path), None)
 
-    def _load(self, path: Storage) -> Progress:
+    def _load(self, path: Storage, opened: Opened) -> Progress:
         if text := incompatibility(path, self._config):
             raise ValueError(text)
-        state = read_state(path)
+        state = opened.state
         self._check_data(path, state)
-        state_dict.load_run(path, self._stage_states, self._group)
+        of_run = self._stage_states, self._group
+        state_dict.load_run(path, opened.metadata, *of_run, opened.sums)
         self._writer.newest = state["step"]
         self._events.log("resume", self.newest, path=str(path), world_size=self._world_size)
         if changes := changed_keys(state.get("config", {}), self._plain_config):
@@ -236,12 +283,26 @@ class Checkpointer:
             record = Saved(progress.step, val_loss)
             save = Save(folder, self._state(progress, val_loss), record, begin)
             tensors = state_dict.run_tensors(self._stage_states)
+            tensors = state_dict.share_step(tensors, self._group)
             self._writer.start(save, tensors, self._settings.mode)
         return time.perf_counter() - begin
 
     def poll(self) -> None:
         """Report a background save that has ended. Not collective."""
         self._writer.poll()
+
+    def before_update(self) -> None:
+        """To be called before parameters change in another way than by their optimizers' step.
+
+        A save may still be copying them.
+        """
+        self._writer.before_update()
+
+    def close(self) -> None:
+        """Let go of what saving needs: threads, a process, memory."""
+        for hook in self._hooks:
+            hook.remove()
+        self._writer.close()
 
     def finish(self, progress: Progress, *, done: bool) -> None:
         """Complete all saves; of a run that is done, save the model alone if configured.

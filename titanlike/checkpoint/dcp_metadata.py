@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from titanlike.checkpoint.integrity import METADATA, DamagedCheckpoint, UnsafeCheckpoint
+from titanlike.checkpoint.integrity import (
+    METADATA,
+    DamagedCheckpoint,
+    Manifest,
+    UnsafeCheckpoint,
+    read_checked,
+)
 from titanlike.checkpoint.storage import Storage
 from titanlike.checkpoint.tensor_index import unpickling
 from titanlike.torch_private.distributed_checkpoint import read_newer_checkpoints
@@ -71,14 +77,16 @@ class RestrictedUnpickler(pickle.Unpickler):
                 raise UnsafeCheckpoint(f"changes {', '.join(names)}")
 
 
-def read_metadata(folder: Storage) -> Metadata:
+def read_metadata(folder: Storage, files: Manifest | None = None) -> Metadata:
     """Names, shapes, dtypes and files of a checkpoint's tensors.
 
-    Raises DamagedCheckpoint, UnsafeCheckpoint.
+    files: the manifest with its checksum; None = not compared. Raises DamagedCheckpoint,
+    UnsafeCheckpoint.
     """
     read_newer_checkpoints()
+    data = None if files is None else read_checked(folder, files, METADATA)
     with unpickling(folder):
-        metadata = RestrictedUnpickler(folder.read(METADATA)).load()
+        metadata = RestrictedUnpickler(folder.read(METADATA) if data is None else data).load()
     if not isinstance(metadata, Metadata):
         raise DamagedCheckpoint(folder, METADATA, "has no description of tensors")
     for info in (metadata.storage_data or {}).values():

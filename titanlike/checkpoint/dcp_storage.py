@@ -9,28 +9,44 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Callable, Iterator
-from typing import IO, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
-import xxhash
+import torch
+from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemBase
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from titanlike.checkpoint.integrity import (
+    METADATA,
     DamagedCheckpoint,
     Manifest,
     UnsafeCheckpoint,
     check_sizes,
+    checksum,
     commit,
     delete_checkpoint,
+    reading,
 )
+from titanlike.checkpoint.piece_sums import PIECES, PieceSums, WrittenFile, dump_pieces
+from titanlike.checkpoint.save_plan import SavePlanner
 from titanlike.checkpoint.storage import Storage
+from titanlike.checkpoint.tensor_file import write_tensors
 from titanlike.device.accelerator import set_device, started
+from titanlike.torch_private.distributed_checkpoint import written_piece
+
+Write = Callable[[Storage, str, Iterable[Tensor]], WrittenFile]
 
 
 class StorageWriter(FileSystemWriter):
@@ -40,13 +56,18 @@ class StorageWriter(FileSystemWriter):
     """
 
     def __init__(
-        self, folder: Storage, state: dict[str, Any], committed: Callable[[Manifest], None]
+        self,
+        folder: Storage,
+        state: dict[str, Any],
+        committed: Callable[[Manifest], None],
+        write: Write = write_tensors,
     ) -> None:
         """state: for state.json. committed: called on the coordinator after the commit."""
-        super().__init__(str(folder), sync_files=False)  # `_Files` syncs local files
+        super().__init__(str(folder), sync_files=False)
         self._folder, self._state, self._committed = folder, state, committed
-        self._files = _Files(folder)
-        self.fs, self.path = self._files, ""
+        self._write = write
+        self._planner: SavePlanner | None = None
+        self.fs, self.path = _Captured(), ""
         self._device = started()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -61,18 +82,34 @@ class StorageWriter(FileSystemWriter):
     def prepare_local_plan(self, plan: Any) -> Any:
         return plan
 
-    def write_data(self, plan: Any, planner: Any) -> Future[list[WriteResult]]:
-        written = super().write_data(plan, planner).value()
+    def write_data(self, plan: SavePlan, planner: Any) -> Future[list[Any]]:
+        """To the coordinator: the file, and the place of each piece unless it knows them."""
+        name = f"{plan.storage_data.prefix}0.distcp"
+        tensors = (planner.resolve_data(item) for item in plan.items)
+        written = self._write(self._folder, name, tensors)
+        begins = [0, *written.ends]
+        results: list[Any] = [
+            written_piece(item.index, name, begin, end - begin)
+            for item, begin, end in zip(plan.items, begins, written.ends, strict=False)
+        ]
+        if isinstance(planner, SavePlanner):
+            self._planner = planner
+            if planner.known:
+                if planner.kept.ends != written.ends:
+                    raise RuntimeError(f"{name} has other places than in the save before")
+                results = []
+            planner.kept.ends = written.ends
         future: Future[list[Any]] = Future()
-        future.set_result([*written, self._files.written])  # to the coordinator
+        future.set_result([*results, written])
         return future
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        files: Manifest = {}
-        for *_, written in results:
-            files |= written
-        super().finish(metadata, [dcp_results for *dcp_results, _ in results])
-        files |= self._files.written  # with .metadata
+        written: list[WrittenFile] = [own for *_, own in results]
+        files: Manifest = {one.name: (one.size, one.checksum) for one in written}
+        described = self._describe(metadata, [pieces for *pieces, _ in results])
+        for name, data in ((METADATA, described), (PIECES, dump_pieces(written))):
+            self._folder.write(name, data)
+            files[name] = (len(data), checksum(data))
         try:
             check_sizes(self._folder, files)
         except DamagedCheckpoint as damage:  # written by another rank, not visible here
@@ -83,8 +120,19 @@ class StorageWriter(FileSystemWriter):
         commit(self._folder, files, self._state)
         self._committed(files)
 
+    def _describe(self, metadata: Metadata, results: list[list[WriteResult]]) -> bytes:
+        """The content of `.metadata`: the same in each save of a plan."""
+        if self._planner is not None and self._planner.known:
+            return self._planner.kept.metadata
+        super().finish(metadata, results)
+        assert isinstance(self.fs, _Captured)
+        data = self.fs.stream.getvalue()
+        if self._planner is not None:
+            self._planner.kept.metadata = data
+        return data
+
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=self._folder.name, save_id=self.save_id)
+        return StorageMeta()  # without names: see `_describe`
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -92,12 +140,12 @@ class StorageWriter(FileSystemWriter):
 
 
 class StorageReader(FileSystemReader):
-    """Reads a checkpoint's tensors."""
+    """Reads a checkpoint's tensors, each piece once; what is read is checked before it is used."""
 
-    def __init__(self, folder: Storage, metadata: Metadata) -> None:
+    def __init__(self, folder: Storage, metadata: Metadata, sums: PieceSums | None) -> None:
+        """sums: None where the files have been checked already, as a whole."""
         super().__init__(str(folder))
-        self.fs, self.path = _Files(folder), ""
-        self._metadata = metadata
+        self._folder, self._metadata, self._sums = folder, metadata, sums
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
@@ -105,6 +153,58 @@ class StorageReader(FileSystemReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        places: dict[str, dict[tuple[int, int], list[ReadItem]]] = {}
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            pieces = places.setdefault(info.relative_path, {})
+            pieces.setdefault((info.offset, info.length), []).append(item)
+        for file, pieces in places.items():
+            with self._pieces(file) as read:
+                for place in sorted(pieces):
+                    self._load_piece(read(*place), pieces[place], planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def check_pieces(self, prefix: str, rank: int, world_size: int) -> None:
+        """Read and check a rank's share of the pieces of a prefix, which nobody loads."""
+        unread = [index for index in self._metadata.storage_data if index.fqn.startswith(prefix)]
+        for index in unread[rank::world_size] if self._sums is not None else []:
+            info = self._metadata.storage_data[index]
+            with self._pieces(info.relative_path) as read:
+                read(info.offset, info.length)
+
+    @contextlib.contextmanager
+    def _pieces(self, file: str) -> Iterator[Callable[[int, int], bytes]]:
+        """Reads pieces of a file, as (begin, length), and checks them."""
+        with reading(self._folder, file), self._folder.reader(file) as read:
+
+            def checked(begin: int, length: int) -> bytes:
+                data = read(begin, length)
+                if self._sums is not None:
+                    self._sums.check(file, begin, data)
+                return data
+
+            yield checked
+
+    def _load_piece(self, data: bytes, items: list[ReadItem], planner: LoadPlanner) -> None:
+        info = self.storage_data[items[0].storage_index]
+        descriptors = getattr(info, "transform_descriptors", None) or ()
+        stream = self.transforms.transform_load_stream(items[0], descriptors, io.BytesIO(data))
+        if any(item.type == LoadItemType.BYTE_IO for item in items):
+            planner.load_bytes(items[0], io.BytesIO(stream.read()))
+            return
+        saved = torch.load(stream, map_location="cpu", weights_only=True)
+        for item in items:
+            begins_and_lengths = zip(item.storage_offsets, item.lengths, strict=True)
+            part = saved[tuple(slice(at, at + length) for at, length in begins_and_lengths)]
+            target = planner.resolve_tensor(item).detach()
+            if target.size() != part.size():
+                raise DamagedCheckpoint(self._folder, METADATA, f"has other shapes than {info}")
+            target.copy_(part)
+            planner.commit_tensor(item, target)
 
 
 class TensorsOnly(DefaultLoadPlanner):
@@ -114,85 +214,38 @@ class TensorsOnly(DefaultLoadPlanner):
         raise UnsafeCheckpoint(f"{read_item.storage_index.fqn} in the checkpoint is not a tensor")
 
 
-class _Files(FileSystemBase):
-    """A `Storage` as DCP's file system; paths are names in it. Sums up sizes and checksums."""
+class _Captured(FileSystemBase):
+    """In place of the file system to which DCP writes `.metadata`: the bytes are kept."""
 
-    def __init__(self, folder: Storage) -> None:
-        self._folder = folder
-        self.written: Manifest = {}
+    def __init__(self) -> None:
+        self.stream = io.BytesIO()
 
     @contextlib.contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        name = os.fspath(path)
-        with self._folder.open(name, mode) as raw:
-            if mode == "rb":
-                yield raw
-                return
-            stream = _ChecksumStream(raw)
-            try:
-                yield stream
-            except RuntimeError:
-                if stream.error is not None:  # torch.save raises an error of its own instead
-                    raise stream.error from None
-                raise
-            raw.flush()
-            if self._folder.local:
-                os.fsync(raw.fileno())
-        self.written[name] = (stream.size, stream.hasher.hexdigest())
+        self.stream = io.BytesIO()
+        yield self.stream
 
     def concat_path(self, path: Any, suffix: str) -> str:
         return suffix
 
     def init_path(self, path: Any) -> Any:
-        return path
+        return os.fspath(path)
 
     def rename(self, path: Any, new_path: Any) -> None:
-        """Of `.metadata`, which DCP writes to a temporary file first."""
-        old, new = os.fspath(path), os.fspath(new_path)
-        self._folder.write(new, self._folder.read(old))
-        self._folder.remove(old)
-        self.written[new] = self.written.pop(old)
+        """From its temporary name."""
 
     def mkdir(self, path: Any) -> None:
-        self._folder.make()
+        """There is none."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return True
 
     def exists(self, path: Any) -> bool:
-        return self._folder.exists(os.fspath(path))
+        return False
 
     def rm_file(self, path: Any) -> None:
-        self._folder.remove(os.fspath(path))
+        """There is none."""
 
     def ls(self, path: Any) -> list[str]:
-        return self._folder.names()
-
-
-class _ChecksumStream:
-    """A stream for torch.save, which writes sequentially."""
-
-    def __init__(self, raw: IO[bytes]) -> None:
-        self._raw = raw
-        self.size, self.hasher = 0, xxhash.xxh3_128()
-        self.error: OSError | None = None  # the first
-
-    def write(self, data: Any) -> int:
-        try:
-            self._raw.write(data)
-        except OSError as error:
-            self.error = self.error or error
-            raise
-        self.hasher.update(data)
-        self.size += len(data)
-        return len(data)
-
-    def tell(self) -> int:
-        return self.size
-
-    def flush(self) -> None:
-        self._raw.flush()
-
-    def close(self) -> None:
-        """`create_stream` closes the file."""
+        return []

@@ -2,6 +2,7 @@
 
     step-00000100/
         __R_0.distcp .metadata   tensors and their layout, names as in the whole model (DCP)
+        pieces.json              a checksum of each piece of these files (piece_sums.py)
         state.json               step, position in the data, layout, what a resume must not change
         files.json               the manifest: size in bytes and xxh3 checksum of each file above
         COMMITTED                the checksum of files.json; written last, removed first
@@ -31,7 +32,8 @@ DAMAGED_MARKER = "DAMAGED"
 MANIFEST = "files.json"
 STATE = "state.json"
 METADATA = ".metadata"
-FORMAT = 1  # version of these files
+# version of these files: 1 has no pieces.json, and the step count of each parameter of its own
+FORMAT = 2
 _NUMBER = (float, int, type(None))
 _REQUIRED: dict[str, tuple[type, ...]] = {  # in state.json
     "step": (int,),
@@ -50,6 +52,7 @@ _OPTIONAL: dict[str, tuple[type, ...]] = {
 }
 _STEP_IN_NAME = re.compile(r"(?:step|model)-(\d{8,})")
 _CHUNK = 2**22  # bytes read at a time
+UNEQUAL = "does not match the checksum that was written"
 
 Manifest = dict[str, tuple[int, str]]  # file -> bytes, checksum
 
@@ -60,6 +63,9 @@ class DamagedCheckpoint(ValueError):
     def __init__(self, folder: Storage, file: str, reason: str) -> None:
         self.folder, self.file, self.reason = folder, file, reason
         super().__init__(f"checkpoint {folder} is damaged: {file} {reason}")
+
+    def __reduce__(self) -> Any:  # between ranks
+        return type(self), (self.folder, self.file, self.reason)
 
 
 class UnsafeCheckpoint(ValueError):
@@ -102,9 +108,9 @@ def mark_damaged(folder: Storage, reason: str) -> None:
 
 def marked_checksum(folder: Storage) -> str:
     """What the marker of a checkpoint that was marked as damaged must hold. Raises DamagedCheckpoint."""
-    with _reading(folder, DAMAGED_MARKER):
+    with reading(folder, DAMAGED_MARKER):
         marked = folder.read(DAMAGED_MARKER).decode(errors="replace")
-    with _reading(folder, MANIFEST):
+    with reading(folder, MANIFEST):
         expected = checksum(folder.read(MANIFEST))
     recorded = marked.strip().rpartition("\n")[2]
     if re.fullmatch(r"[0-9a-f]{32}", recorded) and recorded != expected:
@@ -128,10 +134,10 @@ def read_manifest(folder: Storage, expected: str | None = None) -> Manifest:
 
     expected: the checksum of the manifest itself; None = as the marker says.
     """
-    with _reading(folder, MANIFEST):
+    with reading(folder, MANIFEST):
         text = folder.read(MANIFEST)
     if expected is None:
-        with _reading(folder, MARKER):
+        with reading(folder, MARKER):
             marker = folder.read(MARKER).decode(errors="replace")
         # a marker restored by renaming DAMAGED has the reason above the checksum
         expected = marker.strip().rpartition("\n")[2]
@@ -157,10 +163,12 @@ def _manifest_entry(entry: Any) -> tuple[int, str]:
 
 
 def check_sizes(folder: Storage, files: Manifest) -> None:
-    """Check that each file exists with its size; reads none. Raises DamagedCheckpoint."""
+    """Check that each file exists with its size, by one listing. Raises DamagedCheckpoint."""
+    sizes = folder.sizes()
     for name, (size, _) in files.items():
-        with _reading(folder, name):
-            found = folder.size(name)
+        with reading(folder, name):
+            # a listing of an object store may be behind, and leaves out what is no file there
+            found = sizes[name] if sizes.get(name) is not None else folder.size(name)
         if found != size:
             raise DamagedCheckpoint(folder, name, f"has {found:,} bytes, and {size:,} were written")
 
@@ -168,10 +176,10 @@ def check_sizes(folder: Storage, files: Manifest) -> None:
 def check_sums(folder: Storage, files: Manifest, names: Iterable[str]) -> None:
     """Read these files and check their checksums. Raises DamagedCheckpoint."""
     for name in names:
-        with _reading(folder, name):
+        with reading(folder, name):
             found = folder.read_by(name, _file_checksum)
         if found != files[name][1]:
-            raise DamagedCheckpoint(folder, name, "does not match the checksum that was written")
+            raise DamagedCheckpoint(folder, name, UNEQUAL)
 
 
 def _file_checksum(file: IO[bytes]) -> str:
@@ -179,6 +187,15 @@ def _file_checksum(file: IO[bytes]) -> str:
     while chunk := file.read(_CHUNK):
         hasher.update(chunk)
     return hasher.hexdigest()
+
+
+def read_checked(folder: Storage, files: Manifest, name: str) -> bytes:
+    """A file that is read whole, found right. Raises DamagedCheckpoint."""
+    with reading(folder, name):
+        data = folder.read(name)
+    if checksum(data) != files[name][1]:
+        raise DamagedCheckpoint(folder, name, UNEQUAL)
+    return data
 
 
 def check_quick(folder: Storage) -> None:
@@ -197,10 +214,13 @@ def check_all(folder: Storage) -> None:
     read_state(folder)
 
 
-def read_state(folder: Storage) -> dict[str, Any]:
-    """state.json. Raises DamagedCheckpoint, and ValueError for a later format."""
-    with _reading(folder, STATE):
-        text = folder.read(STATE)
+def read_state(folder: Storage, files: Manifest | None = None) -> dict[str, Any]:
+    """state.json. Raises DamagedCheckpoint, and ValueError for a later format.
+
+    files: the manifest with its checksum; None = not compared.
+    """
+    with reading(folder, STATE):
+        text = folder.read(STATE) if files is None else read_checked(folder, files, STATE)
     try:
         state = parse_object(text)
     except ValueError as error:
@@ -231,7 +251,7 @@ def read_state(folder: Storage) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _reading(folder: Storage, name: str) -> Iterator[None]:
+def reading(folder: Storage, name: str) -> Iterator[None]:
     """A verdict on a file that is not there; an error of reading it is none."""
     try:
         yield

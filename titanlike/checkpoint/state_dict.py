@@ -2,11 +2,13 @@
 
 model.NAME                 parameters and persistent buffers
 optimizer.state.NAME.KEY   optimizer state of each parameter
+optimizer.state.step       the step count of all parameters that have no NAME.step of their own
 rng.RANK.cpu rng.RANK.cuda random generators, restored only in the same number of ranks
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -16,15 +18,19 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict as dcp_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
-from titanlike.checkpoint.dcp_metadata import read_metadata
 from titanlike.checkpoint.dcp_storage import StorageReader, TensorsOnly
-from titanlike.checkpoint.storage import Storage
+from titanlike.checkpoint.integrity import DamagedCheckpoint
+from titanlike.checkpoint.piece_sums import PieceSums
+from titanlike.checkpoint.storage import Storage, UnreadableFile
+from titanlike.checkpoint.tensor_index import OPTIMIZER, RNG
 from titanlike.device.accelerator import rng_states, set_rng_state
 from titanlike.optim.optimizer import StageState
 
 _FLAT = dcp_state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
 Tensors = dict[str, Tensor]
+SHARED_STEP = f"{OPTIMIZER}step"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -60,6 +66,34 @@ def run_tensors(stage_states: list[StageState], *, copies: bool = False) -> Tens
     return tensors | _rng_states()
 
 
+def share_step(tensors: Tensors, group: dist.ProcessGroup) -> Tensors:
+    """`tensors` with one step count in place of the equal ones of all parameters. Collective.
+
+    Optimizers count the steps of each parameter: a quarter of a checkpoint's entries, with the same
+    number in all but those that are not in each batch (experts). The largest one is shared.
+    """
+    counts = {
+        name: value
+        for name, value in tensors.items()
+        if name.startswith(OPTIMIZER)
+        and name.endswith(".step")
+        and value.dim() == 0
+        and value.dtype == torch.float32
+        and not isinstance(value, DTensor)
+    }
+    others = {_parameter(name) for name in tensors.keys() - counts.keys() if _of_optimizer(name)}
+    # one without another state would look as if it had none at all
+    counts = {name: value for name, value in counts.items() if _parameter(name) in others}
+    values = torch.stack([*counts.values()]).cpu() if counts else torch.zeros(0)
+    largest = torch.cat([values, torch.tensor([-1.0])]).max()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    if largest < 0:
+        return tensors
+    equal = {name for name, value in zip(counts, values.tolist(), strict=True) if value == largest}
+    rest = {name: value for name, value in tensors.items() if name not in equal}
+    return rest | {SHARED_STEP: largest}
+
+
 def sync_tied_copies(stage_states: list[StageState]) -> None:
     """Copy tied weights and buffers between stages of this rank: the first stage's value wins."""
     seen: dict[str, Tensor] = {}
@@ -70,18 +104,25 @@ def sync_tied_copies(stage_states: list[StageState]) -> None:
             seen.setdefault(name, parameter)
 
 
-def load_run(folder: Storage, stage_states: list[StageState], group: dist.ProcessGroup) -> None:
-    """Load an intact checkpoint, saved in any layout. Collective.
+def load_run(
+    folder: Storage,
+    metadata: Metadata,
+    stage_states: list[StageState],
+    group: dist.ProcessGroup,
+    sums: PieceSums | None,
+) -> None:
+    """Load a checkpoint, saved in any layout. Collective.
 
-    Raises ValueError where a tensor is missing or has another shape.
+    sums: of its pieces; None where its files have been checked. Raises ValueError where a tensor is
+    missing or has another shape, and what `read` raises: then the state is not to be used, but
+    another checkpoint may be loaded in its place.
     """
-    metadata = read_metadata(folder)
     saved = metadata.state_dict_metadata
     for stage in stage_states:
         _optimizer_state(stage, stage.optimizers)  # allocates the state that is read into
     tensors = run_tensors(stage_states, copies=True)
     # a parameter that never had a gradient has no state in the checkpoint, and gets none here
-    stateful = {_parameter(name) for name in saved if name.startswith("optimizer.state.")}
+    stateful = {_parameter(name) for name in saved if _of_optimizer(name)}
     for name in [name for name in tensors if name.startswith("optimizer.")]:
         if _parameter(name) not in stateful:
             del tensors[name]
@@ -91,6 +132,11 @@ def load_run(folder: Storage, stage_states: list[StageState], group: dist.Proces
         # another layout has other ranks: each keeps its own seed
         tensors = {name: value for name, value in tensors.items() if name not in random}
         random = []
+    counts: Tensors = {}
+    if SHARED_STEP in saved:
+        steps = [name for name in tensors if _of_optimizer(name) and name.endswith(".step")]
+        counts = {name: tensors.pop(name) for name in steps if name not in saved}
+        tensors[SHARED_STEP] = torch.zeros(())
     if problems := _mismatches(tensors, metadata):
         more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise ValueError(
@@ -98,7 +144,10 @@ def load_run(folder: Storage, stage_states: list[StageState], group: dist.Proces
             "; write the config that saved it (its config.yaml is in the run directory), "
             "another run_dir, or checkpoint.start_from to load only its weights"
         )
-    read(folder, metadata, tensors, group)
+    read(folder, metadata, tensors, group, sums, unread=() if random else (RNG,))
+    if counts:
+        shared = tensors[SHARED_STEP]
+        tensors |= {name: count.copy_(shared) for name, count in counts.items()}
     for name in random:
         set_rng_state(name.rpartition(".")[2], tensors[name])
     for stage in stage_states:
@@ -122,17 +171,55 @@ def load_run(folder: Storage, stage_states: list[StageState], group: dist.Proces
 
 
 def read(
-    folder: Storage, metadata: Metadata, tensors: Tensors, group: dist.ProcessGroup | None
+    folder: Storage,
+    metadata: Metadata,
+    tensors: Tensors,
+    group: dist.ProcessGroup | None,
+    sums: PieceSums | None = None,
+    unread: tuple[str, ...] = (),
 ) -> None:
     """Read the entries of the same names into `tensors`. Collective where `group` is given.
 
-    Raises OSError where reading fails.
+    sums: of the pieces; None where the files have been checked as a whole. unread: prefixes of
+    entries that no rank loads, to be checked all the same. On all ranks raises what the first rank
+    did whose reading failed: UnreadableFile, DamagedCheckpoint, OSError. Then `tensors` have parts
+    of the checkpoint, none of them damaged.
     """
-    options = {"storage_reader": StorageReader(folder, metadata), "planner": TensorsOnly()}
+    reader, error = StorageReader(folder, metadata, sums), None
     try:
-        dcp.load(dict(tensors), **options, process_group=group, no_dist=group is None)
-    except CheckpointException as error:  # a BaseException; one entry a rank that failed
-        raise OSError(f"checkpoint {folder} could not be read: {error_line(error)}") from error
+        with warnings.catch_warnings():
+            # the plans of the ranks do not depend on each other: nothing to be gathered
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            options = {"storage_reader": reader, "planner": TensorsOnly()}
+            dcp.load(dict(tensors), **options, no_dist=True)
+        for prefix in unread:
+            reader.check_pieces(prefix, dist.get_rank(group), dist.get_world_size(group))
+    except CheckpointException as failure:  # a BaseException
+        error = next((wrapped[0] for wrapped in failure.failures.values()), failure)
+    except (OSError, ValueError) as failure:
+        error = failure
+    found: list[tuple[str, Any]] = [_told(error)]
+    if group is not None:
+        found *= dist.get_world_size(group)
+        dist.all_gather_object(found, _told(error), group=group)
+    told = dict(reversed(found))  # of each kind that of the first rank
+    if unreadable := told.get("unreadable"):
+        raise UnreadableFile(unreadable)
+    if damaged := told.get("damaged"):
+        raise DamagedCheckpoint(folder, *damaged)
+    if text := told.get("other"):
+        raise OSError(f"checkpoint {folder} could not be read: {text}") from error
+
+
+def _told(error: BaseException | None) -> tuple[str, Any]:
+    """An error as other ranks can be told of it: kind and content."""
+    if error is None:
+        return "", None
+    if isinstance(error, UnreadableFile):
+        return "unreadable", str(error)
+    if isinstance(error, DamagedCheckpoint):
+        return "damaged", (error.file, error.reason)
+    return "other", error_line(error)
 
 
 def error_line(error: BaseException) -> str:
@@ -153,6 +240,11 @@ def _mismatches(tensors: Tensors, metadata: Metadata) -> list[str]:
         elif entry.size != here.shape:
             found.append(f"{name} is {tuple(entry.size)} there and {tuple(here.shape)} here")
     return found
+
+
+def _of_optimizer(name: str) -> bool:
+    """Whether an entry is a parameter's state."""
+    return name.startswith(OPTIMIZER) and name != SHARED_STEP
 
 
 def _parameter(name: str) -> str:

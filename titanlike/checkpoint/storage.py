@@ -9,7 +9,7 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import IO, TypeVar
@@ -104,6 +104,22 @@ class Storage:
 
         return self._retry(name, size)
 
+    def sizes(self) -> dict[str, int | None]:
+        """Bytes of each entry, None of one that is no regular file; {} for a folder that is not there.
+
+        One listing, for a folder of any number of files: a request each takes a minute on S3.
+        """
+        try:
+            found = self._retry("", lambda: self._fs.ls(self._root, detail=True))
+        except FileNotFoundError:
+            return {}
+        return {
+            info["name"].rstrip("/").rpartition("/")[2]: (
+                info["size"] if info["type"] == "file" else None
+            )
+            for info in found
+        }
+
     def modified(self, name: str) -> datetime | None:
         """Time of the last write, in UTC; None where the file system has none."""
         try:
@@ -127,6 +143,31 @@ class Storage:
                 return read(file)
 
         return self._retry(name, attempt)
+
+    @contextlib.contextmanager
+    def reader(self, name: str) -> Iterator[Callable[[int, int], bytes]]:
+        """A function of (begin, length) that reads from an open file, opened again after an error."""
+        opened: list[IO[bytes]] = []
+
+        def read(begin: int, length: int) -> bytes:
+            def attempt() -> bytes:
+                try:
+                    if not opened:
+                        opened.append(self._open(name))
+                    opened[0].seek(begin)
+                    return opened[0].read(length)
+                except Exception:
+                    while opened:
+                        opened.pop().close()
+                    raise
+
+            return self._retry(name, attempt)
+
+        try:
+            yield read
+        finally:
+            for file in opened:
+                file.close()
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file atomically."""

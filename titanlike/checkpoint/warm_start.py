@@ -10,7 +10,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from titanlike.checkpoint import state_dict
 from titanlike.checkpoint.dcp_metadata import read_metadata
 from titanlike.checkpoint.discovery import resolve
-from titanlike.checkpoint.integrity import check_all
+from titanlike.checkpoint.integrity import check_all, check_quick, read_manifest
+from titanlike.checkpoint.piece_sums import read_pieces
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.schema import Checkpoint
 from titanlike.optim.optimizer import StageState
@@ -34,9 +35,12 @@ def warm_start(
     location = [str(resolve("checkpoint.start_from", settings.start_from))]
     dist.broadcast_object_list(location, src=0, group=group)
     folder = Storage(location[0])
+    files = read_manifest(folder)
+    sums = read_pieces(folder, files)
     if dist.get_rank(group) == 0:
-        check_all(folder)
-    metadata = read_metadata(folder)
+        # what is loaded is checked meanwhile, unless an older version has written it
+        (check_all if sums is None else check_quick)(folder)
+    metadata = read_metadata(folder, files)
     sources = _sources(metadata, settings.rename)
     tensors = state_dict.model_tensors(stage_states, copies=True)
     model = _all_shapes(tensors, group)
@@ -51,7 +55,7 @@ def warm_start(
         )
     notes = _unmatched(settings, folder, sources.keys(), model.keys())
     matched = {sources[name]: tensor for name, tensor in tensors.items() if name in sources}
-    state_dict.read(folder, metadata, matched, group)
+    state_dict.read(folder, metadata, matched, group, sums)
     state_dict.sync_tied_copies(stage_states)
     moves = [(old, new) for new, old in sorted(sources.items()) if new != old and new in model]
     if moved := [f"{_short(old)} as {_short(new)}" for old, new in moves]:

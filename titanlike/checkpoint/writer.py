@@ -1,7 +1,8 @@
-"""Writes checkpoints: sync, or in the background from a copy in memory.
+"""Writes checkpoints: at once, or in the background from a copy in memory.
 
-1. `start`: the tensors are written (dcp_storage.py), then the checkpoint is committed
-   (integrity.py), then older ones are deleted (`superseded`).
+1. `start`: it is planned which rank writes what (save_plan.py); the tensors are copied (staging.py)
+   and written (dcp_storage.py), by a thread or a process of their own (writer_process.py); then the
+   checkpoint is committed (integrity.py), then older ones are deleted (`superseded`).
 2. `wait`: the next save waits for the one in progress: two never overlap.
 3. A failed save is reported and its files are deleted, and training continues; the second failure
    in a row ends it.
@@ -11,7 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from concurrent.futures import Future
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
@@ -19,15 +21,18 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from titanlike.checkpoint.dcp_storage import StorageWriter
 from titanlike.checkpoint.discovery import step_name
+from titanlike.checkpoint.host_memory import HostMemory
 from titanlike.checkpoint.integrity import Manifest, delete_checkpoint
+from titanlike.checkpoint.save_plan import Plan, SavePlanner
+from titanlike.checkpoint.staging import Copy, copies
 from titanlike.checkpoint.state_dict import Tensors, error_line
 from titanlike.checkpoint.storage import Storage
+from titanlike.checkpoint.tensor_file import write_tensors
+from titanlike.checkpoint.writer_process import WriterProcess
 from titanlike.config.schema import Checkpoint
-from titanlike.device.accelerator import can_pin
 from titanlike.metrics import units
 from titanlike.metrics.events import Events
 
@@ -49,6 +54,7 @@ class Save:
     record: Saved | None  # for retention; None for a save of the model alone
     begin: float = field(default_factory=time.perf_counter)
     future: Future[Any] = field(default_factory=Future)
+    planner: SavePlanner | None = None
     stall: float = 0.0  # seconds that training waited
     seconds: float = 0.0  # until it was committed
     bytes: int = 0
@@ -58,15 +64,25 @@ class Save:
 
 
 class CheckpointWriter:
-    """Writes a run's checkpoints. All methods but `poll` are collective."""
+    """Writes a run's checkpoints. All methods but `poll`, `before_update` and `close` are collective."""
 
     def __init__(
-        self, settings: Checkpoint, folder: Storage, group: dist.ProcessGroup, events: Events
+        self,
+        settings: Checkpoint,
+        folder: Storage,
+        group: dist.ProcessGroup,
+        events: Events,
+        is_late: Callable[[str], bool],
     ) -> None:
+        """is_late: whether an entry is changed by nothing but an optimizer's step."""
         self._settings, self._folder = settings, folder
-        self._group, self._events = group, events
-        self._stager: BlockingAsyncStager | None = None
+        self._group, self._events, self._is_late = group, events, is_late
+        self._plan: Plan | None = None  # of the last save of the run's state
         self._in_progress: Save | None = None
+        self._copy: Copy | None = None  # that may be in progress
+        self._thread: ThreadPoolExecutor | None = None
+        self._memory = HostMemory(shared=settings.mode == "async_process")
+        self._process = WriterProcess(self._memory, settings.timeout)
         self.saved: dict[int, Saved] = {}  # committed checkpoints in the folder, by step; on rank 0
         self.failures: list[str] = []  # since the last save that succeeded
         self.newest = 0  # step of the newest committed checkpoint; 0 for none
@@ -79,27 +95,62 @@ class CheckpointWriter:
             save.bytes = sum(size for size, _ in files.values())
             self._delete_superseded(save)
 
-        options: dict[str, Any] = {
-            "storage_writer": StorageWriter(save.folder, save.state, committed),
-            "process_group": self._group,
-        }
-        self._in_progress = save
+        write = self._process.write if mode == "async_process" else write_tensors
+        storage_writer = StorageWriter(save.folder, save.state, committed, write)
+        planner = SavePlanner(tensors, self._plan if save.record else None, self._group)
+        save.planner = planner
+
+        def write_all() -> None:
+            if copy is not None:
+                copy.finish()
+            options = {"storage_writer": storage_writer, "planner": planner}
+            dcp.save({}, **options, process_group=self._group)
+
+        self._in_progress, copy = save, None
         if mode == "sync":
             try:
-                dcp.save(dict(tensors), **options)
+                write_all()
                 save.future.set_result(None)
             except CheckpointException as error:  # a BaseException; on all ranks
                 save.future.set_exception(error)
             self.wait()
             return
-        if mode == "async" or self._stager is None:
-            self._stager = BlockingAsyncStager()
-            if mode == "async_pinned" and not can_pin():
-                # torch would pin the buffers that it caches, which takes a GPU: give it others
-                self._stager.state_dict_cache = self._stager.stage(tensors)
-            self._stager.cache_staged_state_dict = mode == "async_pinned"
-        save.future = dcp.async_save(dict(tensors), async_stager=self._stager, **options)
+        if mode == "async":
+            planner.pieces = copies(planner.pieces)
+        else:
+            copy = Copy(planner.pieces, self._memory, self._is_late_piece)
+            self._copy, planner.pieces = copy, copy.tensors
+        if mode == "async_process":
+            self._process.start()
+        self._thread = self._thread or ThreadPoolExecutor(1, "checkpoint")
+        save.future = self._thread.submit(write_all)
         save.stall = time.perf_counter() - save.begin
+
+    def _is_late_piece(self, index: Hashable) -> bool:
+        return self._is_late(index.fqn)
+
+    def before_update(self) -> None:
+        """Wait until the save in progress has its copy: parameters are about to change."""
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            begin = time.perf_counter()
+            copy.before_update()
+            if self._in_progress is not None:
+                self._in_progress.stall += time.perf_counter() - begin
+
+    def close(self) -> None:
+        """Let go of thread, process and memory; after a failure, once the save in progress ends."""
+        save = self._in_progress
+        if save is not None and not save.future.done():
+            save.future.add_done_callback(lambda _: self._release())
+        else:
+            self._release()
+
+    def _release(self) -> None:
+        self._process.close()
+        self._memory.close()
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)
 
     def wait(self) -> None:
         """Wait for the save in progress, and report it.
@@ -116,7 +167,9 @@ class CheckpointWriter:
             self.failures.clear()
             if save.record is not None:
                 self.newest = save.record.step
+                self._plan = save.planner and save.planner.kept
             return
+        self._plan = None
         self.failures.append(_reason(save, error))
         if len(self.failures) >= MAX_FAILURES:
             raise OSError(f"{self.failures[-1]}; failure {len(self.failures)} in a row")

@@ -95,10 +95,11 @@ class Checkpoint:
     folder: str | None = key(None, "path or fsspec URL (s3://...); null = run_dir/checkpoints")
     every: int = key(100, "steps between saves; 0 = none during training")
     last: bool = key(True, "save after the last step")
-    mode: Literal["sync", "async", "async_pinned"] = key(
+    mode: Literal["sync", "async", "async_pinned", "async_process"] = key(
         "sync",
-        "async = training continues while a copy in memory is written; async_pinned = the copy "
-        "reuses its buffers (pinned memory with a GPU)",
+        "async = training continues while a copy in memory is written; async_pinned = also while "
+        "it is copied, into a buffer that is kept (pinned with a GPU); async_process = that, and a "
+        "process of each rank writes (Linux)",
     )
     keep: int = key(10, "newest checkpoints to retain; 0 = all")
     keep_every: int = key(0, "also retain every checkpoint at a multiple of this step; 0 = none")

@@ -1,10 +1,12 @@
-"""Distributed checkpoints (DCP) that another version of torch wrote."""
+"""Distributed checkpoints (DCP): those that another version of torch wrote, and a file's entries."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.storage import WriteResult
 
 
 def read_newer_checkpoints() -> None:
@@ -25,3 +27,12 @@ def read_newer_checkpoints() -> None:
 
     cut.cut = True  # type: ignore[attr-defined]
     TensorProperties.__setstate__ = cut  # type: ignore[method-assign]
+
+
+def written_piece(index: MetadataIndex, file: str, begin: int, length: int) -> WriteResult:
+    """What torch's own writer returns for an entry that it has written, and its reader looks up.
+
+    The class of the place in the file is private, and `.metadata` has objects of it. It can go when
+    torch makes it public: `test_fences.py::test_the_place_of_a_piece_is_still_private`.
+    """
+    return WriteResult(index, length, _StorageInfo(file, begin, length))

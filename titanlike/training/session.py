@@ -148,6 +148,7 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
             status = "interrupted"
             raise
         finally:
+            checkpointer.close()
             console.close()
             for sink in sinks:
                 sink.close(status)
