@@ -14,12 +14,13 @@ from support.killed_runs import EVERY
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_while_it_saves_loses_nothing(tmp_path: Path) -> None:
-    places = ("before the commit", "half removed")
-    only = {"modes": ("async",), "restarts": 0}
-    tally = campaign(tmp_path, 2, 0, {"one": 1}, places=places, **only)
+@pytest.mark.parametrize("mode", ["async", "async_process"])
+def test_a_run_that_is_killed_while_it_saves_loses_nothing(mode: str, tmp_path: Path) -> None:
+    places = ("in a save", "before the commit", "half removed")
+    only = {"modes": (mode,), "restarts": 0}
+    tally = campaign(tmp_path, 3, 0, {"one": 1}, places=places, **only)
     assert tally.runs == 1 and {place for place, _ in tally.kills} == set(places)
-    assert max(tally.lost["async"]) <= 2 * EVERY
+    assert max(tally.lost[mode]) <= 2 * EVERY
 
 
 @pytest.mark.slow

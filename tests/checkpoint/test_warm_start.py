@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from support.saved_runs import a_run, checkpoint, events, train_all
 from support.world import run_world
 from titanlike.checkpoint.commands import main
+from titanlike.checkpoint.storage import Storage
+from titanlike.checkpoint.tensor_index import read_entries
 from titanlike.checkpoint.warm_start import renamed
 from titanlike.config.schema import Config, Validation
 from titanlike.launch.worker import Worker
@@ -184,8 +186,9 @@ def raised(config: Config, worker: Worker) -> str:
 def test_a_source_that_is_damaged_or_none_is_refused(source: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(source, tmp_path / "copy")
     path = checkpoint(copy, 2) / "__0_0.distcp"
+    [weight] = [e for e in read_entries(Storage(path.parent)) if e.name == "model.head.weight"]
     data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
+    data[weight.shards[0].begin + weight.shards[0].length // 2] ^= 1
     path.write_bytes(data)
     empty = tmp_path / "empty"
     empty.mkdir()

@@ -156,6 +156,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layout", choices=LAYOUTS, help="this one alone")
     parser.add_argument("--place", choices=(*MOMENTS, *PLACES), help="this one alone")
+    parser.add_argument("--mode", choices=MODES, help="this one alone")
     parser.add_argument("--restarts", type=float, default=0.2, help="share with max_restarts")
     args = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="campaign-"))
@@ -166,6 +167,7 @@ def main() -> int:
             args.seed,
             {args.layout: 1} if args.layout else None,
             places=(args.place,) if args.place else (*MOMENTS, *PLACES),
+            modes=(args.mode,) if args.mode else MODES,
             restarts=args.restarts,
             say=lambda line: print(line, flush=True),
         )

@@ -37,7 +37,7 @@ TINY = [
     f"checkpoint.keep={KEEP}",
 ]
 LAYOUTS = {"one": (1, 1), "pp2": (2, 1), "dp2": (1, 2), "pp2 dp2": (2, 2)}
-MODES = ("sync", "async", "async_pinned")
+MODES = ("sync", "async", "async_pinned", "async_process")
 COMPARED = ("loss", "grad_norm", "lr", "tokens")
 LIMIT = 120.0  # seconds that anything may take
 

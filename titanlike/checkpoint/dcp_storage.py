@@ -93,7 +93,7 @@ class StorageWriter(FileSystemWriter):
             for item, begin, end in zip(plan.items, begins, written.ends, strict=False)
         ]
         if isinstance(planner, SavePlanner):
-            self._planner = planner
+            self.describe_as(planner)
             if planner.known:
                 if planner.kept.ends != written.ends:
                     raise RuntimeError(f"{name} has other places than in the save before")
@@ -106,7 +106,7 @@ class StorageWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         written: list[WrittenFile] = [own for *_, own in results]
         files: Manifest = {one.name: (one.size, one.checksum) for one in written}
-        described = self._describe(metadata, [pieces for *pieces, _ in results])
+        described = self.describe(metadata, [pieces for *pieces, _ in results])
         for name, data in ((METADATA, described), (PIECES, dump_pieces(written))):
             self._folder.write(name, data)
             files[name] = (len(data), checksum(data))
@@ -120,7 +120,11 @@ class StorageWriter(FileSystemWriter):
         commit(self._folder, files, self._state)
         self._committed(files)
 
-    def _describe(self, metadata: Metadata, results: list[list[WriteResult]]) -> bytes:
+    def describe_as(self, planner: SavePlanner) -> None:
+        """The planner that knows `.metadata`, or is to remember it."""
+        self._planner = planner
+
+    def describe(self, metadata: Metadata, results: list[list[WriteResult]]) -> bytes:
         """The content of `.metadata`: the same in each save of a plan."""
         if self._planner is not None and self._planner.known:
             return self._planner.kept.metadata
@@ -132,7 +136,7 @@ class StorageWriter(FileSystemWriter):
         return data
 
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta()  # without names: see `_describe`
+        return StorageMeta()  # without names: see `describe`
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:

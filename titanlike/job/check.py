@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titanlike.checkpoint import writer_process
 from titanlike.checkpoint.discovery import checkpoint_folder, resolve
 from titanlike.checkpoint.integrity import DamagedCheckpoint, check_quick
 from titanlike.checkpoint.resume import incompatibility, select_resume
@@ -93,6 +95,17 @@ def secrets_in_command(overrides: list[str], config: Config | None) -> list[Prob
 def _checkpoint_problems(config: Config) -> Iterator[Problem]:
     """What would prevent resuming the run, as far as it can be checked without the data."""
     settings = config.checkpoint
+    if settings.mode == "async_process":
+        reason = ""
+        if not writer_process.AVAILABLE:
+            reason = f"needs shared memory that Linux alone has, and this is {sys.platform}"
+        elif checkpoint_folder(config).process_local:
+            reason = "another process does not see checkpoint.folder, the memory of this one"
+        if reason:
+            yield Problem(
+                "checkpoint.mode", "async_process", reason, "checkpoint.mode=async_pinned"
+            )
+            return
     for key, location in (("folder", settings.folder), ("start_from", settings.start_from)):
         try:
             if location is not None and Storage(location).process_local and config.world_size > 1:

@@ -35,7 +35,7 @@ from titanlike.training.guard import Guard
 from titanlike.training.session import open_data_on_every_rank
 from titanlike.training.step import measured_step
 
-MODES = ("sync", "async", "async_pinned")
+MODES = ("sync", "async", "async_pinned", "async_process")
 ROUNDS = 5  # counted; one before them is not
 STEPS = 2  # of training after a save
 
