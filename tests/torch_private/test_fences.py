@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
@@ -43,6 +43,15 @@ def verify_without_checks(config: Config, worker: Worker) -> dict:
         PipelineStage.backward_maybe_with_nosync
     )
     return verify(config, worker)
+
+
+def test_the_place_of_a_piece_is_still_private() -> None:
+    """If torch has a public name for it, `written_piece` can use that."""
+    from torch.distributed.checkpoint import filesystem
+
+    written = distributed_checkpoint.written_piece(MetadataIndex("a"), "file", 4, 8)
+    assert type(written.storage_data).__name__ == "_StorageInfo"
+    assert not hasattr(filesystem, "StorageInfo")
 
 
 @pytest.mark.slow

@@ -115,13 +115,13 @@ class CheckpointWriter:
                 save.future.set_exception(error)
             self.wait()
             return
+        if mode == "async_process":
+            self._process.start()
         if mode == "async":
             planner.pieces = copies(planner.pieces)
         else:
             copy = Copy(planner.pieces, self._memory, self._is_late_piece)
             self._copy, planner.pieces = copy, copy.tensors
-        if mode == "async_process":
-            self._process.start()
         self._thread = self._thread or ThreadPoolExecutor(1, "checkpoint")
         save.future = self._thread.submit(write_all)
         save.stall = time.perf_counter() - save.begin
