@@ -19,7 +19,7 @@ from titanlike.metrics.console import Console
 
 COMPLETE, DAMAGED, REJECTED, INCOMPLETE = "complete", "damaged", "rejected", "incomplete"
 UNREADABLE = "unreadable"  # now: that is no verdict
-_MAX_FILES = 8  # that `show` lists without --tensors
+_MAX_FILES = 9  # that `show` lists without --tensors
 
 
 def list_checkpoints(console: Console, location: str) -> None:
@@ -180,9 +180,11 @@ def _problems(
     found = []
     try:
         files = integrity.read_manifest(path, integrity.marked_checksum(path) if marked else None)
+        wrong = {damage.file: damage for damage in integrity.wrong_sizes(path, files)}
         for name in files:
             try:
-                integrity.check_sizes(path, {name: files[name]})
+                if name in wrong:
+                    raise wrong[name]
                 integrity.check_sums(path, files, [name])
             except DamagedCheckpoint as damage:
                 found.append(f"{damage.file} {damage.reason}")

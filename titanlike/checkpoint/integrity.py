@@ -162,15 +162,26 @@ def _manifest_entry(entry: Any) -> tuple[int, str]:
     raise ValueError("is not a list of files")
 
 
-def check_sizes(folder: Storage, files: Manifest) -> None:
-    """Check that each file exists with its size, by one listing. Raises DamagedCheckpoint."""
+def wrong_sizes(folder: Storage, files: Manifest) -> Iterator[DamagedCheckpoint]:
+    """The files that are missing or have another size, by one listing."""
     sizes = folder.sizes()
     for name, (size, _) in files.items():
-        with reading(folder, name):
-            # a listing of an object store may be behind, and leaves out what is no file there
-            found = sizes[name] if sizes.get(name) is not None else folder.size(name)
+        try:
+            with reading(folder, name):
+                # a listing of an object store may be behind, and leaves out what is no file there
+                found = sizes[name] if sizes.get(name) is not None else folder.size(name)
+        except DamagedCheckpoint as damage:
+            yield damage
+            continue
         if found != size:
-            raise DamagedCheckpoint(folder, name, f"has {found:,} bytes, and {size:,} were written")
+            reason = f"has {found:,} bytes, and {size:,} were written"
+            yield DamagedCheckpoint(folder, name, reason)
+
+
+def check_sizes(folder: Storage, files: Manifest) -> None:
+    """Check that each file exists with its size, by one listing. Raises DamagedCheckpoint."""
+    for damage in wrong_sizes(folder, files):
+        raise damage
 
 
 def check_sums(folder: Storage, files: Manifest, names: Iterable[str]) -> None:

@@ -63,7 +63,9 @@ class SavePlanner(DefaultSavePlanner):
         }
         self.state_dict = {}
 
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
         """The tensors are known already."""
 
     def create_local_plan(self) -> SavePlan:
