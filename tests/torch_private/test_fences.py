@@ -492,3 +492,10 @@ def test_the_allocator_has_no_public_settings() -> None:
     )
     command = [sys.executable, "-c", code]
     assert subprocess.check_output(command, text=True).strip() == "expandable_segments:True"
+
+
+def test_the_history_of_memory_has_no_public_name() -> None:
+    """Once it has, torch_private/memory_history.py can go."""
+    memory = torch.cuda.memory
+    assert hasattr(memory, "_record_memory_history") and hasattr(memory, "_dump_snapshot")
+    assert not hasattr(memory, "record_memory_history") and not hasattr(memory, "dump_snapshot")

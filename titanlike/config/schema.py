@@ -48,6 +48,7 @@ from titanlike.config.groups import (
     ZeroBubbleSchedule,
     key,
 )
+from titanlike.config.profile import MemoryProfile, NoProfile, TraceProfile
 
 Objective = Literal["val_loss", "loss", "tokens_per_second", "step_seconds", "mfu", "memory_bytes"]
 
@@ -205,6 +206,9 @@ class Config:
     bench: Bench = key(Bench, "the comparison with loops written by hand")
     checkpoint: Checkpoint = key(Checkpoint, "saving and resuming")
     logger: Wandb | TensorBoard | NoLogger = key(Wandb, "metrics sink besides metrics.jsonl")
+    profile: NoProfile | TraceProfile | MemoryProfile = key(
+        NoProfile, "a few steps recorded in detail, into run_dir/profile"
+    )
     launch: Launch = key(Launch, "starting and monitoring the workers")
     sweep: Sweep = key(Sweep, "many runs from one command (-m)")
 
@@ -212,6 +216,13 @@ class Config:
     def world_size(self) -> int:
         """Processes that the mesh needs."""
         return self.pp * self.dp
+
+    @property
+    def last_step(self) -> int:
+        """The step that completes the run: `steps`, or the first that has trained on `max_tokens`."""
+        if self.max_tokens is None:
+            return self.steps
+        return min(self.steps, -(-self.max_tokens // (self.batch_size * self.seq_len)))
 
 
 # group -> name of the choice -> dataclass of its keys
@@ -250,6 +261,7 @@ VARIANTS: dict[str, dict[str, type]] = {
         "fit": FitActivationCheckpoint,
     },
     "logger": {"wandb": Wandb, "tensorboard": TensorBoard, "none": NoLogger},
+    "profile": {"none": NoProfile, "trace": TraceProfile, "memory": MemoryProfile},
 }
 
 # groups whose `name` may be an import path of the user's own

@@ -14,6 +14,7 @@ from typing import Any
 
 from titanlike.config.errors import Problem
 from titanlike.config.parse import to_plain
+from titanlike.config.profile import profile_problems
 from titanlike.config.schema import AdamW, Config, DecayLr, Muon, OwnOptimizer, Sgd, Wandb, WsdLr
 
 MAX_STAGES = 256
@@ -56,6 +57,7 @@ def problems(config: Config, world_size: int | None = None) -> list[Problem]:
         return found  # alone: other checks compute with these numbers
     found = [*_mesh(config, world_size), *_positive(config), *_ranges(config), *_batch(config)]
     found += [*_paths(config), *_resume(config), *_wandb(config)]
+    found += profile_problems(config.profile, config.last_step, config.world_size)
     if config.value == "val_loss" and config.validation.every == 0:
         reason = "nothing is validated with validation.every=0"
         found.append(Problem("value", "val_loss", reason, "value=loss"))

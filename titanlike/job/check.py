@@ -15,6 +15,7 @@ from titanlike.checkpoint.storage import Storage, UnreadableFile
 from titanlike.config import credentials, files, validate
 from titanlike.config.errors import Problem
 from titanlike.config.parse import to_plain
+from titanlike.config.profile import folder_problem
 from titanlike.config.schema import Config, TensorBoard
 from titanlike.data import checks as data
 from titanlike.metrics.sinks import tensorboard_problem
@@ -144,6 +145,8 @@ def _write_problems(config: Config) -> Iterator[Problem]:
         reason = f"cannot be written: {error.strerror}"
         yield Problem("run_dir", config.run_dir, reason, "run_dir=outputs/NAME")
         return
+    if problem := folder_problem(config.profile, config.run_dir):
+        yield problem
     if config.checkpoint.folder is not None:
         try:
             Storage(config.checkpoint.folder).check_writable()

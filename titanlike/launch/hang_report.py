@@ -6,9 +6,9 @@ of their own, then those at the end of a step. If all wait for messages, no rank
 
 from __future__ import annotations
 
-import re
 import time
 
+from titanlike.launch.action_words import read_action
 from titanlike.launch.heartbeat import Beat
 
 AFTER = "after"  # Beat.action once all actions of a schedule are done
@@ -16,22 +16,6 @@ AFTER = "after"  # Beat.action once all actions of a schedule are done
 _MAX_LISTED = 4  # ranks listed for a state; the others are counted
 # states of a rank, the likeliest cause of a hang first
 _UNRESPONSIVE, _ENDED, _NO_HEARTBEAT, _BUSY, _AFTER, _WAITING, _RUNNING = range(7)
-_ACTIONS = {
-    "F": "forward",
-    "B": "backward",
-    "I": "input gradient",
-    "W": "weight gradient",
-    "UNSHARD": "all-gather of the parameters",
-    "RESHARD": "resharding of the parameters",
-    "REDUCE_GRAD": "gradient reduction",
-    "WAIT_REDUCE_GRAD": "gradient reduction",
-    "SEND_F": "sending activations",
-    "RECV_F": "receiving activations",
-    "SEND_B": "sending gradients",
-    "RECV_B": "receiving gradients",
-    "WAIT_SEND_F": "waiting for sent activations",
-    "WAIT_SEND_B": "waiting for sent gradients",
-}
 _MORE = {  # "3 more ..."
     _UNRESPONSIVE: "have not responded",
     _BUSY: "are busy, too",
@@ -132,12 +116,11 @@ def _where(beat: Beat) -> str:
         return (
             "before the first action" if beat.doing == "data" and beat.waits else f"in {beat.doing}"
         )
-    match = re.fullmatch(r"([0-9]+)([A-Z_]+?)([0-9]*)", beat.action)
-    if not match:
+    if (found := read_action(beat.action)) is None:
         return f"in {beat.action}"
-    stage, action, microbatch = match.groups()
+    action, stage, microbatch = found
     suffix = f", microbatch {microbatch}" if microbatch else ""
-    return f"in {beat.action} ({_ACTIONS.get(action, action)} of stage {stage}{suffix})"
+    return f"in {beat.action} ({action} of stage {stage}{suffix})"
 
 
 def _of(beat: Beat) -> str:

@@ -27,6 +27,9 @@ class Sink(Protocol):
     def log(self, record: dict[str, Any]) -> None:
         """Take the record of one step; steps rise."""
 
+    def note(self, name: str, text: str) -> None:
+        """Take a text on the whole run, where there is a place for it."""
+
     def flush(self) -> None:
         """Make the records durable, where a resumed run continues the file."""
 
@@ -53,6 +56,9 @@ class JsonlSink:
 
     def log(self, record: dict[str, Any]) -> None:
         self._file.write(files.dumps(record))
+
+    def note(self, name: str, text: str) -> None:
+        """Nothing: events.jsonl has it."""
 
     def flush(self) -> None:
         self._file.sync()
@@ -109,6 +115,9 @@ class TensorBoardSink:
         for name, value in with_prefixes(record).items():
             if isinstance(value, (int, float)):
                 self._writer.add_scalar(name, value, global_step=record["step"])
+
+    def note(self, name: str, text: str) -> None:
+        self._writer.add_text(name, text)
 
     def flush(self) -> None:
         """Nothing: a resumed run does not read it."""

@@ -55,7 +55,7 @@ class WandbSink:
         self._settings, self._config, self._say = settings, config, say
         self._run_dir = Path(run_dir).resolve()
         self._name = name_of(overrides) or self._run_dir.name
-        self._queue: queue.Queue[dict[str, Any] | int] = queue.Queue(BACKLOG)
+        self._queue: queue.Queue[dict[str, Any] | tuple[str, str] | int] = queue.Queue(BACKLOG)
         self._notes: queue.SimpleQueue[str] = queue.SimpleQueue()  # the thread's lines for `say`
         self._opened = threading.Event()
         self._stopped = threading.Event()
@@ -68,10 +68,17 @@ class WandbSink:
 
     def log(self, record: dict[str, Any]) -> None:
         """Hand the record to wandb's thread."""
+        self._put(record)
+
+    def note(self, name: str, text: str) -> None:
+        """A text in the W&B run's summary."""
+        self._put((name, text))
+
+    def _put(self, item: dict[str, Any] | tuple[str, str]) -> None:
         if self._stopped.is_set():
             return self._print_notes()
         try:
-            self._queue.put_nowait(record)
+            self._queue.put_nowait(item)
         except queue.Full:
             self._stop(f"it took none of the last {BACKLOG} steps")
         self._print_notes()
@@ -121,7 +128,10 @@ class WandbSink:
                 if isinstance(item, int):
                     run.finish(exit_code=item)
                     break
-                run.log(with_prefixes(item), step=item["step"])
+                if isinstance(item, tuple):
+                    run.summary[item[0]] = item[1]
+                else:
+                    run.log(with_prefixes(item), step=item["step"])
         except BaseException as error:  # SystemExit too
             if not self._stopped.is_set():
                 self._stop(_one_line(error))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import torch
@@ -38,6 +38,7 @@ from titanlike.pipeline.pipeline import Pipeline
 from titanlike.split.auto_split import measured_times
 from titanlike.split.rank_memory import saved_operators
 from titanlike.training.draft import Draft, draft, memory_for_training
+from titanlike.training.ranges import Ranges
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Run:
     norms: BatchNorms
     compiled: CompiledBlocks | None  # with compile=true
     origin: str  # of the initial weights, for the opening table
+    ranges: Ranges = field(default_factory=Ranges)  # what a profile shows
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:

@@ -15,7 +15,7 @@ from titanlike.training.compiling import compile_blocks
 from titanlike.training.feed import batches_for
 from titanlike.training.guard import BadNumbers, Verdict
 from titanlike.training.mixing import refuse_mixed_samples
-from titanlike.training.session import Session, last_step
+from titanlike.training.session import Session
 from titanlike.training.step import measured_step, validate
 
 MOST_ROLLBACKS = 3  # to one checkpoint: then leaving batches out does not help
@@ -23,7 +23,7 @@ MOST_ROLLBACKS = 3  # to one checkpoint: then leaving batches out does not help
 
 def train_steps(s: Session) -> None:
     """Train from `s.progress` to the last step, or to the stop request that `s.stop_code` names."""
-    config, last = s.config, last_step(s.config)
+    config, last = s.config, s.config.last_step
     stream = batches_from(s)
     rollbacks: list[int] = []  # to these steps
     # the first step compiles, allocates, and opens connections to every peer
@@ -37,6 +37,7 @@ def train_steps(s: Session) -> None:
     while s.progress.step < last and not s.stop_code:
         step = s.progress.step + 1
         final = step == last  # completed whatever stop request comes
+        s.profile.begin_step(step)
 
         # 1. forward, backward and update on the next batch
         s.watchdog.enter_phase(step, "data", timeout)
@@ -67,6 +68,7 @@ def train_steps(s: Session) -> None:
         # 4. progress and metrics
         value = record.get("val_loss", record["loss"])
         s.progress = replace(s.progress, step=step, value=value, guard=s.guard.state())
+        s.run.ranges.begin("metrics")
         s.log(record)
         s.checkpointer.poll()
 
@@ -131,6 +133,7 @@ def _validation_is_due(s: Session, step: int, final: bool) -> bool:
 def _validate(s: Session, step: int, record: dict[str, Any], final: bool) -> None:
     """Add `val_loss` to the record; a stop request ends the validation of all steps but the last."""
     s.watchdog.enter_phase(step, "validation")
+    s.run.ranges.begin("validation")
     should_stop = None if final else lambda: _agreed_stop_code(s)
     val_loss = validate(s.run, s.config, s.data, should_stop)
     if val_loss is None:
@@ -142,6 +145,7 @@ def _validate(s: Session, step: int, record: dict[str, Any], final: bool) -> Non
 def _save(s: Session, record: dict[str, Any]) -> float:
     """Save a checkpoint of `s.progress`, or begin to; the seconds that training waited."""
     s.watchdog.enter_phase(s.progress.step, "save", s.config.checkpoint.timeout)
+    s.run.ranges.begin("save")
     for sink in s.sinks:
         sink.flush()  # a checkpoint must not outlive the records of its steps
     s.check_run_dir()

@@ -44,6 +44,7 @@ def opening(session: Session) -> None:
         ("microbatches", f"{cut} ({draft.why_microbatches})"),
         ("schedule", config.schedule.name if mesh.pp > 1 else ""),
         ("steps", f"{start + 1} to {config.steps}" if start < config.steps else "none left"),
+        ("profile", session.profile.describe(start)),
         ("output", str(session.worker.run_dir)),
         *(("", sink.location) for sink in session.sinks[1:]),
     ]

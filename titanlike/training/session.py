@@ -32,6 +32,7 @@ from titanlike.parallel.mesh import open_mesh
 from titanlike.torch_private.process_groups import abort_groups
 from titanlike.training.build import Run, build
 from titanlike.training.guard import Guard
+from titanlike.training.profile import Profile
 
 DATA_TIMEOUT = 24 * 3600.0  # seconds for one process to tokenize while the others wait
 
@@ -53,6 +54,7 @@ class Session:
     sinks: list[Sink]
     owner: Owner | None
     files: RunFiles | None
+    profile: Profile
     progress: Progress  # after the last completed step
     stop_code: int = 0  # of the stop request that ends the run, the same on every rank; 0 = none
 
@@ -97,10 +99,10 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
     data = open_data_on_every_rank(config, worker)
     mesh = open_mesh(config, worker)
     queue = device_queue(mesh.device)
-    console = Console(steps=last_step(config), log_every=config.log_every)
+    console = Console(steps=config.last_step, log_every=config.log_every)
     events = Events(worker.run_dir, console.line if worker.rank == 0 else None)
     sinks: list[Sink] = []
-    status = "failed"
+    status, together = "failed", False  # whether all ranks have come to the end
     with (
         deterministic(config.deterministic),
         matmul_precision(config.matmul_precision),
@@ -113,6 +115,13 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
         run.pipeline.on_action(watchdog.start_action)
         if queue is not None:
             run.pipeline.on_queued(watchdog.action_queued)
+
+        def report_profile(step: int, text: str) -> None:
+            events.log("profile", step, text)
+            for sink in sinks:
+                sink.note("profile", text)
+
+        profile = Profile(config, worker, run, watchdog, report_profile)
         try:
             watchdog.enter_phase(0, "load", config.checkpoint.timeout)
             owner = _take_over(config, worker, events) if worker.rank == 0 else None
@@ -140,15 +149,17 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
                 sinks,
                 owner,
                 run_files,
+                profile,
                 progress,
             )
             yield session
-            status = "interrupted" if session.stop_code else "completed"
+            status, together = "interrupted" if session.stop_code else "completed", True
         except (KeyboardInterrupt, Interrupted):
             status = "interrupted"
             raise
         finally:
             checkpointer.close()
+            profile.close(together)
             console.close()
             for sink in sinks:
                 sink.close(status)
@@ -162,10 +173,3 @@ def _take_over(config: Config, worker: Worker, events: Events) -> Owner:
     worker.resources.enter_context(lock)
     clear_failures(worker.run_dir)  # of that start, which are none of this one's ranks
     return owner
-
-
-def last_step(config: Config) -> int:
-    """The step that completes the run: `steps`, or the first that has trained on `max_tokens`."""
-    if config.max_tokens is None:
-        return config.steps
-    return min(config.steps, -(-config.max_tokens // (config.batch_size * config.seq_len)))

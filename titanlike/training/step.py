@@ -30,7 +30,9 @@ def train_step(
 
     A step whose numbers the guard rejects changes no parameter.
     """
+    run.ranges.begin("forward and backward")
     loss, _ = run.pipeline.train(to_device(batch, run.mesh, config))  # forward and backward
+    run.ranges.begin("gradient norm")
     norm = gradient_norm(run.owned, run.mesh)
     record = {"step": step, "loss": loss.item(), "grad_norm": norm.item()}
     verdict = guard.judge(record, run)
@@ -43,9 +45,11 @@ def train_step(
 def optimizer_step(run: Run, config: Config, step: int, norm: Tensor) -> float:
     """Clip by the global norm, update the parameters and the running statistics of batch norms;
     returns the learning rate. A parameter that no rank's backward reached is left alone."""
+    run.ranges.begin("clip")
     run.pipeline.drop_unreached()
     if config.optimizer.clip is not None:
         clip_gradients(run.parameters, norm, config.optimizer.clip)
+    run.ranges.begin("optimizer")
     for state in run.stage_states:
         set_lr(state.optimizers, config, step)
         for optimizer in state.optimizers:
@@ -88,6 +92,7 @@ def measured_step(
     begin = time.perf_counter()
     record, verdict = train_step(run, config, step, next(stream), guard)
     mesh = run.mesh
+    run.ranges.begin("measure")
     synchronize(mesh.device)  # the update's kernels belong to this step
     seconds, peak = time.perf_counter() - begin, peak_memory(mesh.device)
     memory, reserved = peak.allocated, peak.reserved or 0

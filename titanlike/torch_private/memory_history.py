@@ -1,0 +1,37 @@
+"""The history of a GPU's memory: what was allocated where in the program, and what was freed.
+
+torch has no public name for it, although its documentation describes these functions ("Understanding
+CUDA Memory Usage"). Test: test_fences.py::test_the_history_of_memory_has_no_public_name.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+MOST_EVENTS = 1_000_000  # the newest; a bound on the host's memory and on the time to write them
+
+
+def has_memory_history(device: torch.device) -> bool:
+    """Whether torch records it for such a device."""
+    if device.type == "cpu":
+        return False
+    memory = getattr(torch.get_device_module(device), "memory", None)
+    return hasattr(memory, "_record_memory_history") and hasattr(memory, "_dump_snapshot")
+
+
+def start_memory_history(device: torch.device) -> None:
+    """Record from now on. Stacks of Python alone: C++ frames take minutes to be written."""
+    memory = torch.get_device_module(device).memory
+    memory._record_memory_history(stacks="python", max_entries=MOST_EVENTS)
+
+
+def write_memory_history(device: torch.device, path: Path) -> None:
+    """Write what is allocated, and the history that led to it, for pytorch.org/memory_viz."""
+    torch.get_device_module(device).memory._dump_snapshot(str(path))
+
+
+def stop_memory_history(device: torch.device) -> None:
+    """Record no more."""
+    torch.get_device_module(device).memory._record_memory_history(enabled=None)
