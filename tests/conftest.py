@@ -21,3 +21,12 @@ LONGEST = ("test_the_main_job", "test_of_twelve_jobs")  # with -m slow, and with
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest test first: as the last one, it would keep one worker busy and the other idle."""
     items.sort(key=lambda item: not item.name.startswith(LONGEST))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests that are marked gpu."""
+    if item.get_closest_marker("gpu") is not None:
+        import torch
+
+        if not torch.cuda.device_count():
+            pytest.skip("there is no GPU")

@@ -73,6 +73,9 @@ TOOLS = {
         "titanlike.checkpoint.commands.main", "list, verify, convert checkpoints"
     ),
     "sweep": Command("titanlike.sweeps.report.main", "print and draw the table of a sweep"),
+    "gpu-check": Command(
+        "titanlike.proof.gpu_check.main", "check the GPUs of this machine, and write a report"
+    ),
     "scripts": Command("titanlike.command.scripts.main", "copy the job scripts of a cluster"),
 }
 

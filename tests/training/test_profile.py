@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import pickle
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -227,3 +228,15 @@ def test_a_run_that_goes_on_beyond_the_steps_says_so(tmp_path: Path) -> None:
         (tmp_path / "rank0.out").read_text()
     )
     assert not (tmp_path / "profile").exists()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_trace_has_kernels_and_the_memory_is_a_snapshot(tmp_path: Path) -> None:
+    config = short(device="cuda")
+    run_world(train, config, tmp_path / "trace")
+    path = tmp_path / "trace" / "profile" / "trace_steps2-3_rank0.json.gz"
+    assert any(e.get("cat") == "kernel" for e in events_of(path))
+    run_world(train, replace(config, profile=MemoryProfile(steps=[2, 3])), tmp_path / "memory")
+    (path,) = (tmp_path / "memory" / "profile").iterdir()
+    snapshot = pickle.loads(path.read_bytes())
+    assert snapshot["segments"] and any(snapshot["device_traces"])

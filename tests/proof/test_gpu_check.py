@@ -1,0 +1,144 @@
+"""gpu_check: every cell of its plan is a run that can start; a report is kept whatever fails."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from support.cells import slow
+from support.commands import command
+from titanlike.config.parse import parse
+from titanlike.config.program import conf_dir
+from titanlike.config.schema import Config
+from titanlike.job.check import problems
+from titanlike.proof import gpu_cells, gpu_check
+from titanlike.proof.gpu_cells import run_cell
+from titanlike.proof.gpu_plan import KINDS, Cell, plan
+
+DEVICES = torch.cuda.device_count()
+ON_GPUS = [cell for cell in plan(DEVICES or 2) if cell.kind != "speed"]
+MACHINE = {"versions": {"torch": "2"}, "names": [], "memory": []}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cell", ON_GPUS, ids=lambda cell: f"{cell.kind} {cell.name}")
+def test_on_the_gpus_of_this_machine(cell: Cell, tmp_path: Path) -> None:
+    outcome = run_cell(cell, tmp_path)
+    assert outcome.status == "ok", f"{outcome.text}\n{outcome.command}\n{outcome.output}"
+
+
+def config_of(cell: Cell, folder: Path) -> Config:
+    words = [word for word in cell.overrides if not word.startswith("device=")]
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        plain = OmegaConf.to_container(compose("config", words), resolve=True)
+    config, found = parse(plain | {"device": "cpu", "run_dir": str(folder)})
+    assert found == []
+    return config
+
+
+@pytest.mark.parametrize("devices, cpu", [(1, True), *slow((1, False), (2, True), (8, False))])
+def test_every_cell_of_the_plan_can_start(devices: int, cpu: bool, tmp_path: Path) -> None:
+    cells = plan(devices, cpu=cpu)
+    assert {cell.kind for cell in cells} == {*KINDS} - (
+        {"hangs", "kills"} if devices == 1 else set()
+    )
+    for cell in cells:
+        config = config_of(cell, tmp_path)
+        assert config.world_size == cell.ranks <= devices
+        assert problems(config) == [], cell.name
+
+
+def test_the_plan_for_eight_gpus_has_every_schedule_level_and_precision() -> None:
+    cells = [cell for cell in plan(8) if cell.kind == "verify" and cell.ranks == 8]
+    words = {word for cell in cells for word in cell.overrides}
+    schedules = ("1f1b", "gpipe", "interleaved1f1b", "loopedbfs", "interleavedzerobubble")
+    schedules += ("zbvzerobubble", "dualpipev")
+    assert {f"schedule={name}" for name in schedules} <= words
+    assert {f"fsdp.zero={level}" for level in (1, 2, 3)} <= words
+    for both in (("precision=bf16", "compile=true"), ("precision=bf16", "fsdp.zero=3")):
+        assert any({*both} <= {*cell.overrides} for cell in cells)
+    assert len({cell.name for cell in plan(8)}) == len(plan(8))
+    assert {cell.ranks for cell in plan(8)} == {1, 2, 4, 8}
+
+
+def test_what_fails_or_takes_too_long_is_reported_and_the_rest_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_cells, "_GRACE", 5.0)
+    tiny = "device=cpu model.layers=2 model.dim=32 model.ffn_dim=64 seq_len=16 data=synthetic"
+    words = (*tiny.split(), "logger=none", "steps=2")
+    cells = [
+        Cell("speed", "a misspelt key", (*words, "sede=1"), 1, 60),
+        Cell("speed", "one without an end", (*words, "steps=1000000"), 1, 0.5),
+        Cell("speed", "a good one", words, 1, 60),
+    ]
+    assert gpu_check._run(cells, tmp_path, MACHINE) == 1
+    text = (tmp_path / "report.md").read_text()
+    assert "**1 FAILED, 1 TIMEOUT, 1 ok**" in text and "not run" not in text
+    assert "sede=1: unknown key; write seed=1" in text and "not done in 0 s" in text
+    assert "| `a good one` | ok | " in text
+    assert [path.name for path in sorted(tmp_path.glob("*-speed"))] == ["001-speed", "002-speed"]
+    out = capfd.readouterr().out
+    assert "[1/3] FAILED" in out and "[3/3] ok" in out
+
+
+def test_the_report_is_whole_after_every_cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def stopping(cell: Cell, folder: Path) -> gpu_cells.Outcome:
+        seen.append((tmp_path / "report.md").read_text())
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return gpu_cells.Outcome("ok", f"found in {cell.name}")
+
+    monkeypatch.setattr(gpu_check, "run_cell", stopping)
+    cells = [Cell("verify", f"cell {number}", (), 1, 60) for number in range(4)]
+    assert gpu_check._run(cells, tmp_path, MACHINE) == 130
+    assert "**nothing has run yet**, 4 not run" in seen[0] and "still running" in seen[0]
+    assert "| `cell 0` | ok | 0 | found in cell 0 |" in seen[1] and "3 not run" in seen[1]
+    text = (tmp_path / "report.md").read_text()
+    assert "**2 ok**, 2 not run" in text and "; interrupted." in text
+    assert "| `cell 3` | not run |" in text
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--only", "verfy"], "--only verfy: no such check; checks: verify, determinism"),
+        (["--gpus", "0"], "--gpus 0: must be at least 1"),
+        *slow((["--gpus", "99"], "there is no GPU" if not DEVICES else f"there are {DEVICES}")),
+    ],
+)
+def test_what_cannot_be_run_is_said(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gpu_check.main(words) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_everything_on_the_cpu(tmp_path: Path) -> None:
+    start = time.monotonic()
+    done = command(
+        "--device",
+        "cpu",
+        str(tmp_path / "check"),
+        cwd=tmp_path,
+        tool="tools/gpu_check.py",
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    text = (tmp_path / "check" / "report.md").read_text()
+    count = len(plan(2, cpu=True))
+    assert f"**{count} ok**\n" in text and time.monotonic() - start < 600
+    assert "rank 1 named and the run ended" in text
+    assert "restarted by itself from step" in text and "no number changed" in text
+    assert "twice the same to the last bit" in text
+    assert [path.name for path in (tmp_path / "check").iterdir()] == ["report.md"]

@@ -1,0 +1,149 @@
+"""What gpu_check runs: cells, each a command line (or several) of its own, chosen by the devices.
+
+Each number of devices that is a power of two has its meshes. In those of the largest number every
+schedule is verified in fp32 and in bf16, with another ZeRO level each time, and every second time
+with compiled blocks; the smaller meshes have a schedule or two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import cycle
+
+KINDS = ("verify", "determinism", "hangs", "kills", "speed")
+_SPLIT = ("interleavedzerobubble", "zbvzerobubble", "dualpipev")  # the backward: ZeRO 1 alone
+_SCHEDULES = ("1f1b", "gpipe", "interleaved1f1b", "loopedbfs", *_SPLIT)
+# a model of sixteen blocks that a GPU's matrix products and attention kernels can take
+_SMALL = (
+    "model.dim=256 model.heads=4 model.kv_heads=2 model.ffn_dim=704 model.layers=16 seq_len=256"
+)
+_TINY = "model.dim=32 model.heads=4 model.kv_heads=2 model.ffn_dim=64 model.layers=8 seq_len=16"
+_BATCH = "batch_size=32 data=synthetic logger=none"
+# recommended: blocks compiled, bf16, activations recomputed as far as memory asks for it
+_FAST = "precision=bf16 compile=true loss=chunked_cross_entropy matmul_precision=high"
+_BIG = f"{_FAST} seq_len=8192 data=synthetic data.vocab_size=128256 logger=none"
+_MESHES = {  # by the number of devices: (pp, dp, replicate)
+    1: [(1, 1, 1)],
+    2: [(2, 1, 1), (1, 2, 1), (1, 2, 2)],
+    4: [(2, 2, 1), (4, 1, 1), (1, 4, 2)],
+    8: [(4, 2, 1), (2, 4, 2), (8, 1, 1), (1, 8, 1)],
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One check: it passes or fails by itself."""
+
+    kind: str  # of KINDS
+    name: str  # what is different in it, for people
+    overrides: tuple[str, ...]  # of train.py
+    ranks: int
+    timeout: float  # seconds
+
+
+def plan(devices: int, kinds: tuple[str, ...] = KINDS, *, cpu: bool = False) -> list[Cell]:
+    """The cells for so many devices of a machine; with `cpu` few and tiny ones, for as many ranks."""
+    sizes = [size for size in _MESHES if size <= devices]
+    cells: list[Cell] = []
+    makers = {
+        "verify": _verify,
+        "determinism": _determinism,
+        "hangs": _hangs,
+        "kills": _kills,
+        "speed": _speed,
+    }
+    for kind in KINDS:
+        if kind in kinds:
+            cells += makers[kind](sizes, cpu)
+    return cells
+
+
+def _cell(kind: str, name: str, words: str, cpu: bool, timeout: float = 600.0) -> Cell:
+    common = f"{_TINY if cpu else _SMALL} {_BATCH} device={'cpu' if cpu else 'auto'}"
+    overrides = (*(common if kind != "speed" or cpu else "").split(), *words.split())
+    mesh = dict(word.split("=") for word in overrides if word.startswith(("pp=", "dp=")))
+    ranks = int(mesh.get("pp", 1)) * int(mesh.get("dp", 1))
+    return Cell(kind, name, overrides, ranks, timeout)
+
+
+def _mesh(pp: int, dp: int, replicate: int) -> str:
+    words = [f"pp={pp}" * (pp > 1), f"dp={dp}" * (dp > 1), f"replicate={replicate}"]
+    return " ".join(filter(None, words[: 3 if replicate > 1 else 2]))
+
+
+def _verify(sizes: list[int], cpu: bool) -> Iterator[Cell]:
+    precisions = ("fp32", "bf16")
+    for size in sizes:
+        for pp, dp, replicate in _MESHES[size][: 2 if cpu else None]:
+            shards = dp > replicate
+            compiled = cycle((False, True, True, False))
+            schedules = _SCHEDULES if pp > 1 else ("1f1b",) * (3 if shards else 1)
+            if cpu or size < sizes[-1]:
+                schedules = [s for s in schedules if s in ("1f1b", "zbvzerobubble")][:2]
+            for number, schedule in enumerate(schedules):
+                for turn, precision in enumerate(precisions[: 1 if cpu else None]):
+                    words = [_mesh(pp, dp, replicate)]
+                    words += [f"schedule={schedule}"] * (pp > 1)
+                    if shards and not (pp > 1 and schedule in _SPLIT):
+                        words.append(f"fsdp.zero={1 + (number + turn) % 3}")
+                    words += ["precision=bf16"] * (precision == "bf16")
+                    words += ["compile=true"] * (not cpu and next(compiled))
+                    text = " ".join(filter(None, words))
+                    yield _cell("verify", text or "one process", text, cpu)
+    if not cpu:
+        for words in (
+            "activation_checkpoint=selective precision=bf16",
+            "loss=chunked_cross_entropy",
+        ):
+            yield _cell("verify", words, words, cpu)
+
+
+def _largest(sizes: list[int]) -> list[str]:
+    """Up to two meshes of all devices: pipelines, and data parallel."""
+    meshes = _MESHES[sizes[-1]]
+    chosen = [
+        next((m for m in meshes if m[0] > 1), None),
+        next((m for m in meshes if m[0] == 1), None),
+    ]
+    return [_mesh(*mesh) for mesh in chosen if mesh is not None]
+
+
+def _determinism(sizes: list[int], cpu: bool) -> Iterator[Cell]:
+    for mesh in _largest(sizes)[: 1 if cpu else 2]:
+        words = f"{mesh} deterministic=true precision=bf16 steps=6".strip()
+        yield _cell("determinism", mesh or "one process", words, cpu)
+
+
+def _hangs(sizes: list[int], cpu: bool) -> Iterator[Cell]:
+    limit = 4 if cpu else 30
+    for mesh in filter(None, _largest(sizes)[: 1 if cpu else 2]):
+        words = f"{mesh} steps=100000 launch.step_timeout={limit} launch.heartbeat=1"
+        yield _cell("hangs", f"{mesh}, the last rank is stopped", words, cpu)
+
+
+def _kills(sizes: list[int], cpu: bool) -> Iterator[Cell]:
+    for mesh in filter(None, _largest(sizes)[: 1 if cpu else 2]):
+        steps = 40 if cpu else 200  # the kill comes somewhere after the third
+        words = f"{mesh} deterministic=true steps={steps} launch.max_restarts=1 checkpoint.every=10"
+        yield _cell("kills", f"{mesh}, the last rank is killed", words, cpu)
+
+
+def _speed(sizes: list[int], cpu: bool) -> Iterator[Cell]:
+    if cpu:
+        yield _cell("speed", "tiny", f"{_mesh(*_MESHES[sizes[-1]][0])} steps=6", cpu)
+        return
+    for size in sorted({1, sizes[-1]}):
+        for pp, dp, replicate in _MESHES[size]:
+            layout = _mesh(pp, dp, replicate)
+            layout += " schedule=interleaved1f1b" * (1 < pp < 8)
+            microbatches = 4 * pp if pp > 1 else 2  # of one sequence
+            batch = f"batch_size={microbatches * dp} schedule.microbatches={microbatches} steps=12"
+            for model, least in (("llama3_1b", 1), ("llama3_8b", 4)):
+                for recomputed in ("selective", "fit")[pp > 1 :]:
+                    if size >= least:
+                        chosen = f"model={model} {layout} activation_checkpoint={recomputed}"
+                        name = " ".join(chosen.split()).replace(
+                            "activation_checkpoint", "recomputed"
+                        )
+                        yield _cell("speed", name, f"{chosen} {batch} {_BIG}", cpu, 1200.0)

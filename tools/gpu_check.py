@@ -1,0 +1,11 @@
+"""Check the GPUs of this machine, and write a report: `python tools/gpu_check.py --help`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout that is not installed
+
+from titanlike.cli import main  # noqa: E402
+
+if __name__ == "__main__":
+    main("gpu-check")
