@@ -69,7 +69,7 @@ def chains() -> dict[str, list[str]]:
     for line in dict.fromkeys(every):
         if reason(line) is None:
             folder = re.search(r"outputs/\w+|order\.csv", line)
-            if not re.search(r"--(check|cfg|help)|outputs/| steps=|printf", line):
+            if not re.search(r"--(check|cfg|help|list)|outputs/| steps=|printf", line):
                 line += " --check"
             found.setdefault(folder[0] if folder else line, []).append(line)
     return found
@@ -85,7 +85,14 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # tests of other rooms do the same
-SLOW = ("outputs/saved", "outputs/sweep", "outputs/torchrun", "outputs/mesh")
+SLOW = (
+    "outputs/traced",
+    "outputs/checked",
+    "outputs/saved",
+    "outputs/sweep",
+    "outputs/torchrun",
+    "outputs/mesh",
+)
 
 
 @pytest.mark.parametrize(

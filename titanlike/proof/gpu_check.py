@@ -29,7 +29,7 @@ from titanlike.proof.gpu_report import describe_machine, write_report
 
 _HELP = """\
 kinds of checks, for --only:
-  verify       layouts against one process in plain torch: schedules, ZeRO, bf16, compile
+  verify       schedules, ZeRO levels, bf16, compile: against one process of torch
   determinism  two runs with deterministic=true are equal to the last bit
   hangs        a rank is stopped: the run ends in time and names it
   kills        a rank is killed: the run restarts, and no number changes
@@ -104,6 +104,8 @@ def _run(cells: Sequence[Cell], folder: Path, machine: dict) -> int:
     try:
         for number, cell in enumerate(cells, start=1):
             write_report(report, machine, cells, outcomes, f"Started {started}; {end}.")
+            if sys.stdout.isatty():
+                _print_line(f"[{number}/{len(cells)}] running  {cell.kind}: {cell.name}", end="\r")
             outcome = run_cell(cell, folder / f"{number:03}-{cell.kind}")
             outcomes.append(outcome)
             _print(number, len(cells), cell, outcome)
@@ -124,9 +126,19 @@ def _run(cells: Sequence[Cell], folder: Path, machine: dict) -> int:
 
 def _print(number: int, of: int, cell: Cell, outcome: Outcome) -> None:
     """A line for the cell, and one for what was found, cut to the terminal."""
-    width = shutil.get_terminal_size((120, 24)).columns
-    line = f"[{number}/{of}] {outcome.status:7} {outcome.seconds:4.0f} s  {cell.kind}: {cell.name}"
-    print(shorten(line, width))
-    for text in textwrap.wrap(outcome.text, width - 10):
-        print(f"          {text}")
-    sys.stdout.flush()
+    _print_line(
+        f"[{number}/{of}] {outcome.status:7} {outcome.seconds:4.0f} s  {cell.kind}: {cell.name}"
+    )
+    for text in textwrap.wrap(outcome.text, _width() - 10):
+        print(f"          {text}", flush=True)
+
+
+def _print_line(text: str, end: str = "\n") -> None:
+    """On a terminal over the line of the cell that was running."""
+    width = _width() - 1
+    shown = shorten(text, width)
+    print(shown.ljust(width) if sys.stdout.isatty() else shown, end=end, flush=True)
+
+
+def _width() -> int:
+    return shutil.get_terminal_size((120, 24)).columns
