@@ -34,6 +34,7 @@ sink = WandbSink(settings, {CONFIG!r}, Path(folder), say, overrides)
 for step in range(int(first), int(last) + 1):
     sink.log({{"step": step, "loss": {LOSSES!r}[step % 3], "val_loss": 2.0}})
 print("where", sink.location, flush=True)
+sink.note("profile", "a trace in a folder")
 if event:
     from wandb.sdk import wandb_setup
     service = wandb_setup.singleton()._connection._proc._process
@@ -108,6 +109,7 @@ def test_without_a_key_config_metrics_and_id_are_kept_for_sync_and_resume(tmp_pa
     assert [item["_step"] for item in history] == [1, 2, 3, 4, 5, 6]
     assert all(item["val/loss"] == 2.0 and "step" not in item for item in history)
     assert [item["train/loss"] for item in history] == [LOSSES[step % 3] for step in range(1, 7)]
+    assert first.summary["profile"] == "a trace in a folder"
     assert first.exit_code == second.exit_code == 0
 
 

@@ -87,6 +87,16 @@ def test_what_fails_or_takes_too_long_is_reported_and_the_rest_runs(
     assert "[1/3] FAILED" in out and "[3/3] ok" in out
 
 
+def test_numbers_that_differ_are_named_and_times_are_not_compared() -> None:
+    first = [{"step": step, "loss": 1.5, "time": 1.0, "step_seconds": 2.0} for step in (1, 2)]
+    again = [record | {"time": 5.0, "step_seconds": 3.0} for record in first]
+    assert gpu_cells._same(first, again) == ""
+    again[1]["loss"] = 1.5000000000000002
+    assert gpu_cells._same(first, again) == "loss of step 2: 1.5000000000000002 instead of 1.5"
+    assert gpu_cells._same(first, first[:1]) == "steps [1] instead of [1, 2]"
+    assert gpu_cells._same(first, [*first, first[1]]) == "steps [1, 2, 2] instead of [1, 2]"
+
+
 def test_the_report_is_whole_after_every_cell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

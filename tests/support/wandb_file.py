@@ -33,6 +33,7 @@ class WandbFile:
     notes: str = ""
     config: dict[str, Any] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
     exit_code: int | None = None
 
 
@@ -51,6 +52,8 @@ def read_wandb_file(path: Path) -> WandbFile:
                 run.config.update(_values(record.config.update))
             case "history":
                 run.history.append(_values(record.history.item))
+            case "summary":
+                run.summary.update(_values(record.summary.update))
             case "exit":
                 run.exit_code = record.exit.exit_code
     run.config.pop("_wandb", None)
