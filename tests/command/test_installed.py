@@ -106,7 +106,16 @@ def test_job_scripts_are_copied_and_not_overwritten(environment: Path, tmp_path:
 
 def test_help_lists_the_commands_and_describes_each(environment: Path, tmp_path: Path) -> None:
     text = run(environment, "titanlike", "--help", cwd=tmp_path)
-    commands = ("train", "verify", "bench", "bench-checkpoint", "checkpoint", "sweep", "scripts")
+    commands = (
+        "train",
+        "verify",
+        "bench",
+        "bench-checkpoint",
+        "checkpoint",
+        "sweep",
+        "scripts",
+        "gpu-check",
+    )
     for command in commands:
         assert f"\n  {command} " in text
     for command in ("verify", "sweep"):

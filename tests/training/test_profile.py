@@ -166,8 +166,23 @@ def test_without_a_profile_nothing_is_called(tmp_path: Path) -> None:
         run_world(train_without_ranges, short(), tmp_path / "on")
 
 
+def train_and_look(config: Config, worker: Worker) -> None:
+    """Training after whose profile the actions call the watchdog alone again."""
+    seen = []
+    take = loop.batches_from
+
+    def watched(session: Any) -> Any:
+        seen.append(session)
+        return take(session)
+
+    with mock.patch.object(loop, "batches_from", watched):
+        train(config, worker)
+    assert seen[0].run.pipeline._on_action == seen[0].watchdog.start_action
+    assert not seen[0].run.ranges._on
+
+
 def test_on_a_cpu_the_memory_is_a_curve_over_the_trace(tmp_path: Path) -> None:
-    run_world(train, short(profile=MemoryProfile(steps=[2, 2])), tmp_path)
+    run_world(train_and_look, short(profile=MemoryProfile(steps=[2, 2])), tmp_path)
     assert files(tmp_path) == ["memory_steps2-2_rank0.json.gz"]
     events = events_of(tmp_path / "profile" / "memory_steps2-2_rank0.json.gz")
     curve = [e["args"]["bytes"] for e in events if e["ph"] == "C"]

@@ -57,7 +57,8 @@ def problems(config: Config, world_size: int | None = None) -> list[Problem]:
         return found  # alone: other checks compute with these numbers
     found = [*_mesh(config, world_size), *_positive(config), *_ranges(config), *_batch(config)]
     found += [*_paths(config), *_resume(config), *_wandb(config)]
-    found += profile_problems(config.profile, config.last_step, config.world_size)
+    ranks = MAX_RANKS if config.launch.elastic else config.world_size
+    found += profile_problems(config.profile, config.last_step, ranks)
     if config.value == "val_loss" and config.validation.every == 0:
         reason = "nothing is validated with validation.every=0"
         found.append(Problem("value", "val_loss", reason, "value=loss"))

@@ -216,9 +216,9 @@ def _stopped(command: Command, run_dir: Path, ranks: int, rank: int) -> Iterator
             os.kill(pid, signal.SIGCONT)
 
 
-def _pid_of(command: Command, run_dir: Path, ranks: int, rank: int) -> int:
-    """The process of a rank of a run that has trained for some steps."""
-    command.wait_for(lambda: len(_records(run_dir)) > 3)
+def _pid_of(command: Command, run_dir: Path, ranks: int, rank: int, steps: int = 3) -> int:
+    """The process of a rank of a run that has trained for so many steps."""
+    command.wait_for(lambda: len(_records(run_dir)) >= steps)
     return read_beats(run_dir, ranks)[rank].pid
 
 
@@ -227,7 +227,9 @@ def _kills(cell: Cell, folder: Path, deadline: float) -> tuple[str, dict[str, An
     run_dir, rank = folder / "killed", cell.ranks - 1
     words = [*cell.overrides, *_QUIET.split(), f"run_dir={run_dir}"]
     with Command("train", words, folder / "killed.log", deadline) as command:
-        os.kill(_pid_of(command, run_dir, cell.ranks, rank), signal.SIGKILL)
+        # some steps after the first checkpoint
+        pid = _pid_of(command, run_dir, cell.ranks, rank, steps=_every(cell) + 2)
+        os.kill(pid, signal.SIGKILL)
         code, output = command.wait(), command.output
     events = (run_dir / "events.jsonl").read_text().splitlines()
     restarts = [event for event in map(json.loads, events) if event["event"] == "restart"]
@@ -236,6 +238,11 @@ def _kills(cell: Cell, folder: Path, deadline: float) -> tuple[str, dict[str, An
     if difference := _same(whole, _records(run_dir)):
         raise CellFailed(f"other numbers than without the kill: {difference}", output)
     return f"restarted by itself from step {restarts[0]['step']}, no number changed", {}
+
+
+def _every(cell: Cell) -> int:
+    """Steps between the checkpoints of a cell."""
+    return int(next(w for w in cell.overrides if "checkpoint.every" in w).partition("=")[2])
 
 
 def _speed(cell: Cell, folder: Path, deadline: float) -> tuple[str, dict[str, Any]]:

@@ -124,7 +124,7 @@ def _hangs(sizes: list[int], cpu: bool) -> Iterator[Cell]:
 
 def _kills(sizes: list[int], cpu: bool) -> Iterator[Cell]:
     for mesh in filter(None, _largest(sizes)[: 1 if cpu else 2]):
-        steps = 40 if cpu else 200  # the kill comes somewhere after the third
+        steps = 40 if cpu else 200  # the kill comes after the first checkpoint
         words = f"{mesh} deterministic=true steps={steps} launch.max_restarts=1 checkpoint.every=10"
         yield _cell("kills", f"{mesh}, the last rank is killed", words, cpu)
 

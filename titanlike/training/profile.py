@@ -47,7 +47,9 @@ class Profile:
         self._over = not isinstance(settings, MemoryProfile)
         if isinstance(settings, MemoryProfile):
             self._first, self._last = settings.steps
-            self._ranks = sorted({*settings.ranks}) or [pp * config.dp for pp in range(config.pp)]
+            chosen = sorted({*settings.ranks}) or [pp * config.dp for pp in range(config.pp)]
+            # an elastic run may have fewer
+            self._ranks = [rank for rank in chosen if rank < config.world_size]
             if self._rank in self._ranks:
                 self._recorder = recorder_for(settings, run.mesh.device)
 
@@ -102,17 +104,21 @@ class Profile:
             self._run.ranges.stop()
             self._run.pipeline.on_action(self._watchdog.start_action)
             failed[self._rank] = not self._write(self._recorder)
+        known = self._ranks
         if together and mesh.world_size > 1:
             failed = mesh.sum(failed.to(mesh.device)).cpu()
-        written = [rank for rank in self._ranks if not failed[rank]]
+        elif not together:
+            known = [rank for rank in known if rank == self._rank]
+        written = [rank for rank in known if not failed[rank]]
         texts = []
         if written:
             of = f"{_numbers('step', self._recorded)}, {_numbers('rank', written)}"
             viewer = viewer_of(settings, mesh.device)
             texts.append(f"{settings.name} of {of} is in {self._folder}: open it in {viewer}")
-        if left := [rank for rank in self._ranks if failed[rank]]:
+        if left := [rank for rank in known if failed[rank]]:
             texts.append(f"could not be written by {_numbers('rank', left)}, see their logs")
-        self._report(step, f"profile: {'; '.join(texts)}")
+        if texts:
+            self._report(step, f"profile: {'; '.join(texts)}")
 
     def _write(self, recorder: Recorder) -> bool:
         """Whether this rank's file could be written; the reason is printed to the rank's log."""

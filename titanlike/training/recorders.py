@@ -71,14 +71,15 @@ class TraceRecorder:
         self._prepared = self._started = False
 
     def prepare(self) -> None:
+        if self._prepared:  # the run has rolled back
+            return
         with warnings.catch_warnings():  # 2.11 warns of profiles with several cycles: there is one
             warnings.simplefilter("ignore")
             self._profiler.prepare_trace()
         self._prepared = True
 
     def start(self) -> None:
-        if not self._prepared:
-            self.prepare()
+        self.prepare()
         self._profiler.start_trace()
         self._started = True
 
