@@ -88,7 +88,9 @@ def main(command: str | None = None) -> None:
     list_commands = command is None and typed is None
     command = command or typed or "train"
     if command in TOOLS:
-        sys.exit(pkgutil.resolve_name(TOOLS[command].function)(sys.argv[1:]))
+        from titanlike.launch.process_end import leave
+
+        leave(pkgutil.resolve_name(TOOLS[command].function)(sys.argv[1:]))
     if {"-h", "--help"} & set(sys.argv[1:]):
         _print_help(command, list_commands)
         return
@@ -105,18 +107,19 @@ def start_job(
     result_dir: where a sweep's job leaves result.json if it is refused before it has a run_dir.
     checked: whether the sweep has checked this job's config.
     """
+    from titanlike.launch.process_end import leave, no_garbage_collection
     from titanlike.launch.signals import Interrupted, exit_now, interruptible
 
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # the user's models
     code: int | str | None = 1
     try:
-        with interruptible():
+        with interruptible(), no_garbage_collection():
             code = _drive_or_follow(function, folder, result_dir, checked)
     except Interrupted as interrupted:
         print(f"\n{interrupted}", file=sys.stderr)
         exit_now(interrupted.exit_code)
-    sys.exit(code)
+    leave(code)
 
 
 def _drive_or_follow(

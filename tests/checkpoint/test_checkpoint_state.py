@@ -19,7 +19,7 @@ from titanlike.checkpoint.dcp_metadata import RestrictedUnpickler
 from titanlike.checkpoint.integrity import UnsafeCheckpoint
 from titanlike.config.schema import Checkpoint, Config
 from titanlike.data.loader import open_data
-from titanlike.launch.external import start_id
+from titanlike.launch.start_id import start_id
 from titanlike.launch.worker import Worker
 from titanlike.metrics.events import Events
 from titanlike.parallel.mesh import close_mesh, open_mesh

@@ -13,7 +13,8 @@ from support.cells import slow
 from support.launched import Launched
 from titanlike.launch.environment import import_path, workers_environment
 from titanlike.launch.signals import GRACE
-from titanlike.launch.worker import BarrierTimeout, Worker, barrier
+from titanlike.launch.barrier import BarrierTimeout
+from titanlike.launch.worker import Worker, barrier
 
 
 def results(folder: Path) -> list[str]:
@@ -83,7 +84,7 @@ def test_a_job_chooses_the_exit_code(tmp_path: Path) -> None:
 
 def test_ranks_missing_at_a_barrier_are_named(tmp_path: Path) -> None:
     worker = Worker(0, 3, 0, 3, tmp_path, torch.distributed.HashStore(), [])
-    worker.store.set("start/2", "")
+    worker.store.append("start/arrived", '[2, ""],')
     with pytest.raises(BarrierTimeout, match=r"rank 1 did not reach the job's start in 0.2 s"):
         barrier(worker, "start", timeout=0.2)
 

@@ -25,7 +25,6 @@ import signal
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -43,6 +42,7 @@ from titanlike.launch.signals import (
     handled_signals,
     interruptible,
 )
+from titanlike.launch.start_id import start_id
 from titanlike.launch.stop_request import MAX_TIME, StopRequest, stop_reason
 from titanlike.launch.worker import Worker, barrier, first_answer, run_job
 
@@ -249,39 +249,6 @@ def _abort_groups() -> None:
     from titanlike.torch_private.process_groups import abort_groups
 
     abort_groups()
-
-
-def start_id(store: Any, rank: int, world_size: int, timeout: float) -> str:
-    """An id that all ranks of this start agree on and that no earlier start had.
-
-    The store outlives restarts with all its keys, and torchrun counts restarts per machine. So each
-    rank publishes a new id; rank 0 answers every id that it sees with its own (dead ranks never
-    read theirs) until all ranks have confirmed. Raises RuntimeError with the ranks that did not.
-    """
-    own = uuid.uuid4().hex
-    if rank > 0:
-        store.set(f"titanlike/hello/{rank}", own)
-        answer = f"titanlike/answer/{own}"
-        store.wait([answer], timedelta(seconds=timeout))
-        start = store.get(answer).decode()
-        store.set(f"titanlike/confirmed/{start}/{rank}", "")
-        return start
-    missing, answered = set(range(1, world_size)), set()
-    deadline = time.monotonic() + timeout
-    while missing:
-        for other in sorted(missing):
-            if store.check([f"titanlike/confirmed/{own}/{other}"]):
-                missing.remove(other)
-            elif store.check([f"titanlike/hello/{other}"]):
-                seen = store.get(f"titanlike/hello/{other}").decode()
-                if seen not in answered:
-                    store.set(f"titanlike/answer/{seen}", own)
-                    answered.add(seen)
-        if missing and time.monotonic() > deadline:
-            ranks = ", ".join(map(str, sorted(missing)))
-            raise RuntimeError(f"rank {ranks} did not start in {timeout:g} s")
-        time.sleep(0.02 if missing else 0)
-    return own
 
 
 def record_for_torchrun(error: BaseException) -> None:

@@ -13,19 +13,19 @@ import json
 import os
 import signal
 import socket
-import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlike.config.credentials import redact
+from titanlike.launch.barrier import meet
 from titanlike.launch.environment import use_loopback
 from titanlike.launch.failures import Failure, describe, peer_failed, write_failure
 from titanlike.launch.job import Job
+from titanlike.launch.process_end import collected_once_built, leave
 from titanlike.launch.rank_log import logged
 from titanlike.launch.signals import Interrupted, die_with_parent, exit_now, interruptible
 from titanlike.launch.stop_request import StopRequest
@@ -52,16 +52,13 @@ class Worker:
     report_failure: Callable[[Failure], None] | None = None
 
 
-class BarrierTimeout(RuntimeError):
-    """Some ranks did not reach a barrier in time."""
-
-
 def run_job(job: Job, worker: Worker) -> dict[str, Any]:
     """Call the job's function on this rank. Writes its error to the rank's log and error file."""
     environment = dict(os.environ)
     if worker.one_machine:
         use_loopback()
-    with logged(job.run_dir, worker.rank, console=worker.rank == 0) as log:
+    log_file = logged(job.run_dir, worker.rank, console=worker.rank == 0)
+    with collected_once_built(), log_file as log:
         try:
             processes = barrier(worker, "start", job.config.launch.timeout, _process())
             here = processes[worker.rank].split()[0]  # this machine
@@ -105,26 +102,10 @@ def _peer_ended(run_dir: Path, rank: int, local: list[int]) -> bool:
 
 
 def barrier(worker: Worker, name: str, timeout: float, message: str = "") -> list[str]:
-    """Wait for all ranks at a named point of a job; returns each rank's `message`.
-
-    Raises BarrierTimeout after `timeout` seconds, with the ranks that are missing.
-    """
+    """Wait for all ranks at a named point of a job: see `meet`."""
     if worker.store is None:
         return [message]
-    keys = [f"{name}/{rank}" for rank in range(worker.world_size)]
-    worker.store.set(keys[worker.rank], message)
-    try:
-        worker.store.wait(keys, timedelta(seconds=timeout))
-    except RuntimeError:
-        missing = [rank for rank, key in enumerate(keys) if not worker.store.check([key])]
-        if not missing:
-            raise
-        ranks = ", ".join(map(str, missing))
-        raise BarrierTimeout(
-            f"rank {ranks} did not reach the job's {name} in {timeout:g} s (launch.timeout); "
-            "see their logs, and check that their machines are up"
-        ) from None
-    return [worker.store.get(key).decode() for key in keys]
+    return meet(worker.store, worker.rank, worker.world_size, name, timeout, message)
 
 
 def first_answer(worker: Worker, name: str, answer: str) -> str:
@@ -150,7 +131,7 @@ def main(scratch: str, driver: int) -> None:
             _run_and_report(folder, stop)
     except Interrupted as interrupted:  # also while an error was being reported
         exit_now(interrupted.exit_code)
-    sys.stdout.flush()
+    leave(0)
 
 
 def _run_and_report(folder: Path, stop: StopRequest) -> None:

@@ -26,6 +26,7 @@ from titanlike.config.other_frameworks import Context, translate
 from titanlike.config.parse import convert
 from titanlike.config.schema import Config, Custom
 from titanlike.data.checks import vocab_size
+from titanlike.models.without_values import WithoutValues
 from titanlike.parallel import initialize
 
 MODELS = {
@@ -144,7 +145,7 @@ def _check_arguments(model: Custom, family: Callable[..., Any]) -> None:
 def _construct(model: Custom, family: Callable[..., Any], device: str) -> nn.Module:
     """Call the constructor; raise ConfigError for what it raises or wrongly returns."""
     try:
-        with torch.device(device):
+        with torch.device(device), WithoutValues():
             built = family(**model.args)
     except ValueError as error:
         keys = inspect.signature(family).parameters

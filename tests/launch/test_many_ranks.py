@@ -1,0 +1,93 @@
+"""A thousand ranks meet in seconds: no rank asks for the others one by one."""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from titanlike.launch.barrier import BarrierTimeout, meet
+from titanlike.launch.start_id import start_id
+
+RANKS = 1024
+BARRIERS = ("start", "data", "compile", "end")
+
+
+class Counted:
+    """A store that counts its requests."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store, self.requests = store, collections.Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        def request(*arguments: Any) -> Any:
+            self.requests[name] += 1
+            return getattr(self._store, name)(*arguments)
+
+        return request
+
+
+def client(port: int) -> Counted:
+    server = ("127.0.0.1", port, None, False, timedelta(seconds=60), False)
+    return Counted(dist.TCPStore(*server, multi_tenant=False, use_libuv=True))
+
+
+@pytest.fixture
+def port() -> int:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield store.port
+    del store
+
+
+def ranks(port: int, task: Any, absent: int = 0) -> list[Any]:
+    """What `task(store, rank)` returns on each rank, which is a thread with its own connection."""
+    size = threading.stack_size(1 << 18)
+    try:
+        with ThreadPoolExecutor(RANKS) as pool:
+            stores = list(pool.map(client, [port] * (RANKS - absent)))
+            return list(pool.map(task, stores, range(RANKS - absent)))
+    finally:
+        threading.stack_size(size)
+
+
+def start(store: Counted, rank: int) -> tuple[str, int, float]:
+    """All that ranks agree on in a start; the most requests of a barrier, and the seconds."""
+    begin = time.monotonic()
+    found = start_id(store, rank, RANKS, 60)
+    most = store.requests.total() if rank else 0
+    for name in BARRIERS:
+        store.requests.clear()
+        answers = meet(store, rank, RANKS, f"{found}/{name}", 60, f"{name} {rank}")
+        assert answers == [f"{name} {other}" for other in range(RANKS)]
+        most = max(most, store.requests.total())
+    return found, most, time.monotonic() - begin
+
+
+def test_a_thousand_ranks_meet_in_few_requests_each_and_in_seconds(port: int) -> None:
+    # a dead rank of an earlier start has left its greeting
+    client(port).append("titanlike/hello", "dead\n")
+    found, requests, seconds = zip(*ranks(port, start), strict=True)
+    print(f"{max(requests)} requests, {max(seconds):.1f} s")
+    assert len(set(found)) == 1
+    assert max(requests) <= 20
+    assert max(seconds) < 30  # 2 s where nothing else runs
+
+
+def test_of_a_thousand_ranks_the_missing_ones_are_named_in_few_requests(port: int) -> None:
+    def late(store: Counted, rank: int) -> tuple[str, int]:
+        with pytest.raises(BarrierTimeout) as error:
+            meet(store, rank, RANKS, "data", 5, "x")
+        return str(error.value), store.requests.total()
+
+    texts, requests = zip(*ranks(port, late, absent=20), strict=True)
+    named = ", ".join(map(str, range(RANKS - 20, RANKS - 4)))
+    assert set(map(partial(str.partition, sep="did"), texts))
+    assert all(text.startswith(f"rank {named} and 4 more did not reach") for text in texts)
+    assert max(requests) <= 20
