@@ -132,6 +132,7 @@ def _drive_or_follow(
     from titanlike.launch.restart_state import RestartState
     from titanlike.launch.signals import die_with_parent
     from titanlike.launch.slurm import adopt_slurm
+    from titanlike.launch.worker_processes import EarlyWorkers
 
     adopt_slurm()
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -147,8 +148,10 @@ def _drive_or_follow(
     if ranks is None:
         restart_state = RestartState.load()
         restart_state.count_start()
-        runner = JobRunner(function, folder, None, restart_state, is_restart(), checked=checked)
-        return drive(runner, result_dir)
+        with EarlyWorkers() as workers:
+            restarted = is_restart()
+            runner = JobRunner(function, folder, None, restart_state, restarted, checked, workers)
+            return drive(runner, result_dir)
     code: int | str | None = 1
     try:
         runner = JobRunner(function, folder, ranks, ranks.restart_state, is_restart())

@@ -11,9 +11,9 @@ import torch
 
 from support.cells import slow
 from support.launched import Launched
+from titanlike.launch.barrier import BarrierTimeout
 from titanlike.launch.environment import import_path, workers_environment
 from titanlike.launch.signals import GRACE
-from titanlike.launch.barrier import BarrierTimeout
 from titanlike.launch.worker import Worker, barrier
 
 

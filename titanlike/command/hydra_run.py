@@ -30,7 +30,7 @@ from titanlike.command.hydra_overrides import CheckedOverrides, check_overrides,
 from titanlike.command.override_errors import one_line
 from titanlike.command.sweep_settings import open_sweep
 from titanlike.command.words import parse_words, parser
-from titanlike.config import files
+from titanlike.config import files, validate
 from titanlike.config.credentials import redact
 from titanlike.config.errors import ConfigError, Problem, quoted
 from titanlike.config.overrides import from_hydra
@@ -167,6 +167,8 @@ def _prepare(args: argparse.Namespace, task: Task, result_dir: str | None) -> Ex
     if task.sweep_run is None and checked.new_folder:
         folder = files.make_new_folder(checked.new_folder)
         args.overrides.append(f"hydra.run.dir={quoted(str(folder))}")
+    if runner.workers is not None:
+        runner.workers.settle()
     return None
 
 
@@ -198,6 +200,9 @@ def _problems(
     started = int(os.environ.get("WORLD_SIZE", "1"))  # or to be started, if this is a --check
     ranks = elastic.available_ranks(config, started if started > 1 else None, runner.restart_state)
     config, unfit = elastic.fit_mesh(config, ranks)
+    wrong = known or unfit or validate.out_of_bounds(config) or validate.problems(config, ranks)
+    if not (wrong or args.check):
+        runner.start_workers(config)  # what is checked now takes seconds
     if runner.checked and not known and not unfit:
         return []
     return known + (unfit or config_problems(config, ranks, known))

@@ -15,7 +15,7 @@ from titanlike.config.parse import parse
 from titanlike.config.schema import Config, Wandb
 from titanlike.config.write import write_config
 from titanlike.job.report import ResultReporter, print_problems
-from titanlike.launch.environment import will_restart
+from titanlike.launch.environment import available_cores, will_restart
 from titanlike.launch.external import ExternalRanks, record_for_torchrun
 from titanlike.launch.failures import JobFailed, describe
 from titanlike.launch.job import Job
@@ -24,6 +24,7 @@ from titanlike.launch.restart_state import RestartState
 from titanlike.launch.run_dir_owner import lock_run_dir
 from titanlike.launch.signals import Interrupted, interruptible
 from titanlike.launch.stop_request import MAX_TIME, StopRequest, stop_reason
+from titanlike.launch.worker_processes import EarlyWorkers
 from titanlike.metrics.events import Events
 
 
@@ -37,8 +38,16 @@ class JobRunner:
     restart_state: RestartState = field(default_factory=RestartState)
     restart: bool = False  # whether this command was started before
     checked: bool = False  # whether the sweep has checked the job's config
+    workers: EarlyWorkers | None = None  # of a single run
     # of values from the environment, which errors do not show: their names
     environment: dict[str, str] = field(default_factory=dict)
+
+    def start_workers(self, config: Config) -> None:
+        """Start the workers of a single run, which import torch while its config is checked."""
+        alone = config.world_size == 1 and (self.folder or not config.launch.max_restarts)
+        many = config.world_size > max(8, available_cores())  # a slip, or a test of a large layout
+        if self.workers is not None and self.ranks is None and not (alone or many):
+            self.workers.start(config.world_size, self.function)
 
     def run(
         self,
@@ -72,7 +81,7 @@ class JobRunner:
                 started = self.restart_state.get("started") if name is None else None
                 start = float(started or time.time())
                 job = Job(self.function, config, run_dir, overrides, start)
-                result = self._run_on_all_ranks(job, stop, reporter)
+                result = self._run_on_all_ranks(job, stop, reporter, single=name is None)
             # 4. write result.json
             except Interrupted as interrupted:
                 reporter.interrupted(interrupted)
@@ -113,13 +122,14 @@ class JobRunner:
         return fitted
 
     def _run_on_all_ranks(
-        self, job: Job, stop: StopRequest, reporter: ResultReporter
+        self, job: Job, stop: StopRequest, reporter: ResultReporter, single: bool
     ) -> dict[str, Any]:
         if self.ranks:
             return self.ranks.run(job, stop, reporter.failed)
         # a tool's job cannot be restarted
         restarted = None if self.folder else partial(restarted_config, job.config)
-        return run_local(job, stop, reporter.failed, restarted)
+        workers = self.workers if single else None
+        return run_local(job, stop, reporter.failed, restarted, workers)
 
 
 @dataclass(frozen=True)

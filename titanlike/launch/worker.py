@@ -9,10 +9,12 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import signal
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,13 +27,16 @@ from titanlike.launch.barrier import meet
 from titanlike.launch.environment import use_loopback
 from titanlike.launch.failures import Failure, describe, peer_failed, write_failure
 from titanlike.launch.job import Job
-from titanlike.launch.process_end import collected_once_built, leave
+from titanlike.launch.process_end import collected_once_built, leave, no_garbage_collection
 from titanlike.launch.rank_log import logged
 from titanlike.launch.signals import Interrupted, die_with_parent, exit_now, interruptible
 from titanlike.launch.stop_request import StopRequest
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+
+
+_POLL = 0.01  # seconds between two looks for the job
 
 
 @dataclass(frozen=True)
@@ -118,20 +123,33 @@ def first_answer(worker: Worker, name: str, answer: str) -> str:
         return "no"
 
 
-def main(scratch: str, driver: int) -> None:
-    """A worker process of the driver (a process id); `scratch` has job.json and gets result.json.
+def main(scratch: str, driver: int, function: str) -> None:
+    """A worker process of the driver (a process id); `scratch` gets job.json and result.json.
 
-    A signal that is not deferred ends it immediately: the driver reports.
+    It imports what the job's function needs while the driver checks the config. A signal that is not
+    deferred ends it immediately: the driver reports.
     """
     die_with_parent(driver, signal.SIGKILL)  # safe: checkpoints are atomic
     folder = Path(scratch)
     stop = StopRequest(folder)
     try:
-        with interruptible(stop=stop, grace=0):
+        with interruptible(stop=stop, grace=0), no_garbage_collection():
+            _import_module_of(function)
+            while not (folder / "job.json").exists():
+                if os.getppid() != driver:  # where the kernel does not end orphans
+                    exit_now(1)
+                time.sleep(_POLL)
             _run_and_report(folder, stop)
     except Interrupted as interrupted:  # also while an error was being reported
         exit_now(interrupted.exit_code)
     leave(0)
+
+
+def _import_module_of(function: str) -> None:
+    """Import this program's own modules; a user's code only once its config has been checked."""
+    if function.startswith("titanlike."):
+        with contextlib.suppress(ImportError):  # raised and reported where the job is loaded
+            importlib.import_module(function.rpartition(".")[0])
 
 
 def _run_and_report(folder: Path, stop: StopRequest) -> None:
@@ -139,7 +157,7 @@ def _run_and_report(folder: Path, stop: StopRequest) -> None:
     job = Job.from_json((folder / "job.json").read_text(encoding="utf-8"))
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
-        from titanlike.launch.local_rendezvous import workers_store
+        from torch.distributed import FileStore
 
         worker = Worker(
             rank=rank,
@@ -148,7 +166,7 @@ def _run_and_report(folder: Path, stop: StopRequest) -> None:
             local_world_size=world_size,
             one_machine=True,
             run_dir=job.run_dir,
-            store=workers_store(folder, world_size),
+            store=FileStore(str(folder / "store"), world_size),
             overrides=job.overrides,
             stop_request=stop,
         )
