@@ -1,4 +1,4 @@
-"""A thousand ranks meet in seconds: no rank asks for the others one by one."""
+"""Many ranks meet in seconds: no rank asks for the others one by one."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from support.cells import slow
 from titanlike.launch.barrier import BarrierTimeout, meet
 from titanlike.launch.start_id import start_id
 
-RANKS = 1024
 BARRIERS = ("start", "data", "compile", "end")
 
 
@@ -46,48 +46,51 @@ def port() -> int:
     del store
 
 
-def ranks(port: int, task: Any, absent: int = 0) -> list[Any]:
+def ranks(port: int, world_size: int, task: Any, absent: int = 0) -> list[Any]:
     """What `task(store, rank)` returns on each rank, which is a thread with its own connection."""
     size = threading.stack_size(1 << 18)
     try:
-        with ThreadPoolExecutor(RANKS) as pool:
-            stores = list(pool.map(client, [port] * (RANKS - absent)))
-            return list(pool.map(task, stores, range(RANKS - absent)))
+        with ThreadPoolExecutor(world_size) as pool:
+            stores = list(pool.map(client, [port] * (world_size - absent)))
+            return list(pool.map(task, stores, range(world_size - absent)))
     finally:
         threading.stack_size(size)
 
 
-def start(store: Counted, rank: int) -> tuple[str, int, float]:
+def start(world_size: int, store: Counted, rank: int) -> tuple[str, int, float]:
     """All that ranks agree on in a start; the most requests of a barrier, and the seconds."""
     begin = time.monotonic()
-    found = start_id(store, rank, RANKS, 60)
-    most = store.requests.total() if rank else 0
+    found = start_id(store, rank, world_size, 100)
+    most = store.requests.total()
     for name in BARRIERS:
         store.requests.clear()
-        answers = meet(store, rank, RANKS, f"{found}/{name}", 60, f"{name} {rank}")
-        assert answers == [f"{name} {other}" for other in range(RANKS)]
+        answers = meet(store, rank, world_size, f"{found}/{name}", 100, f"{name} {rank}")
+        assert answers == [f"{name} {other}" for other in range(world_size)]
         most = max(most, store.requests.total())
     return found, most, time.monotonic() - begin
 
 
-def test_a_thousand_ranks_meet_in_few_requests_each_and_in_seconds(port: int) -> None:
+@pytest.mark.parametrize("world_size", [128, *slow(1024)])
+def test_many_ranks_meet_in_few_requests_each_and_in_seconds(port: int, world_size: int) -> None:
     # a dead rank of an earlier start has left its greeting
     client(port).append("titanlike/hello", "dead\n")
-    found, requests, seconds = zip(*ranks(port, start), strict=True)
+    found, requests, seconds = zip(
+        *ranks(port, world_size, partial(start, world_size)), strict=True
+    )
     print(f"{max(requests)} requests, {max(seconds):.1f} s")
     assert len(set(found)) == 1
-    assert max(requests) <= 20
-    assert max(seconds) < 30  # 2 s where nothing else runs
+    assert sorted(requests)[-2] <= 5
+    assert requests[0] <= 5 + 4 * max(seconds)  # rank 0 looks twice a second who has started
+    assert max(seconds) < world_size / 10  # all of them are threads of this process
 
 
-def test_of_a_thousand_ranks_the_missing_ones_are_named_in_few_requests(port: int) -> None:
+def test_of_many_ranks_the_missing_ones_are_named_in_few_requests(port: int) -> None:
     def late(store: Counted, rank: int) -> tuple[str, int]:
         with pytest.raises(BarrierTimeout) as error:
-            meet(store, rank, RANKS, "data", 5, "x")
+            meet(store, rank, 128, "data", 3, "x")
         return str(error.value), store.requests.total()
 
-    texts, requests = zip(*ranks(port, late, absent=20), strict=True)
-    named = ", ".join(map(str, range(RANKS - 20, RANKS - 4)))
-    assert set(map(partial(str.partition, sep="did"), texts))
+    texts, requests = zip(*ranks(port, 128, late, absent=20), strict=True)
+    named = ", ".join(map(str, range(108, 124)))
     assert all(text.startswith(f"rank {named} and 4 more did not reach") for text in texts)
-    assert max(requests) <= 20
+    assert max(requests) <= 4

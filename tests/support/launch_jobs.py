@@ -18,6 +18,10 @@ def hello(config, worker):
     return {"value": float(config.seed)}
 
 
+def tells_mine(config, worker):
+    print(f"MINE={os.environ.get('MINE')}", flush=True)
+
+
 def odd_seeds_fail(config, worker):
     """For sweeps: some jobs fail, on all ranks."""
     if config.seed % 2:

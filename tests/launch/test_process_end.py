@@ -1,0 +1,76 @@
+"""A process that is done leaves at once and loses nothing; garbage waits until a job is built."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+
+from support.paths import ROOT
+from titanlike.launch.process_end import built, collected_once_built, leave
+
+PROGRAM = """
+import atexit, sys, threading, time
+sys.path.insert(0, {root!r})
+from titanlike.launch.process_end import leave
+class Torn:
+    def __del__(self): print("torn down", flush=True)
+kept = Torn()
+atexit.register(print, "exit function")
+threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+print("x" * 200_000)
+print("an error", file=sys.stderr)
+leave({code})
+"""
+
+
+def ended(program: Path | str, *options: str, code: object = 3) -> subprocess.CompletedProcess:
+    text = PROGRAM.format(root=str(ROOT), code=repr(code))
+    words = [*options, str(program)] if isinstance(program, Path) else ["-c", text]
+    if isinstance(program, Path):
+        program.write_text(text)
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "code, exit_code, more", [(3, 3, ""), (None, 0, ""), ("why not", 1, "why not\n")]
+)
+def test_a_process_leaves_at_once_and_loses_nothing(
+    code: object, exit_code: int, more: str
+) -> None:
+    done = ended("", code=code)
+    assert done.returncode == exit_code
+    assert done.stdout == "x" * 200_000 + "\nthread\nexit function\n"
+    assert done.stderr == "an error\n" + more
+
+
+def test_a_tool_that_runs_the_program_gets_its_end(tmp_path: Path) -> None:
+    """A profiler, like coverage, writes what it has found after the program."""
+    report = tmp_path / "profile"
+    done = ended(tmp_path / "program.py", "-m", "cProfile", "-o", str(report))
+    assert report.stat().st_size > 0 and "torn down" in done.stdout
+    with pytest.raises(SystemExit) as end:
+        leave(3)
+    assert end.value.code == 3
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_garbage_is_collected_once_a_job_is_built_and_before_the_next() -> None:
+    with collected_once_built():
+        assert not gc.isenabled()
+        of_the_build = weakref.ref(Cycle())
+        built()
+        assert gc.isenabled() and of_the_build() is None
+        of_the_job = weakref.ref(Cycle())
+    assert gc.isenabled()
+    with collected_once_built():
+        assert of_the_job() is None
+    gc.unfreeze()
