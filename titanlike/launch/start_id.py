@@ -3,7 +3,7 @@
 The store keeps the keys of all earlier starts, and torchrun counts restarts per machine. So each
 rank publishes a new id; rank 0 answers every id that it sees with its own (dead ranks never read
 theirs) until all ranks have confirmed. Rank 0 reads and answers many ranks at a time, and waits
-longer the longer it takes: tens of requests however many ranks there are, four of each other rank.
+longer the longer it takes: tens of requests however many ranks there are, six of each other rank.
 """
 
 from __future__ import annotations
@@ -39,11 +39,8 @@ def start_id(store: Any, rank: int, world_size: int, timeout: float) -> str:
         if new:
             store.multi_set([f"titanlike/answer/{other}" for other in new], [own] * len(new))
             answered |= new
-        try:
-            store.wait([f"titanlike/confirmed/{own}/all"], timedelta(seconds=wait))
-        except RuntimeError:
-            wait = min(wait * _LONGER, _LONGEST_WAIT)
-        else:
+        # not a wait that times out, which torch reports on stderr
+        if store.check([f"titanlike/confirmed/{own}/all"]):
             # what the next start reads; unless one of its ranks is there already
             store.compare_set(_HELLO, seen.decode(), "\n")
             return own
@@ -51,6 +48,8 @@ def start_id(store: Any, rank: int, world_size: int, timeout: float) -> str:
             there = map(int, store.get(f"titanlike/confirmed/{own}").decode().split())
             missing = sorted({*range(world_size)} - {*there})
             raise RuntimeError(f"rank {in_words(missing)} did not start in {timeout:g} s")
+        time.sleep(wait)
+        wait = min(wait * _LONGER, _LONGEST_WAIT)
 
 
 def _confirm(store: Any, start: str, rank: int, world_size: int) -> None:
