@@ -135,7 +135,9 @@ def test_the_process_group_is_not_bound_to_a_gpu(monkeypatch: pytest.MonkeyPatch
 
     gpu = torch.device("cuda", 0), "1 x GPU found"
     monkeypatch.setattr(mesh_module, "choose_device", lambda *_: gpu)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    for started in ("prepare_allocator", "start_device", "claim_device", "count_anew"):
+        monkeypatch.setattr(mesh_module, started, lambda *_: None)
+    monkeypatch.setattr(mesh_module.accelerator, "name", lambda _: "a GPU")
     monkeypatch.setattr(mesh_module.dist, "init_process_group", opened)
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # the user's own
     worker = Worker(0, 1, 0, 1, tmp_path, None, [])

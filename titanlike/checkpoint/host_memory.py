@@ -14,6 +14,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from titanlike.device.accelerator import pin, unpin
+
 _ALIGNMENT = 64  # bytes
 Key = TypeVar("Key", bound=Hashable)
 
@@ -55,7 +57,7 @@ class HostMemory:
     def close(self) -> None:
         """Release it; what remains of it goes with the tensors that are still there."""
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._address)
+            unpin(self._address)
         self._mapping, self._size, self._pinned = None, 0, False
         if self.fd >= 0:
             os.close(self.fd)
@@ -68,7 +70,4 @@ class HostMemory:
             os.ftruncate(self.fd, size)
         self._mapping, self._size = mmap.mmap(self.fd, size), size
         self._address = torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
-        if torch.cuda.is_available():
-            # torch's own pinned memory is rounded up to a power of two
-            error = torch.cuda.cudart().cudaHostRegister(self._address, size, 0)
-            self._pinned = int(error) == 0  # else copies are right, and take longer
+        self._pinned = pin(self._address, size)  # else copies are right, and take longer

@@ -96,6 +96,21 @@ def can_pin() -> bool:
     return count() > 0
 
 
+def pin(address: int, size: int) -> bool:
+    """Pin memory of the host that is there already; False where it cannot be.
+
+    torch's own pinned memory is rounded up to a power of two.
+    """
+    if not torch.cuda.is_available():
+        return False
+    return int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0
+
+
+def unpin(address: int) -> None:
+    """Of memory that `pin` has pinned."""
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
 @contextlib.contextmanager
 def kept_rng(device: torch.device) -> Iterator[None]:
     """Afterwards random numbers go on, on the CPU and on the device, as if nothing had been drawn."""
