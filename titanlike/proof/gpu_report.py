@@ -24,23 +24,15 @@ _TITLES = {
     "kills": "A rank that is killed costs nothing",
     "speed": "Speed and memory",
 }
-# in a process of its own: this one must not hold memory on a GPU while cells run
-_DESCRIBE = """
-import json, torch
-from importlib import metadata
-found = {"torch": torch.__version__, "CUDA": torch.version.cuda, "ROCm": torch.version.hip}
-devices = torch.cuda.device_count()
-names = [torch.cuda.get_device_name(i) for i in range(devices)]
-sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(devices)]
-if devices and torch.distributed.is_nccl_available():
-    found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-print(json.dumps({"versions": found, "names": names, "memory": sizes}))
-"""
 
 
 def describe_machine() -> dict[str, Any]:
     """Versions, names and bytes of memory of the GPUs. Raises RuntimeError if torch fails here."""
-    done = subprocess.run([sys.executable, "-c", _DESCRIBE], capture_output=True, text=True)
+    # in a process of its own: this one must not hold memory on a GPU while cells run
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.getenv("PYTHONPATH")]))
+    command = [sys.executable, "-m", "titanlike.device.describe"]
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise RuntimeError(f"torch does not start here: {done.stderr.strip()[-500:]}")
     return json.loads(done.stdout.splitlines()[-1])
