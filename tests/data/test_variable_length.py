@@ -196,7 +196,7 @@ def several_steps(
                 held = held.to_local() if isinstance(held, DTensor) else held
                 if right.numel():
                     difference = max(difference, (held - right).abs().max().item())
-        norm = gradient_norm(run.owned, mesh)
+        norm = gradient_norm(run.owned, mesh, config)
         right = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)
         difference = max(difference, abs(norm.item() - right.item()))
         optimizer_step(run, config, step + 1, norm)

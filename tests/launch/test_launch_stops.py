@@ -35,7 +35,7 @@ def test_a_second_signal_stops_immediately_but_a_repeated_one_does_not_count(
     begin = time.monotonic()
     code, _, err = launched.wait(30)
     assert time.monotonic() - begin < 10
-    assert code == 130 and err.count("stopping after this step") == 1
+    assert code == 130 and err.count("stopping after the next step") == 1
     assert result(tmp_path)["status"] == "interrupted"
     assert launched.all_exit()
 

@@ -164,7 +164,7 @@ def count_work(config: Config, worker: Worker) -> tuple[int, int]:
     from titanlike.data.loader import batches, open_data
     from titanlike.parallel.mesh import open_mesh
     from titanlike.training.build import build
-    from titanlike.training.step import train_step
+    from titanlike.training.step import measured_step
 
     calls = []
     for module, name in ((orthogonalize, "newton_schulz"), (dist, "all_to_all_single")):
@@ -173,7 +173,7 @@ def count_work(config: Config, worker: Worker) -> tuple[int, int]:
     mesh = open_mesh(config, worker)
     run = build(config, mesh)
     batch = next(batches(open_data(config).train, config, dp_rank=mesh.dp_rank))
-    train_step(run, config, 1, batch, Guard(config, {}))
+    measured_step(run, config, 1, iter([batch]), Guard(config, {}), worker)
     return calls.count("newton_schulz"), calls.count("all_to_all_single")
 
 
@@ -181,13 +181,13 @@ def weights_after_two_steps(config: Config, worker: Worker) -> tuple[int, dict]:
     from titanlike.data.loader import batches, open_data
     from titanlike.parallel.mesh import open_mesh
     from titanlike.training.build import build
-    from titanlike.training.step import train_step
+    from titanlike.training.step import measured_step
 
     mesh = open_mesh(config, worker)
     run = build(config, mesh)
     stream = batches(open_data(config).train, config, dp_rank=mesh.dp_rank)
     for step in (1, 2):
-        train_step(run, config, step, next(stream), Guard(config, {}))
+        measured_step(run, config, step, stream, Guard(config, {}), worker)
     named = (pair for state in run.stage_states for pair in state.parameters())
     return mesh.axes.get_local_rank("shard"), {
         name: parameter.to_local().detach().numpy() for name, parameter in named

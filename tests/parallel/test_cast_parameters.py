@@ -70,8 +70,9 @@ def test_gradients_are_those_of_fsdps_mixed_precision(config: Config, tmp_path: 
         assert ours.keys() == fsdps.keys()
         for name, value in ours.items():
             difference = (value - fsdps[name]).norm() / value.norm()
-            # microbatches added in bf16 differ by 2e-3 and more; those of norms are not rounded here
-            most = 1e-3 if value.dim() == 2 else 1e-2
+            # microbatches added in bf16 would differ by 2e-3 and more. Here gradients of norms are
+            # not rounded, nor are those that wait ever added in bf16, as FSDP does with some
+            most = 1e-3 if value.dim() == 2 and config.pp == 1 else 1e-2
             assert difference < most, f"{name}: {difference}"
 
 

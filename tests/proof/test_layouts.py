@@ -311,16 +311,16 @@ def killed_while_saving_step_4(config: Config, worker: Worker) -> None:
 
 def stop_after_three(config: Config, worker: Worker) -> None:
     """Train, and fall over in the fourth step: the newest checkpoint is that of step 2."""
-    from titanlike.training import step
+    from titanlike.training import loop
 
-    step_right = step.train_step
+    step_right = loop.forward_backward
 
-    def train_step(run, config, step, batch, guard):
+    def forward_backward(run, config, step, stream):
         if step == 4:
             raise Stop
-        return step_right(run, config, step, batch, guard)
+        return step_right(run, config, step, stream)
 
-    step.train_step = train_step
+    loop.forward_backward = forward_backward
     try:
         train(config, worker)
     except Stop:

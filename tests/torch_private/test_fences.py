@@ -29,7 +29,7 @@ from support.world import run_world
 from titanlike.config.schema import Config, Fsdp
 from titanlike.launch.worker import Worker
 from titanlike.proof.verification import verify
-from titanlike.torch_private import distributed_checkpoint, pipeline_stage
+from titanlike.torch_private import distributed_checkpoint, foreach, pipeline_stage
 from titanlike.torch_private.compiler import as_if_compiling
 from titanlike.torch_private.fsdp import reduce_missing_gradients
 from titanlike.torch_private.pipeline_runtime import FIELD
@@ -499,3 +499,11 @@ def test_the_history_of_memory_has_no_public_name() -> None:
     memory = torch.cuda.memory
     assert hasattr(memory, "_record_memory_history") and hasattr(memory, "_dump_snapshot")
     assert not hasattr(memory, "record_memory_history") and not hasattr(memory, "dump_snapshot")
+
+
+def test_torchs_norm_of_gradients_does_not_say_of_which() -> None:
+    """If it does, `foreach.norms` may go."""
+    gradients = [torch.ones(4), torch.tensor([math.nan])]
+    total = torch.nn.utils.get_total_norm(gradients)
+    assert total.shape == () and total.isnan()
+    assert foreach.norms(gradients)[0] == 2

@@ -18,7 +18,7 @@ from titanlike.config.schema import Checkpoint, Config, Custom, Precision
 from titanlike.device.settings import deterministic
 from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
-from titanlike.training import step
+from titanlike.training import loop
 from titanlike.training.train import train
 
 SIZES = {"dim": 32, "layers": 4, "vocab_size": None}
@@ -92,13 +92,13 @@ def test_an_operation_that_has_no_deterministic_kernel_is_an_error_within_and_no
 def precision_seen(config: Config, worker: Worker) -> tuple[set[str], str]:
     """torch's setting in the steps of a run, and after it."""
     seen = set()
-    step_right = step.train_step
+    step_right = loop.forward_backward
 
-    def train_step(*args):
+    def forward_backward(*args):
         seen.add(torch.get_float32_matmul_precision())
         return step_right(*args)
 
-    step.train_step = train_step
+    loop.forward_backward = forward_backward
     train(config, worker)
     return seen, torch.get_float32_matmul_precision()
 

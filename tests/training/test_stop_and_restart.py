@@ -81,7 +81,7 @@ def test_a_signal_stops_a_run_after_its_step_with_a_checkpoint(
     launched.process.send_signal(signum)
     code, out, err = launched.wait(60)
     assert launched.all_exit()
-    text = "stopping after this step with a checkpoint; a second signal stops immediately"
+    text = "stopping after the next step with a checkpoint; a second signal stops immediately"
     assert code == 75 and err.splitlines() == ["", f"{signum.name}: {text}"], (
         "that, and no traceback"
     )

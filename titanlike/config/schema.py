@@ -188,6 +188,9 @@ class Config:
         None, "what a sweep compares; null = val_loss, or loss without validation"
     )
     log_every: int = key(10, "steps between printed lines; metrics.jsonl has every step")
+    gc_every: int = key(
+        50, "steps between Python's garbage collections, all ranks at once; 0 = when Python does"
+    )
     # the model's keys are its constructor's arguments: see titanlike/models
     model: Custom = key(lambda: Custom("llama"), "model family or import path, and its arguments")
     split: EvenSplit | PointSplit | BalanceSplit | AutoSplit = key(EvenSplit, "where stages begin")

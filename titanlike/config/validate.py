@@ -40,7 +40,7 @@ _MAX_MESHES = 3  # that an error names
 _LEAST = {
     **dict.fromkeys(("validation.every", "checkpoint.every", "checkpoint.keep"), 0),
     **dict.fromkeys(("checkpoint.keep_every", "checkpoint.keep_best"), 0),
-    **dict.fromkeys(("launch.max_restarts", "launch.step_timeout", "lr.warmup"), 0),
+    **dict.fromkeys(("launch.max_restarts", "launch.step_timeout", "lr.warmup", "gc_every"), 0),
     **{"validation.batches": 1, "verify.steps": 1, "spike_window": 2},
     **{"activation_checkpoint.every": 1, "precision.min_features": 1},
 }

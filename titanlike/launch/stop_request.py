@@ -130,6 +130,6 @@ class StopRequest:
 
     def _print(self, signum: int) -> None:
         # not print(): the signal may interrupt the main thread inside the same buffer
-        text = "stopping after this step with a checkpoint; a second signal stops immediately"
+        text = "stopping after the next step with a checkpoint; a second signal stops immediately"
         with contextlib.suppress(OSError):
             os.write(2, f"\n{signal.Signals(signum).name}: {text}\n".encode())

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from titanlike.optim.skipping import SkippingOptimizer
 from titanlike.torch_private.dtensor import local_slices
 
 _MEANS = ("exp_avg", "exp_avg_sq")
@@ -26,7 +27,7 @@ _CHUNK = 2**22  # elements that are widened at a time
 _LOW_32 = 0xFFFFFFFF
 
 
-class Bf16StateAdamW(torch.optim.Optimizer):
+class Bf16StateAdamW(SkippingOptimizer):
     """torch.optim.AdamW, fused, but for the dtype of its state."""
 
     def __init__(
@@ -41,6 +42,7 @@ class Bf16StateAdamW(torch.optim.Optimizer):
         """seeds: of the rounding, one for each parameter."""
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
         self._seeds = seeds
+        self._first_rows: dict[nn.Parameter, int] = {}  # of this rank's part
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
@@ -49,6 +51,11 @@ class Bf16StateAdamW(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, group)
+
+    def _first_row(self, parameter: nn.Parameter) -> int:
+        if parameter not in self._first_rows:
+            self._first_rows[parameter] = local_slices(parameter)[0].start if parameter.dim() else 0
+        return self._first_rows[parameter]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """torch casts state to the dtype of its parameter; here it is cast back."""
@@ -65,11 +72,12 @@ class Bf16StateAdamW(torch.optim.Optimizer):
             for key in _MEANS:
                 state[key] = torch.zeros_like(parameter, dtype=torch.bfloat16)
         tensors = (parameter, parameter.grad, *(state[key] for key in _MEANS))
-        rows = local_slices(parameter)[0].start if parameter.dim() else 0
+        rows = self._first_row(parameter)
         locals_ = [_rows(tensor) for tensor in tensors]
         length = max(1, locals_[0][:1].numel())  # of a row
         each = max(1, _CHUNK // length)
         beta1, beta2 = group["betas"]
+        skip = self.skip_of(parameter)
         for chunk in zip(*(tensor.split(each) for tensor in locals_), strict=True):
             weights, gradient, *means = chunk
             wide = [mean.float() for mean in means]
@@ -80,6 +88,7 @@ class Bf16StateAdamW(torch.optim.Optimizer):
                 [],
                 [state["step"].clone()],  # counted up by each call
                 fused=True,
+                found_inf=skip,
                 amsgrad=False,
                 maximize=False,
                 beta1=beta1,
@@ -88,11 +97,12 @@ class Bf16StateAdamW(torch.optim.Optimizer):
                 weight_decay=group["weight_decay"],
                 eps=group["eps"],
             )
+            # what was not updated is in bf16 still, and rounded to itself
             bits = random_bits(weights, rows * length, self._seeds[parameter], state["step"])
             for mean, exact, noise in zip(means, wide, (bits >> 16, bits & 0xFFFF), strict=True):
                 mean.copy_(round_stochastically(exact, noise))
             rows += len(weights)
-        state["step"] += 1
+        state["step"] += 1 if skip is None else 1 - skip
 
 
 def round_stochastically(values: Tensor, noise: Tensor) -> Tensor:

@@ -117,7 +117,7 @@ class Mse(Loss):
         return (output.float() - targets.float()).square()
 
     def count(self, targets: Tensor) -> Tensor:
-        return torch.tensor(targets.numel(), device=targets.device)
+        return torch.full((), targets.numel(), device=targets.device)
 
 
 class CustomLoss(Loss):
@@ -145,7 +145,10 @@ class CustomLoss(Loss):
     def count(self, targets: Tensor) -> Tensor | None:
         if self.count_function is None:
             return None
-        return torch.as_tensor(self.count_function(targets), device=targets.device).sum()
+        count = self.count_function(targets)
+        if isinstance(count, int | float):
+            return torch.full((), count, device=targets.device)  # a copy would wait for the device
+        return torch.as_tensor(count, device=targets.device).sum()
 
     def terms(self, output: Any, targets: Tensor) -> int:
         with torch.device("meta"):

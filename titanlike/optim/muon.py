@@ -21,9 +21,10 @@ from torch.distributed.tensor import DTensor
 from titanlike.config.schema import Muon as MuonConfig
 from titanlike.graph.find_units import find_units
 from titanlike.optim.orthogonalize import orthogonalize, shard_group
+from titanlike.optim.skipping import SkippingOptimizer, local, select
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(SkippingOptimizer):
     """Updates matrices by their orthogonalized momentum; the arithmetic of torch.optim.Muon."""
 
     def __init__(
@@ -51,18 +52,19 @@ class Muon(torch.optim.Optimizer):
         updates = [self._update(parameter) for parameter in parameters]
         results = orthogonalize(parameters, updates, self._config.ns_steps)
         for parameter, result in zip(parameters, results, strict=True):
-            local = _local(parameter)
-            local.mul_(1 - group["lr"] * group["weight_decay"])
+            weights, skip = local(parameter), self.skip_of(parameter)
             rate = group["lr"] * lr_ratio(self._config.adjust_lr, parameter.shape)
-            local.add_(result.to(local.device), alpha=-rate)
+            updated = weights * (1 - group["lr"] * group["weight_decay"])
+            updated.add_(result.to(weights.device), alpha=-rate)
+            select(skip, weights, updated)
 
     def _update(self, parameter: nn.Parameter) -> Tensor:
         """This rank's rows of the momentum, which is moved on, where they are orthogonalized."""
         state, momentum = self.state[parameter], self._config.momentum
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter.grad)
-        gradient, mean = _local(parameter.grad), _local(state["momentum_buffer"])
-        mean.lerp_(gradient, 1 - momentum)
+        gradient, mean = local(parameter.grad), local(state["momentum_buffer"])
+        select(self.skip_of(parameter), mean, mean.lerp(gradient, 1 - momentum))
         update = gradient.lerp(mean, momentum) if self._config.nesterov else mean
         device = update.device
         if isinstance(parameter, DTensor):  # shards may be in CPU memory
@@ -99,7 +101,3 @@ def hidden_matrices(model: nn.Module, optimizer: Any) -> set[str]:
         and id(parameter) in in_blocks - elsewhere
         and not any(fnmatchcase(name, pattern) for pattern in optimizer.adamw)
     }
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

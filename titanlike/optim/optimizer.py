@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from titanlike.config.schema import Config, Muon, OwnOptimizer, Sgd
-from titanlike.optim import muon
+from titanlike.optim import fused, muon
 from titanlike.optim.bf16_state import Bf16StateAdamW
 from titanlike.optim.own import own_optimizer
+from titanlike.optim.skipping import local
 from titanlike.parallel.initialize import piece_seed
 from titanlike.parallel.mesh import Mesh
 from titanlike.parallel.sharding import compute_dtype
+from titanlike.torch_private.foreach import norms, scale
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def _elementwise_optimizer(
     ]
     groups = groups or [{"params": []}]
     if isinstance(choice, Sgd):
-        return torch.optim.SGD(groups, lr=choice.lr, momentum=choice.momentum)
+        return fused.Sgd(groups, lr=choice.lr, momentum=choice.momentum)
     lr = choice.lr
     if isinstance(choice, Muon) and choice.adamw_lr is not None:
         lr = choice.adamw_lr
@@ -98,21 +99,46 @@ def _elementwise_optimizer(
     if choice.state_dtype == "bf16":
         seeds = {p: piece_seed(config.seed, f"rounding of {n}", 0) for n, p in parameters.items()}
         return Bf16StateAdamW(groups, seeds, **options)
-    return torch.optim.AdamW(groups, fused=True, **options)
+    return fused.AdamW(groups, **options)
 
 
 @torch.no_grad()
-def gradient_norm(parameters: Iterable[Tensor], mesh: Mesh) -> Tensor:
+def gradient_norms(parameters: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of this rank's part of each gradient, fp32 [parameters], on one device; 0 where there
+    is none. Not a number, or infinite, where the gradient is."""
+    parts = {at: local(p.grad) for at, p in enumerate(parameters) if p.grad is not None}
+    alike: dict[Any, list[int]] = {}
+    for at, part in parts.items():
+        alike.setdefault((part.device, part.dtype), []).append(at)
+    if len(alike) == 1 and len(parts) == len(parameters):  # as nearly always
+        return torch.stack(norms([*parts.values()])).float()
+    device = next((part.device for part in parts.values()), torch.device("cpu"))
+    found = [torch.zeros((), device=device)] * len(parameters)
+    for places in alike.values():
+        for at, norm in zip(places, norms([parts[at] for at in places]), strict=True):
+            found[at] = norm.to(device, torch.float32)
+    return torch.stack(found) if found else torch.zeros(0)
+
+
+def norm_of_squares(squares: Tensor, config: Config) -> Tensor:
+    """The 2-norm of all gradients of the whole model, from the squares of `gradient_norms` summed over
+    all ranks: replicas of a shard count once."""
+    return (squares / config.replicate).sqrt()
+
+
+def gradient_norm(parameters: Sequence[Tensor], mesh: Mesh, config: Config) -> Tensor:
     """The 2-norm of all gradients of the whole model: a scalar, the same on every rank."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()  # over the shards
-    squared = norm.to(mesh.device, torch.float32).square()
-    return mesh.sum(squared, "pp").sqrt() if mesh.pp > 1 else squared.sqrt()
+    squares = gradient_norms(parameters).to(mesh.device).square().sum()
+    return norm_of_squares(mesh.sum(squares) if mesh.world_size > 1 else squares, config)
 
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[Tensor], norm: Tensor, limit: float) -> None:
     """Scale all gradients so that their global norm, `norm`, is at most `limit`."""
-    torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            by_device.setdefault(parameter.device, []).append(local(parameter.grad))
+    for device, gradients in by_device.items():
+        scale(gradients, factor.to(device))

@@ -97,8 +97,11 @@ class BatchNorms:
             self._collecting = False
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Update the running statistics by what was collected. Collective over dp."""
+    def update(self, skip: Tensor | None = None) -> None:
+        """Update the running statistics by what was collected. Collective over dp.
+
+        skip: a scalar on the device, 1 = leave them as they are; None = 0.
+        """
         collected = [(module, m) for module in self._modules for m in self._moments.get(module, ())]
         self._moments = {}
         if not collected:
@@ -114,7 +117,8 @@ class BatchNorms:
         for (module, _), center, part in zip(collected, centers, sums, strict=True):
             count, first, second = part.split([1, len(center), len(center)])
             offset = first / count
-            _update_running(module, center + offset, (second - count * offset**2) / (count - 1))
+            variance = (second - count * offset**2) / (count - 1)
+            _update_running(module, center + offset, variance, skip)
 
     def _collect(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         # a module that is recomputed (activation checkpointing) runs again in the backward
@@ -128,12 +132,13 @@ class BatchNorms:
             moments[call].add(args[0].detach())
 
 
-def _update_running(module: nn.Module, mean: Tensor, variance: Tensor) -> None:
+def _update_running(module: nn.Module, mean: Tensor, variance: Tensor, skip: Tensor | None) -> None:
     """One step of the running statistics, as nn.BatchNorm makes it. variance: unbiased."""
     share: Any = module.momentum
     if module.num_batches_tracked is not None:
-        module.num_batches_tracked += 1
+        module.num_batches_tracked += 1 if skip is None else (skip == 0).long()
         if share is None:  # the average of all steps
             share = 1.0 / module.num_batches_tracked.double()
     for running, value in ((module.running_mean, mean), (module.running_var, variance)):
-        running.copy_(running.double() * (1 - share) + value * share)
+        updated = running.double() * (1 - share) + value * share
+        running.copy_(updated if skip is None else torch.where(skip > 0, running, updated))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from titanlike.parallel.late import on_device
 from titanlike.parallel.mesh import Mesh
 from titanlike.torch_private.fsdp import reduce_missing_gradients
 
@@ -36,6 +37,7 @@ class Reached:
         self._sharded: set[nn.Parameter] = set()  # whose gradients FSDP reduces
         self._reached: set[nn.Parameter] = set()  # of those, by a backward of this step
         self._missing: set[str] = set()  # of this rank, in this step
+        self._all_reached: Tensor | None = None  # the flags of a step in which nothing is missing
         for stage in stages:
             parameters = [*stage.named_parameters()]
             self._trained += [(canonical[name], p) for name, p in parameters if p.requires_grad]
@@ -43,29 +45,34 @@ class Reached:
                 self._sharded |= {p for _, p in parameters}
                 reduce_missing_gradients(stage, self._reached, zero)
 
-    def count_missing(self) -> Tensor:
-        """How many parameters of this rank have no gradient after the backwards of a step; to be
-        summed over all ranks, for `drop_unreached`."""
+    def flags(self) -> Tensor:
+        """After the backwards of a step: for each parameter of the whole model 1 if one of this rank
+        reached it, else 0; to be summed over all ranks, for `unreached`. On this rank's device."""
         found = {name for name, parameter in self._trained if self._has_gradient(parameter)}
         self._missing = {name for name, _ in self._trained} - found
         self._reached.clear()
-        return torch.full((), float(len(self._missing)), device=self._mesh.device)
+        if self._all_reached is None or self._missing:
+            flags = torch.zeros(len(self._index))
+            flags[[self._index[name] for name in found]] = 1
+            flags = on_device(flags, self._mesh.device)
+            if self._missing:
+                return flags
+            self._all_reached = flags
+        return self._all_reached
 
     def _has_gradient(self, parameter: nn.Parameter) -> bool:
         if parameter in self._sharded:
             return parameter in self._reached
         return parameter.grad is not None
 
-    def drop_unreached(self, missing: Tensor) -> None:
-        """Drop the gradients, all zero, of the parameters that no rank reached.
+    def unreached(self, counts: Tensor) -> dict[nn.Parameter, Tensor]:
+        """Of each parameter that this rank did not reach, but has a gradient (of zeros) for: a flag on
+        the device, fp32, 1 if no rank reached it. An optimizer leaves it alone then.
 
-        missing: the sum over all ranks of what `count_missing` returned. Collective unless it is 0.
+        counts: the sum over all ranks of what `flags` returned.
         """
-        if self._mesh.world_size == 1 or not missing.item():
-            return
-        flags = torch.zeros(len(self._index), dtype=torch.uint8)
-        flags[[self._index[n] for n, _ in self._trained if n not in self._missing]] = 1
-        reached = self._mesh.max(flags.to(self._mesh.device)).tolist()
-        for name, parameter in self._trained:
-            if not reached[self._index[name]]:
-                parameter.grad = None
+        return {
+            parameter: (counts[self._index[name]] == 0).float()
+            for name, parameter in self._trained
+            if name in self._missing and parameter.grad is not None
+        }

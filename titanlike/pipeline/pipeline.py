@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from titanlike.data.sources import Batch
 from titanlike.graph.cut import StageGraph, messages, same_messages
@@ -61,7 +61,8 @@ class Pipeline:
         self._loss, self._mesh, self._zero = loss, mesh, zero
         self._tied, self._norms, self._reached, self._deferred = tied, norms, reached, deferred
         self._casts = casts
-        self._missing = torch.zeros(())  # gradients of the last step, over all ranks
+        # of the last step, over all ranks: how many reached each parameter of the model
+        self._reached_counts = torch.zeros(0)
         self._runtimes: OrderedDict[Any, OrderRuntime] = OrderedDict()
         self._on_action: Callable[[Any], None] | None = None
         self._on_queued: Callable[[Any, bool], None] | None = None
@@ -87,13 +88,7 @@ class Pipeline:
         that count, fp32 scalars, the same on every rank. The gradients are those of that loss,
         reduced over dp and over the copies of tied weights.
         """
-        with self._norms.collecting():
-            loss, count, self._missing = self._step(
-                self._runtime(batch).train, batch, self._reached.count_missing
-            )
-        for deferred in self._deferred.values():
-            deferred.check_all_taken()
-        self._tied.add_gradients()
+        loss, count, _ = self.train_and_measure(batch, lambda: torch.zeros(0))
         return loss, count
 
     def used_fields(self) -> set[str]:
@@ -107,15 +102,41 @@ class Pipeline:
                 used |= graphs[index].fields
         return used
 
-    def drop_unreached(self) -> None:
-        """Drop the gradients of parameters that the last `train` reached on no rank, so that an
-        optimizer leaves them alone. Waits for a GPU, so after other numbers of the step are read."""
-        self._reached.drop_unreached(self._missing)
+    def train_and_measure(
+        self, batch: Batch, measure: Callable[[], Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `train`; thirdly what `measure` returns once there are gradients, an fp32 vector, summed
+        over all ranks: in one message with the loss."""
+        runtime, mesh = self._runtime(batch), self._mesh
+        count = self._count(batch)
+        with self._norms.collecting(), self._computing():
+            losses = runtime.train(batch)
+        for deferred in self._deferred.values():
+            deferred.check_all_taken()
+        reached = self._reached.flags()
+        self._tied.add_gradients()
+        measured = measure().to(mesh.device)
+        sums = torch.cat([_sum_of(losses, count).view(1), measured, reached])
+        if mesh.world_size > 1:
+            mesh.sum(sums)
+        loss, measured, self._reached_counts = sums.split([1, len(measured), len(reached)])
+        return loss[0] / mesh.dp, count, measured
+
+    def unreached(self) -> dict[nn.Parameter, Tensor]:
+        """Parameters whose gradients, zeros, the last `train` perhaps reached on no rank, with a flag
+        on the device: 1 = on none, so that an optimizer is to leave them alone."""
+        if self._mesh.world_size == 1:  # they have none
+            return {}
+        return self._reached.unreached(self._reached_counts)
 
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """As `train`, forward alone; gradients are left as they are."""
-        loss, count, _ = self._step(self._runtime(batch).evaluate, batch, None)
-        return loss, count
+        runtime, mesh = self._runtime(batch), self._mesh
+        count = self._count(batch)
+        with self._computing():
+            losses = runtime.evaluate(batch)
+        loss = _sum_of(losses, count)
+        return (mesh.sum(loss) if mesh.world_size > 1 else loss) / mesh.dp, count
 
     def evaluate_each(self, batch: Batch) -> list[Tensor]:
         """As `evaluate`; on the rank with the last stage the terms of each microbatch's loss, or
@@ -146,7 +167,7 @@ class Pipeline:
             with self._computing():
                 runtime.run_alone(index, received, microbatch)
             stage.zero_grad()
-        self._reached.count_missing()
+        self._reached.flags()
 
     def with_microbatches_of(self, size: int, fields: Fields) -> Pipeline | None:
         """For batches of as many microbatches of another size, over the same stages; None where the
@@ -163,13 +184,8 @@ class Pipeline:
             return None
         return other
 
-    def _step(
-        self,
-        run: Callable[[Batch], list[Tensor]],
-        batch: Batch,
-        count_missing: Callable[[], Tensor] | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(loss, its count, missing gradients) over all ranks."""
+    def _count(self, batch: Batch) -> Tensor:
+        """How many terms the loss of the global batch has; gives the loss its scale."""
         mesh = self._mesh
         # counted where the last stage is: the other ranks of a pipeline need no targets
         last = self._order.stages - 1 in self._stages
@@ -178,14 +194,7 @@ class Pipeline:
             count = mesh.sum(count)
         # FSDP averages gradients over dp: dp times each rank's share makes of the average a sum
         self._loss.scale = mesh.dp / count
-        with self._computing():
-            losses = run(batch)
-        mine = torch.stack(losses).sum().detach() if losses else torch.zeros_like(count)
-        missing = torch.zeros_like(mine) if count_missing is None else count_missing()
-        sums = torch.stack([mine, missing])
-        if mesh.world_size > 1:
-            mesh.sum(sums)
-        return sums[0] / mesh.dp, count, sums[1]
+        return count
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
@@ -204,7 +213,7 @@ class Pipeline:
             meta = torch.empty((size, *targets.shape[1:]), dtype=targets.dtype, device="meta")
             output = self._model_graph.meta_output(fields_of(batch), True)
             terms = self._loss.terms(output, meta) * (len(targets) // size)
-            count = torch.tensor(terms, device=targets.device)
+            count = torch.full((), terms, device=targets.device)
         return count
 
     def _runtime(self, batch: Batch) -> OrderRuntime:
@@ -279,6 +288,11 @@ class Pipeline:
             return None
         deferred = self._deferred.get(index)
         return (lambda: _nothing) if deferred is None else deferred.take
+
+
+def _sum_of(losses: list[Tensor], like: Tensor) -> Tensor:
+    """Of this rank's microbatches; 0 where the last stage is on another rank."""
+    return torch.stack(losses).sum().detach() if losses else torch.zeros_like(like)
 
 
 def _nothing() -> None:

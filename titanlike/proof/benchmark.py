@@ -34,7 +34,7 @@ from titanlike.training.draft import draft
 from titanlike.training.feed import batches_for
 from titanlike.training.guard import Guard
 from titanlike.training.session import open_data_on_every_rank
-from titanlike.training.step import measured_step
+from titanlike.training.step import forward_backward, settle, update
 
 WARMUP = 4  # steps after the first that are not counted
 STEPS = 40  # counted, unless the command line has steps=
@@ -141,7 +141,7 @@ def _paired_ratio(ours: list[float], plain: list[float]) -> float:
 def _titanlike_loop(
     run: Run, config: Config, data: Data, worker: Worker
 ) -> Iterator[dict[str, Any]]:
-    """Records of training steps, as `train` makes them."""
+    """Training steps, as `train` makes them; the record of the step before."""
     stream = batches_for(run, config, batches(data.train, config, dp_rank=run.mesh.dp_rank))
     if run.compiled:
         first = next(stream)
@@ -149,10 +149,15 @@ def _titanlike_loop(
         stream = chain([first], stream)
     guard = Guard(config, {})
     sink = JsonlSink(worker.run_dir / "metrics.jsonl") if worker.rank == 0 else None
-    for step in range(1, config.steps + 1):
-        record = measured_step(run, config, step, stream, guard, worker).record
-        if sink:
-            sink.log(record)
+    record: dict[str, Any] = {}
+    launched = None
+    for step in range(1, config.steps + 1):  # as in training/loop.py, a step ahead of the numbers
+        gradients = forward_backward(run, config, step, stream)
+        if launched is not None:
+            record = settle(run, config, launched, guard).record
+            if sink:
+                sink.log(record)
+        launched = update(run, config, gradients, guard, worker)
         yield record
 
 

@@ -51,7 +51,7 @@ from titanlike.training.build import Run, build
 from titanlike.training.compiling import compile_blocks
 from titanlike.training.mixing import refuse_mixed_samples
 from titanlike.training.session import open_data_on_every_rank
-from titanlike.training.step import optimizer_step, to_device, validate
+from titanlike.training.step import drop_gradients, optimizer_step, to_device, validate
 
 KINDS = (
     "loss",
@@ -157,9 +157,8 @@ def _compare_layout(
                 reference = exact.gradients[name]
                 mine = parameter.grad if reference.any() else gradient_of(parameter)
                 yield compare("gradient", name, mine, reference, in_bf16)
-        optimizer_step(run, config, step, gradient_norm(run.owned, run.mesh))
-        for state in run.stage_states:
-            state.zero_grad()
+        optimizer_step(run, config, step, gradient_norm(run.owned, run.mesh, config))
+        drop_gradients(run)
         if step == 1:
             yield from _compare_buffers(run, exact, rounded)
     for name, parameter in parameters():

@@ -29,6 +29,7 @@ from titanlike.parallel.batchnorm import BatchNorms
 from titanlike.parallel.cast_parameters import CastParameters
 from titanlike.parallel.compiled_blocks import CompiledBlocks
 from titanlike.parallel.initialize import initialize, piece_seed
+from titanlike.parallel.late import Late
 from titanlike.parallel.mesh import Mesh
 from titanlike.parallel.reached import Reached
 from titanlike.parallel.sharding import compute_dtype, shard_stage, wrapped_in_fsdp
@@ -51,6 +52,7 @@ class Run:
     stage_states: list[StageState]
     pipeline: Pipeline
     norms: BatchNorms
+    late: Late  # takes numbers off the device
     compiled: CompiledBlocks | None  # with compile=true
     origin: str  # of the initial weights, for the opening table
     ranges: Ranges = field(default_factory=Ranges)  # what a profile shows
@@ -140,7 +142,8 @@ def build(
         casts = [CastParameters(stage, compute_dtype(config)) for stage in stages.values()]
     parts = {"tied": tied, "norms": norms, "reached": reached, "deferred": deferred, "casts": casts}
     pipeline = Pipeline(plan.order, plan.model_graph, stages, loss, mesh, plan.zero, **parts)
-    run = Run(mesh, plan, [*stages.values()], [*states.values()], pipeline, norms, compiled, origin)
+    lists = [*stages.values()], [*states.values()]
+    run = Run(mesh, plan, *lists, pipeline, norms, Late(mesh), compiled, origin)
     run.train_mode(True)
     return run
 

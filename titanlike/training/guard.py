@@ -1,4 +1,8 @@
-"""Judges a step's numbers before they change the parameters: not finite, or a spike.
+"""Judges a step's numbers: not finite, or a spike. A bad step changes no parameter.
+
+1. `limits` follow from the numbers of the steps before; the device compares a step's with them, and
+   skips its update where they are above. Nobody waits for it.
+2. `judge` says the same of the numbers once they have come from the device, and what is wrong.
 
 A spike is a loss or a gradient norm more than `spike_zscore` standard deviations above the mean of
 the last `spike_window` good steps. The deviation is at least a share of the mean, so that small
@@ -10,19 +14,21 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from titanlike.config.schema import Config
-from titanlike.training.build import Run
 
 JUDGED = ("loss", "grad_norm")  # numbers of a record
 MOST_IN_A_ROW = 10  # bad steps; spikes are then the new level, and skipping NaN does not help
 LEAST_DEVIATION = 0.01  # as a share of the mean
+LARGEST = float(torch.finfo(torch.float32).max)  # that is finite
 
 
 class BadNumbers(ValueError):
@@ -45,10 +51,22 @@ class Guard:
         self._config = config
         self.load(state)
 
-    def judge(self, record: dict[str, Any], run: Run) -> Verdict | None:
-        """None for a good step. The same verdict on all ranks. Collective where it is bad."""
+    def limits(self) -> tuple[float, float]:
+        """The largest loss and gradient norm with which the next step is good: fp32 numbers."""
+        if self._config.on_spike == "ignore" or len(self._spikes) + 1 >= MOST_IN_A_ROW:
+            return LARGEST, LARGEST  # any that is finite
+        loss, norm = map(self._limit, JUDGED)
+        return loss, norm
+
+    def judge(
+        self, record: dict[str, Any], first_bad_gradient: Callable[[], str]
+    ) -> Verdict | None:
+        """None for a good step. The same verdict on all ranks. Collective where it is bad.
+
+        first_bad_gradient: its name on this rank, "" for none.
+        """
         if not all(math.isfinite(record[name]) for name in JUDGED):
-            return self._not_finite(record, run)
+            return self._not_finite(record, first_bad_gradient)
         self._nonfinite = 0
         numbers = {name: record[name] for name in JUDGED}
         if self._config.on_spike != "ignore" and (high := self._too_high(numbers)):
@@ -87,15 +105,26 @@ class Guard:
         for name, window in self._good.items():
             window.append(numbers[name])
 
+    def _limit(self, name: str) -> float:
+        """Above it a number is a spike. The number is fp32, and so is the limit, rounded down: the
+        device and this process come to the same."""
+        window = self._good[name]
+        if 2 * len(window) < self._config.spike_window:
+            return LARGEST
+        mean, deviation = mean_and_deviation(window)
+        exact = mean + self._config.spike_zscore * deviation
+        if not exact < LARGEST:
+            return LARGEST
+        limit = np.float32(exact)
+        return float(np.nextafter(limit, np.float32(-np.inf)) if float(limit) > exact else limit)
+
     def _too_high(self, numbers: dict[str, float]) -> list[str]:
         """A text for each number that is a spike."""
         found = []
         for name, window in self._good.items():
-            if 2 * len(window) < self._config.spike_window:
-                continue
-            mean, deviation = mean_and_deviation(window)
-            above = numbers[name] - mean
-            if above > self._config.spike_zscore * deviation:
+            if numbers[name] > self._limit(name):
+                mean, deviation = mean_and_deviation(window)
+                above = numbers[name] - mean
                 zscore = above / deviation if deviation else math.inf
                 found.append(
                     f"{name} {numbers[name]:.4g} is {zscore:.1f} standard deviations above "
@@ -104,9 +133,9 @@ class Guard:
                 )
         return found
 
-    def _not_finite(self, record: dict[str, Any], run: Run) -> Verdict:
+    def _not_finite(self, record: dict[str, Any], first_bad_gradient: Callable[[], str]) -> Verdict:
         found: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(found, _first_bad_gradient(run))
+        dist.all_gather_object(found, first_bad_gradient())
         where = [f"rank {rank}: gradient of {name}" for rank, name in enumerate(found) if name]
         if where:
             reason = f"not finite on {'; '.join(where)}"
@@ -130,11 +159,10 @@ def mean_and_deviation(window: deque[float]) -> tuple[float, float]:
     return mean, max(math.sqrt(variance), LEAST_DEVIATION * abs(mean))
 
 
-def _first_bad_gradient(run: Run) -> str:
-    for state in run.stage_states:
-        for name, parameter in state.parameters():
-            grad = parameter.grad
-            local = grad.to_local() if isinstance(grad, DTensor) else grad
-            if local is not None and not torch.isfinite(local).all():
-                return name
-    return ""
+def is_bad(loss: Tensor, norm: Tensor, limits: tuple[float, float]) -> Tensor:
+    """A flag on the device, fp32: 0 if loss and gradient norm are finite and within the limits, else 1.
+
+    loss, norm: fp32 scalars. Comparisons with NaN are false.
+    """
+    good = (loss >= -LARGEST) & (loss <= limits[0]) & (norm <= limits[1])
+    return 1 - good.float()

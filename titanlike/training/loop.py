@@ -1,8 +1,15 @@
-"""The loop over steps: train, validate, record, save; stop, skip or roll back after a bad step."""
+"""The loop over steps: train, validate, record, save; stop, skip or roll back after a bad step.
+
+It is a step ahead of the numbers: a step is judged and recorded once the forward and backward of the
+next one are launched, so that a device has work while the host reads. Before a validation, a save and
+the end they are waited for.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -13,71 +20,127 @@ from titanlike.data.loader import batches
 from titanlike.data.sources import Batch
 from titanlike.training.compiling import compile_blocks
 from titanlike.training.feed import batches_for
+from titanlike.training.garbage import collected_every
 from titanlike.training.guard import BadNumbers, Verdict
 from titanlike.training.mixing import refuse_mixed_samples
 from titanlike.training.session import Session
-from titanlike.training.step import measured_step, validate
+from titanlike.training.step import (
+    drop_gradients,
+    forward_backward,
+    settle,
+    step_record,
+    update,
+    validate,
+)
 
 MOST_ROLLBACKS = 3  # to one checkpoint: then leaving batches out does not help
+LAST_NUMBERS = 2.0  # seconds to wait for the last step's after an error
 
 
 def train_steps(s: Session) -> None:
     """Train from `s.progress` to the last step, or to the stop request that `s.stop_code` names."""
-    config, last = s.config, s.config.last_step
+    config, last, step = s.config, s.config.last_step, s.progress.step
     stream = batches_from(s)
     rollbacks: list[int] = []  # to these steps
     # the first step compiles, allocates, and opens connections to every peer
     timeout: float | None = config.launch.timeout
     stall: float | None = None  # seconds that training waited for the last save
-    if not s.progress.step:
+    if not step:
         s.watchdog.enter_phase(1, "check for mixed samples", timeout)
         stream = refuse_mixed_samples(s.run, config, stream)
-    if s.run.compiled and s.progress.step < last and not s.stop_code:
+    if s.run.compiled and step < last and not s.stop_code:
         stream = _compile(s, stream)
-    while s.progress.step < last and not s.stop_code:
-        step = s.progress.step + 1
-        final = step == last  # completed whatever stop request comes
-        s.profile.begin_step(step)
+    with collected_every(config.gc_every) as collect_garbage, _recorded_on_an_error(s):
+        while step < last and not s.stop_code:
+            step += 1
+            collect_garbage(step)
+            s.profile.begin_step(step)
 
-        # 1. forward, backward and update on the next batch
-        s.watchdog.enter_phase(step, "data", timeout)
-        result = measured_step(s.run, config, step, stream, s.guard, s.worker)
-        record, verdict, s.stop_code, graphs = result
-        timeout = None
-        if graphs:
-            text = f"step {step} compiled {graphs} more graph{'s' * (graphs > 1)} on a rank"
-            s.events.log("compile", step, text, graphs=graphs)
-        if stall is not None:
-            record["save_stall_seconds"], stall = stall, None  # between the last step and this one
+            # 1. launch forward and backward of the next batch
+            s.watchdog.enter_phase(step, "data", timeout)
+            timeout = None
+            gradients = forward_backward(s.run, config, step, stream)
 
-        # 2. after a bad step: stop, roll back, or skip it
-        if verdict is not None:
-            s.events.log(verdict.kind, step, verdict.text, action=verdict.action)
-            if verdict.action == "stop":
-                raise BadNumbers(f"{verdict.text}; {s.checkpointer.resume_hint()}")
-            if verdict.action == "rollback":
-                roll_back(s, verdict, rollbacks)
-                stream = batches_from(s)
+            # 2. meanwhile the numbers of the step before have left the device: judge and record them
+            if s.pending is not None:
+                record = _settle(s, rollbacks)
+                if record is None:  # back at a checkpoint
+                    drop_gradients(s.run)
+                    step, stream = s.progress.step, batches_from(s)
+                    continue
+                _complete(s, record)
+
+            # 3. launch the update, which the device skips if this step's numbers are bad
+            s.pending = update(s.run, config, gradients, s.guard, s.worker)
+            if stall is not None:
+                s.pending.more["save_stall_seconds"], stall = stall, None  # between the steps
+
+            # 4. what follows needs this step's numbers now
+            final = step == last  # completed whatever stop request comes
+            save = _is_due(step, config.checkpoint.every, final and config.checkpoint.last)
+            if not (final or save or s.stop_code or _validation_is_due(s, step, final)):
                 continue
-            record["skipped"] = verdict.kind
+            record = _settle(s, rollbacks)
+            if record is None:
+                step, stream = s.progress.step, batches_from(s)
+                continue
 
-        # 3. validation
-        if _validation_is_due(s, step, final):
-            _validate(s, step, record, final)
+            # 5. validation
+            if _validation_is_due(s, step, final):
+                _validate(s, step, record, final)
+            _complete(s, record)
 
-        # 4. progress and metrics
-        value = record.get("val_loss", record["loss"])
-        s.progress = replace(s.progress, step=step, value=value, guard=s.guard.state())
-        s.run.ranges.begin("metrics")
-        s.log(record)
-        s.checkpointer.poll()
-
-        # 5. checkpoint
-        if s.stop_code or _is_due(step, config.checkpoint.every, final and config.checkpoint.last):
-            stall = _save(s, record)
-            s.stop_code = s.stop_code or _agreed_stop_code(s)
+            # 6. checkpoint
+            if s.stop_code or save:
+                stall = _save(s, record)
+                s.stop_code = s.stop_code or _agreed_stop_code(s)
     if s.progress.step >= last:
         s.stop_code = 0
+
+
+def _settle(s: Session, rollbacks: list[int]) -> dict[str, Any] | None:
+    """The record of the step whose numbers are on their way. After a bad step the run stops (raises
+    BadNumbers), goes on without its update, or goes back to a checkpoint: then the result is None."""
+    assert s.pending is not None
+    launched, s.pending = s.pending, None
+    record, verdict, stop_code, graphs = settle(s.run, s.config, launched, s.guard)
+    s.stop_code = s.stop_code or stop_code
+    if graphs:
+        text = f"step {launched.step} compiled {graphs} more graph{'s' * (graphs > 1)} on a rank"
+        s.events.log("compile", launched.step, text, graphs=graphs)
+    if verdict is not None:
+        s.events.log(verdict.kind, launched.step, verdict.text, action=verdict.action)
+        if verdict.action == "stop":
+            raise BadNumbers(f"{verdict.text}; {s.checkpointer.resume_hint()}")
+        if verdict.action == "rollback":
+            roll_back(s, verdict, rollbacks)
+            return None
+        record["skipped"] = verdict.kind
+    return record
+
+
+def _complete(s: Session, record: dict[str, Any]) -> None:
+    """A step's numbers are known and good, or its update was skipped: progress and metrics."""
+    value = record.get("val_loss", record["loss"])
+    s.progress = replace(s.progress, step=record["step"], value=value, guard=s.guard.state())
+    s.run.ranges.begin("metrics")
+    s.log(record)
+    s.checkpointer.poll()
+
+
+@contextmanager
+def _recorded_on_an_error(s: Session) -> Iterator[None]:
+    """After an error within, the numbers that are on their way are recorded if they come soon and are
+    good; nothing is saved any more."""
+    try:
+        yield
+    except BaseException:
+        launched, s.pending = s.pending, None
+        with contextlib.suppress(Exception):
+            numbers = launched and launched.sent.read(LAST_NUMBERS)
+            if launched and numbers and not numbers[2]:
+                s.log(step_record(s.run, s.config, launched, numbers))
+        raise
 
 
 def _compile(s: Session, stream: Iterator[Batch]) -> Iterator[Batch]:

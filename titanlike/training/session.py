@@ -34,6 +34,7 @@ from titanlike.torch_private.process_groups import abort_groups
 from titanlike.training.build import Run, build
 from titanlike.training.guard import Guard
 from titanlike.training.profile import Profile
+from titanlike.training.step import Launched
 
 DATA_TIMEOUT = 24 * 3600.0  # seconds for one process to tokenize while the others wait
 
@@ -56,7 +57,8 @@ class Session:
     owner: Owner | None
     files: RunFiles | None
     profile: Profile
-    progress: Progress  # after the last completed step
+    progress: Progress  # after the last step whose numbers are known
+    pending: Launched | None = None  # the step after it, whose numbers are on their way
     stop_code: int = 0  # of the stop request that ends the run, the same on every rank; 0 = none
 
     @property

@@ -1,61 +1,189 @@
-"""The train step, its costs (time, memory, MFU), and the validation: functions of a run and a batch."""
+"""The train step, and the validation: functions of a run and a batch.
+
+A step waits for no number of its own. It is launched in two halves; what it measured is read when the
+forward and backward of the next step are launched, or at once where something needs it:
+
+1. `forward_backward`: the gradients, their norm and the loss, on the device.
+2. `update`: parameters change unless these are bad, which the device decides; the numbers are sent off.
+3. `settle`: the numbers are here: the record, and what is wrong with them.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from titanlike.config.schema import Config
 from titanlike.data.loader import validation_batches
 from titanlike.data.sources import Batch, Data
-from titanlike.device.accelerator import synchronize
 from titanlike.device.memory import peak_memory
 from titanlike.device.peaks import peak_flops
 from titanlike.launch.worker import Worker
 from titanlike.optim.learning_rate import learning_rate, set_lr
-from titanlike.optim.optimizer import clip_gradients, gradient_norm
+from titanlike.optim.optimizer import clip_gradients, gradient_norms, norm_of_squares
+from titanlike.optim.skipping import step_unless
+from titanlike.parallel.late import Sent, Timer
 from titanlike.training.build import Run
 from titanlike.training.feed import batches_for, to_device
-from titanlike.training.guard import Guard, Verdict
+from titanlike.training.guard import Guard, Verdict, is_bad
 
 
-def train_step(
-    run: Run, config: Config, step: int, batch: Batch, guard: Guard
-) -> tuple[dict[str, Any], Verdict | None]:
-    """One optimizer step on this dp rank's part of a batch; the step's numbers.
+@dataclass(frozen=True)
+class Gradients:
+    """Of a step whose forward and backward are launched; scalars on the device, fp32."""
 
-    A step whose numbers the guard rejects changes no parameter.
-    """
+    step: int
+    loss: Tensor
+    norm: Tensor  # of all gradients
+    norms: Tensor  # of this rank's part of each, in the order of `Run.owned`
+    timer: Timer  # since the step began
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step that is launched as a whole, whose numbers are on their way."""
+
+    gradients: Gradients
+    sent: Sent
+    lr: float
+    time: float  # seconds since the epoch
+    more: dict[str, Any] = field(default_factory=dict)  # for its record
+
+    @property
+    def step(self) -> int:
+        return self.gradients.step
+
+
+class StepResult(NamedTuple):
+    record: dict[str, Any]  # for metrics.jsonl
+    verdict: Verdict | None  # of the guard; None = the numbers are good
+    stop_code: int  # of a stop request, the same on every rank; 0 = none
+    graphs: int  # compiled in this step, by the rank with the most
+
+
+def forward_backward(run: Run, config: Config, step: int, stream: Iterator[Batch]) -> Gradients:
+    """Take this dp rank's part of a batch; forward and backward."""
+    timer = Timer(run.mesh.device)
+    batch = to_device(next(stream), run.mesh, config)
     run.ranges.begin("forward and backward")
-    loss, _ = run.pipeline.train(to_device(batch, run.mesh, config))  # forward and backward
-    run.ranges.begin("gradient norm")
-    norm = gradient_norm(run.owned, run.mesh)
-    record = {"step": step, "loss": loss.item(), "grad_norm": norm.item()}
-    verdict = guard.judge(record, run)
-    lr = optimizer_step(run, config, step, norm) if verdict is None else 0.0
-    for state in run.stage_states:
-        state.zero_grad()
-    return record | {"lr": lr, "tokens": step * config.batch_size * config.seq_len}, verdict
+    norms: list[Tensor] = []
+
+    def squares() -> Tensor:
+        run.ranges.begin("gradient norm")
+        norms.append(gradient_norms(run.owned))
+        return norms[0].square().sum().view(1)
+
+    loss, _, total = run.pipeline.train_and_measure(batch, squares)
+    return Gradients(step, loss, norm_of_squares(total[0], config), norms[0], timer)
 
 
-def optimizer_step(run: Run, config: Config, step: int, norm: Tensor) -> float:
+def update(
+    run: Run, config: Config, gradients: Gradients, guard: Guard, worker: Worker
+) -> Launched:
+    """Update the parameters, and send the step's numbers off.
+
+    A step whose numbers the guard rejects changes neither a parameter nor what an optimizer or a
+    batch norm keeps. guard: knows the numbers of all steps before.
+    """
+    step, loss, norm = gradients.step, gradients.loss, gradients.norm
+    bad = is_bad(loss, norm, guard.limits())
+    lr = optimizer_step(run, config, step, norm, bad)
+    drop_gradients(run)
+    run.ranges.begin("measure")
+    gradients.timer.stop()  # the update's kernels belong to this step
+    stop_code = worker.stop_request.code(config.max_time)
+    graphs = run.compiled.new_graphs() if run.compiled else 0
+    peak = peak_memory(run.mesh.device)
+    largest = [stop_code, graphs, peak.allocated]
+    if peak.reserved is not None:
+        largest.append(peak.reserved)
+    sent = run.late.send([loss, norm, bad], largest)
+    return Launched(gradients, sent, lr, time.time())
+
+
+def settle(run: Run, config: Config, launched: Launched, guard: Guard) -> StepResult:
+    """The step's numbers, once they are here, and the guard's verdict. Collective where it is bad."""
+    numbers = launched.sent.read()
+    assert numbers is not None
+    record = step_record(run, config, launched, numbers)
+    bad, stop_code, graphs = numbers[2], int(numbers[3]), int(numbers[4])
+    verdict = guard.judge(record, lambda: _first_bad(run, launched.gradients.norms))
+    assert bool(bad) == (verdict is not None), "the device and the guard disagree on a step"
+    if verdict is not None:
+        record["lr"] = 0.0
+    return StepResult(record, verdict, stop_code, graphs)
+
+
+def step_record(
+    run: Run, config: Config, launched: Launched, numbers: list[float]
+) -> dict[str, Any]:
+    """A record for metrics.jsonl from the numbers that `update` has sent."""
+    step, seconds = launched.step, launched.gradients.timer.seconds()
+    tokens = config.batch_size * config.seq_len
+    record = {
+        "step": step,
+        "loss": numbers[0],
+        "grad_norm": numbers[1],
+        "lr": launched.lr,
+        "tokens": step * tokens,
+        "time": launched.time,
+        "tokens_per_second": tokens / seconds,
+        "step_seconds": seconds,
+        "memory_bytes": int(numbers[5]),
+    }
+    if len(numbers) > 6:  # on an accelerator
+        record["memory_reserved_bytes"] = int(numbers[6])
+    peak = peak_flops(run.mesh.device, config.precision.name)
+    if peak is not None and run.draft.flops_per_token is not None:
+        flops = record["tokens_per_second"] * run.draft.flops_per_token
+        record["mfu"] = flops / (peak * run.mesh.world_size)
+    return record | launched.more
+
+
+def measured_step(
+    run: Run, config: Config, step: int, stream: Iterator[Batch], guard: Guard, worker: Worker
+) -> StepResult:
+    """A whole step whose numbers are waited for."""
+    gradients = forward_backward(run, config, step, stream)
+    return settle(run, config, update(run, config, gradients, guard, worker), guard)
+
+
+def optimizer_step(
+    run: Run, config: Config, step: int, norm: Tensor, skip: Tensor | None = None
+) -> float:
     """Clip by the global norm, update the parameters and the running statistics of batch norms;
-    returns the learning rate. A parameter that no rank's backward reached is left alone."""
+    returns the learning rate. A parameter that no rank's backward reached is left alone.
+
+    skip: a flag on the device, 1 = change nothing; None = 0.
+    """
     run.ranges.begin("clip")
-    run.pipeline.drop_unreached()
+    unreached: Mapping[nn.Parameter, Tensor] = run.pipeline.unreached()
     if config.optimizer.clip is not None:
         clip_gradients(run.parameters, norm, config.optimizer.clip)
     run.ranges.begin("optimizer")
     for state in run.stage_states:
         set_lr(state.optimizers, config, step)
         for optimizer in state.optimizers:
-            optimizer.step()
-    run.norms.update()
+            step_unless(optimizer, skip, unreached)
+    run.norms.update(skip)
     return learning_rate(config, step)
+
+
+def drop_gradients(run: Run) -> None:
+    for state in run.stage_states:
+        state.zero_grad()
+
+
+def _first_bad(run: Run, norms: Tensor) -> str:
+    """The first parameter of this rank whose gradient had a norm that is not finite; "" for none."""
+    names = [n for state in run.stage_states for n, _ in state.parameters() if state.owns(n)]
+    found = (name for name, fine in zip(names, norms.isfinite().tolist(), strict=True) if not fine)
+    return next(found, "")
 
 
 def validate(
@@ -76,42 +204,3 @@ def validate(
         total += torch.tensor([loss.item() * tokens.item(), tokens.item()])
     run.train_mode(True)
     return None if stopped else (total[0] / total[1]).item()
-
-
-class StepResult(NamedTuple):
-    record: dict[str, Any]  # for metrics.jsonl
-    verdict: Verdict | None  # of the guard; None = the numbers are good
-    stop_code: int  # of a stop request, the same on every rank; 0 = none
-    graphs: int  # compiled in this step, by the rank with the most
-
-
-def measured_step(
-    run: Run, config: Config, step: int, stream: Iterator[Batch], guard: Guard, worker: Worker
-) -> StepResult:
-    """Take a batch, train on it, and measure: time of the slowest rank, largest peak memory."""
-    begin = time.perf_counter()
-    record, verdict = train_step(run, config, step, next(stream), guard)
-    mesh = run.mesh
-    run.ranges.begin("measure")
-    synchronize(mesh.device)  # the update's kernels belong to this step
-    seconds, peak = time.perf_counter() - begin, peak_memory(mesh.device)
-    memory, reserved = peak.allocated, peak.reserved or 0
-    stop_code = worker.stop_request.code(config.max_time)
-    graphs = run.compiled.new_graphs() if run.compiled else 0
-    if mesh.world_size > 1:  # all in one message
-        mine = [seconds, memory, reserved, stop_code, graphs]
-        mine = torch.tensor(mine, dtype=torch.float64, device=mesh.device)
-        seconds, memory, reserved, stop_code, graphs = mesh.max(mine).tolist()
-    speed = config.batch_size * config.seq_len / seconds
-    record |= {
-        "time": time.time(),
-        "tokens_per_second": speed,
-        "step_seconds": seconds,
-        "memory_bytes": int(memory),
-    }
-    if peak.reserved is not None:
-        record["memory_reserved_bytes"] = int(reserved)
-    flops = peak_flops(mesh.device, config.precision.name)
-    if flops is not None and run.draft.flops_per_token is not None:
-        record["mfu"] = speed * run.draft.flops_per_token / (flops * mesh.world_size)
-    return StepResult(record, verdict, int(stop_code), int(graphs))

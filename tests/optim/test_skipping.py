@@ -1,0 +1,119 @@
+"""After a bad step parameters, optimizer state and statistics are those before it, to the last bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from support.bad_numbers import sample_of
+from support.cells import cells
+from support.models import tiny
+from support.world import run_world
+from titanlike.config.schema import AdamW, Config, Custom, Fsdp, Muon, OwnOptimizer, Sgd
+from titanlike.data.loader import batches, open_data
+from titanlike.launch.worker import Worker
+from titanlike.optim.skipping import local
+from titanlike.parallel.mesh import close_mesh, open_mesh
+from titanlike.training.build import Run, build
+from titanlike.training.guard import Guard
+from titanlike.training.step import measured_step
+
+BAD = (1, 3)  # steps: also the first, in which state begins
+
+
+def bits(run: Run) -> dict[str, Tensor]:
+    """Everything that a step changes, as bytes. A state of zeros is as good as none."""
+    found = {}
+    for state in run.stage_states:
+        for name, parameter in state.parameters():
+            kept = {
+                f"{name} {key}": value for key, value in state.optimizer_state(parameter).items()
+            }
+            for key, value in {name: parameter, **kept}.items():
+                value = torch.atleast_1d(local(value.detach())).contiguous()
+                if key == name or value.any():
+                    found[key] = value.view(torch.uint8).clone()
+    return found
+
+
+def changes(config: Config, worker: Worker) -> list[tuple[str | None, bool]]:
+    """Of each step the kind of the verdict, and whether anything changed."""
+    data, mesh = open_data(config), open_mesh(config, worker)
+    run, guard = build(config, mesh), Guard(config, {})
+    stream = batches(data.train, config, dp_rank=mesh.dp_rank)
+    found: list[Any] = []
+    for step in range(1, 6):
+        before = bits(run)
+        verdict = measured_step(run, config, step, stream, guard, worker).verdict
+        after = bits(run)
+        same = before.keys() == after.keys()
+        same = same and all(torch.equal(value, after[name]) for name, value in before.items())
+        found.append((verdict and verdict.kind, not same))
+    close_mesh()
+    return found
+
+
+def spoiled(pp: int = 1, dp: int = 1, **changed: Any) -> Config:
+    model = Custom("support.bad_numbers.Touchy", {"dim": 32, "layers": 4, "vocab_size": None})
+    config = tiny(pp, dp, model=model, on_nonfinite="skip", **changed)
+    poison = [sample_of(config, step, 5) for step in BAD]
+    return replace(config, data=Custom("support.bad_numbers.spoiled", {"poison": poison}))
+
+
+MOMENTUM = Sgd(lr=0.1, momentum=0.9, weight_decay=0.1)
+OWN = OwnOptimizer("torch.optim.NAdam", {}, lr=0.01)
+LAYOUTS = {
+    "AdamW, shards": spoiled(dp=2),
+    "momentum": spoiled(optimizer=MOMENTUM),
+    "Muon": spoiled(optimizer=Muon()),
+    "state in bf16": spoiled(optimizer=AdamW(state_dtype="bf16")),
+    "the user's own": spoiled(optimizer=OWN),
+}
+MORE_LAYOUTS = {
+    "AdamW": spoiled(),
+    "AdamW, CPU offload": spoiled(dp=2, fsdp=Fsdp(cpu_offload=True)),
+    "momentum, a pipeline": spoiled(2, optimizer=MOMENTUM),
+    "no momentum, shards": spoiled(dp=2, optimizer=Sgd(lr=0.1)),
+    "Muon, a pipeline of shards": spoiled(2, 2, optimizer=Muon()),
+    "Muon beside state in bf16, shards": spoiled(dp=2, optimizer=Muon(state_dtype="bf16")),
+    "the user's own, shards": spoiled(dp=2, optimizer=OWN),
+}
+
+
+@pytest.mark.parametrize("config", cells(LAYOUTS, MORE_LAYOUTS))
+def test_a_bad_step_changes_nothing_to_the_last_bit(config: Config, tmp_path: Path) -> None:
+    for steps in run_world(changes, config, tmp_path):
+        kinds = ["nonfinite" if step in BAD else None for step in range(1, 6)]
+        assert steps == [(kind, kind is None) for kind in kinds]
+
+
+# --- torch's own ---------------------------------------------------------------------------------
+
+
+def test_torchs_sgd_leaves_its_momentum_uninitialized_if_it_skips_the_first_step() -> None:
+    """Why `fused.Sgd` begins with zeros."""
+    parameter = torch.nn.Parameter(torch.ones(1000))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9, fused=True)
+    optimizer.found_inf = torch.ones(())
+    parameter.grad = torch.ones(1000)
+    with _filled_with_nan():
+        optimizer.step()
+    assert optimizer.state[parameter]["momentum_buffer"].isnan().all()
+
+
+class _filled_with_nan:
+    """Within it new memory is NaN."""
+
+    def __enter__(self) -> None:
+        torch.use_deterministic_algorithms(True)
+        self._before = torch.utils.deterministic.fill_uninitialized_memory
+        torch.utils.deterministic.fill_uninitialized_memory = True
+
+    def __exit__(self, *unused: Any) -> None:
+        torch.utils.deterministic.fill_uninitialized_memory = self._before
+        torch.use_deterministic_algorithms(False)
