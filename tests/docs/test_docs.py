@@ -86,6 +86,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # tests of other rooms do the same
 SLOW = (
+    "outputs/compiled",
     "outputs/traced",
     "outputs/checked",
     "outputs/saved",

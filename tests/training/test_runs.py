@@ -111,7 +111,7 @@ def test_verify_leaves_a_runs_files_alone_and_ends_with_a_verdict(
 def test_bench_measures_a_command_beside_a_plain_loop(tmp_path: Path) -> None:
     done = command("model.layers=2", "steps=10", "logger=none", tool="tools/bench.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    for label in ("tokens/s", "step", "first step done", "peak memory a rank", "ours / plain"):
+    for label in ("tokens/s", "step", "first step done", "peak memory a rank", "ours / by hand"):
         assert label in done.stdout
 
 

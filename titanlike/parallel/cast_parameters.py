@@ -12,7 +12,9 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+
+from titanlike.torch_private import foreach
 
 
 class CastParameters:
@@ -37,7 +39,8 @@ class CastParameters:
     def computing(self) -> Iterator[None]:
         """Within it the stage computes with the copies, as the parameters are now. Afterwards the
         parameters have the gradients."""
-        self._refresh()
+        with torch.no_grad():
+            foreach.copy([*self._copies.values()], [*self._copies])
         for module, name, parameter in self._places:
             _set(module, name, self._copies[parameter])
         try:
@@ -47,12 +50,6 @@ class CastParameters:
                 _set(module, name, parameter)
             for parameter, copy in self._copies.items():
                 _hand_over(copy, parameter)
-
-    @torch.no_grad()
-    def _refresh(self) -> None:
-        originals: list[Tensor] = [*self._copies]
-        if originals:
-            torch._foreach_copy_([*self._copies.values()], originals)
 
 
 def _set(module: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -21,3 +21,9 @@ def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
 def scale(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply some plain tensors of one device by a scalar of that device, in place."""
     torch._foreach_mul_(list(tensors), factor)
+
+
+def copy(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Give tensors other values, in place, cast to their dtypes."""
+    if to:
+        torch._foreach_copy_(list(to), list(values))
