@@ -14,9 +14,10 @@ from titanlike.config.schema import (
     Fsdp,
 )
 from titanlike.data.loader import batches, open_data
-from titanlike.device.memory import peak_memory, resident_memory
+from titanlike.device.memory import peak_memory, resident_memory, return_freed_memory
 from titanlike.launch.worker import Worker
 from titanlike.parallel.mesh import open_mesh
+from titanlike.training import build as build_module
 from titanlike.training.build import build
 from titanlike.training.draft import draft
 from titanlike.training.guard import Guard
@@ -25,6 +26,7 @@ from titanlike.training.step import measured_step
 
 def train_two_steps(config: Config, worker: Worker) -> int:
     """Bytes that this rank's memory grew by, at its peak."""
+    return_freed_memory()  # as where memory is short, see the test below
     mesh = open_mesh(config, worker)
     before = resident_memory(mesh.device)
     data = open_data(config)
@@ -51,3 +53,28 @@ def test_a_ranks_memory_falls_with_pp_and_with_dp_as_the_parameters_do(tmp_path:
     assert fullest("dp", dp=2) < 0.75 * one  # besides its shards, the block that runs
     assert fullest("pp dp", pp=2, dp=2) < 0.6 * one  # a stage's parameters stay gathered
     assert fullest("pp dp, ZeRO 3", pp=2, dp=2, fsdp=Fsdp(3)) < 0.55 * one
+
+
+def returns_freed_memory(config: Config, worker: Worker, limit: int | None) -> bool:
+    """Whether a rank does; limit: bytes that training may take."""
+    calls: list[None] = []
+    build_module.return_freed_memory = lambda: calls.append(None)
+    build_module.memory_for_training = lambda config: limit
+    build(config, open_mesh(config, worker))
+    return bool(calls)
+
+
+@pytest.mark.parametrize(
+    "layout, limit, expected",
+    [
+        ({"dp": 2}, 2**30, False),  # faster, and there is room for the holes
+        ({"dp": 2}, 2**18, True),
+        ({"dp": 2}, None, True),
+        ({}, 2**18, False),  # nothing is gathered and freed
+    ],
+)
+def test_freed_memory_is_returned_where_memory_is_short(
+    layout: dict, limit: int | None, expected: bool, tmp_path: Path
+) -> None:
+    results = run_world(returns_freed_memory, tiny(layers=2, **layout), tmp_path, limit)
+    assert set(results) == {expected}

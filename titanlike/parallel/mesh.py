@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from titanlike.config.schema import Config
 from titanlike.device import accelerator
 from titanlike.device.choose import choose_device, claim_device, start_device
-from titanlike.device.memory import count_anew, prepare_allocator, return_freed_memory
+from titanlike.device.memory import count_anew, prepare_allocator
 from titanlike.launch.worker import Worker
 from titanlike.torch_private.process_groups import pipeline_backend, set_timeout
 
@@ -65,8 +65,6 @@ def open_mesh(config: Config, worker: Worker) -> Mesh:
         reason = f"{accelerator.name(device)}, {reason}"
         # if NCCL fails or times out, end the process without waiting for the GPU, as torchtitan does
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
-    elif config.dp > config.replicate:
-        return_freed_memory()
     count_anew(device)
     # without device_id: with it NCCL has one communicator, and one stream, for all messages of a
     # rank, where a receive that is posted early holds up the sends behind it (interleaved schedules

@@ -19,6 +19,7 @@ from torch import nn
 
 from titanlike.config.schema import Config
 from titanlike.data.sources import Data
+from titanlike.device.memory import return_freed_memory
 from titanlike.graph.stage import Stage, fsdp_groups
 from titanlike.models.float8 import use_float8
 from titanlike.models.registry import build_model, initial_weights_of
@@ -38,8 +39,11 @@ from titanlike.parallel.weight_gradients import DeferredWeightGradients
 from titanlike.pipeline.pipeline import Pipeline
 from titanlike.split.auto_split import measured_times
 from titanlike.split.rank_memory import saved_operators
+from titanlike.split.state_bytes import state_bytes
 from titanlike.training.draft import Draft, draft, memory_for_training
 from titanlike.training.ranges import Ranges
+
+_HOLES = 3  # times a rank's parameters, gradients and optimizer state: with activations and holes
 
 
 @dataclass(frozen=True)
@@ -88,8 +92,12 @@ def build(
     data: see `draft`; say: called with lines of progress where it takes long.
     """
     # 1. decide
-    times, memory = partial(measured_times, config, mesh), partial(_least_memory, config, mesh)
-    plan = draft(config, data, times, functools.cache(memory))
+    times = partial(measured_times, config, mesh)
+    memory = functools.cache(partial(_least_memory, config, mesh))
+    plan = draft(config, data, times, memory)
+
+    if memory_is_short(config, plan, mesh, memory):
+        return_freed_memory()
 
     # 2. stages, weights, optimizers
     local = plan.order.local(mesh.pp_rank)
@@ -146,6 +154,21 @@ def build(
     run = Run(mesh, plan, *lists, pipeline, norms, Late(mesh), compiled, origin)
     run.train_mode(True)
     return run
+
+
+def memory_is_short(
+    config: Config, plan: Draft, mesh: Mesh, memory: Callable[[], int | None]
+) -> bool:
+    """Whether a rank on the CPU may run out of memory if the blocks that it gathers and frees stay
+    holes between others, which then take as much again as what is in use.
+
+    memory: bytes that training may take; None = not known.
+    """
+    if mesh.device.type != "cpu" or config.dp == config.replicate:
+        return False
+    limit = memory()
+    numel = sum(plan.stage_numel(stage) for stage in plan.order.local(mesh.pp_rank))
+    return limit is None or _HOLES * state_bytes(config, plan.zero, False) * numel > limit
 
 
 def _least_memory(config: Config, mesh: Mesh) -> int | None:
