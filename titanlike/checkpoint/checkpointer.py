@@ -85,11 +85,6 @@ class Checkpointer:
             events,
             lambda name: name in late or name.startswith(OPTIMIZER),
         )
-        self._hooks = []
-        if self._settings.mode in ("async_pinned", "async_process"):
-            for optimizer in (one for stage in stage_states for one in stage.optimizers):
-                before = optimizer.register_step_pre_hook(lambda *_: self.before_update())
-                self._hooks.append(before)
         fingerprint = [data_fingerprint(data, config) if self._rank == 0 else {}]
         dist.broadcast_object_list(fingerprint, src=0, group=self._group)
         self._fingerprint = fingerprint[0]
@@ -292,16 +287,11 @@ class Checkpointer:
         self._writer.poll()
 
     def before_update(self) -> None:
-        """To be called before parameters change in another way than by their optimizers' step.
-
-        A save may still be copying them.
-        """
+        """To be called before parameters change: a save may still be copying them."""
         self._writer.before_update()
 
     def close(self) -> None:
         """Let go of what saving needs: threads, a process, memory."""
-        for hook in self._hooks:
-            hook.remove()
         self._writer.close()
 
     def finish(self, progress: Progress, *, done: bool) -> None:

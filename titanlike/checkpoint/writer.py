@@ -160,7 +160,12 @@ class CheckpointWriter:
         save, self._in_progress = self._in_progress, None
         if save is None:
             return
-        error = save.future.exception(timeout=self._settings.timeout)
+        limit = self._settings.timeout
+        try:
+            error = save.future.exception(timeout=limit)
+        except TimeoutError:
+            slow = f"it took more than checkpoint.timeout={limit:g} s"
+            raise OSError(_reason(save, TimeoutError(slow))) from None
         save.stall = save.stall or time.perf_counter() - save.begin
         self._report(save)
         if error is None:

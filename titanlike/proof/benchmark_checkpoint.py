@@ -64,7 +64,9 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
             stalls[mode].append(_slowest(run, checkpointer.save(Progress(step=step))))
             for _ in range(STEPS):
                 step += 1
-                record = measured_step(run, config, step, stream, guard, worker).record
+                before = checkpointer.before_update
+                result = measured_step(run, config, step, stream, guard, worker, before)
+                record = result.record
                 during[mode].append(record["step_seconds"])
             # the next mode has the disk to itself
             checkpointer.finish(Progress(step=step), done=False)

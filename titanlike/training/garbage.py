@@ -28,6 +28,7 @@ def collected_every(steps: int) -> Iterator[Callable[[int], None]]:
 
     enabled = gc.isenabled()
     gc.disable()
+    gc.collect()  # what is frozen is never freed
     gc.freeze()
     try:
         yield collect

@@ -71,6 +71,7 @@ def train_steps(s: Session) -> None:
                 _complete(s, record)
 
             # 3. launch the update, which the device skips if this step's numbers are bad
+            s.checkpointer.before_update()
             s.pending = update(s.run, config, gradients, s.guard, s.worker)
             if stall is not None:
                 s.pending.more["save_stall_seconds"], stall = stall, None  # between the steps

@@ -146,10 +146,17 @@ def step_record(
 
 
 def measured_step(
-    run: Run, config: Config, step: int, stream: Iterator[Batch], guard: Guard, worker: Worker
+    run: Run,
+    config: Config,
+    step: int,
+    stream: Iterator[Batch],
+    guard: Guard,
+    worker: Worker,
+    before_update: Callable[[], object] = lambda: None,
 ) -> StepResult:
     """A whole step whose numbers are waited for."""
     gradients = forward_backward(run, config, step, stream)
+    before_update()
     return settle(run, config, update(run, config, gradients, guard, worker), guard)
 
 
