@@ -1,6 +1,6 @@
 """`python -m titanlike [COMMAND] ...`: the same as `titanlike`."""
 
-from titanlike.cli import main
+from titanlike.cli import run
 
 if __name__ == "__main__":
-    main()
+    run()

@@ -28,6 +28,7 @@ import re
 import signal
 import sys
 from dataclasses import dataclass
+from typing import NoReturn
 
 from titanlike.config.errors import nearest
 from titanlike.config.help import command_help, help_text
@@ -80,6 +81,13 @@ TOOLS = {
 }
 
 
+def run(command: str | None = None) -> NoReturn:
+    """`main` of a process that has nothing to do after it, which then ends a second earlier."""
+    from titanlike.launch.process_end import run_as_process
+
+    run_as_process(lambda: main(command))
+
+
 def main(command: str | None = None) -> None:
     """Run a command; without `command`, the one that the first word names, else train."""
     _open_closed_streams()
@@ -88,9 +96,7 @@ def main(command: str | None = None) -> None:
     list_commands = command is None and typed is None
     command = command or typed or "train"
     if command in TOOLS:
-        from titanlike.launch.process_end import leave
-
-        leave(pkgutil.resolve_name(TOOLS[command].function)(sys.argv[1:]))
+        sys.exit(pkgutil.resolve_name(TOOLS[command].function)(sys.argv[1:]))
     if {"-h", "--help"} & set(sys.argv[1:]):
         _print_help(command, list_commands)
         return
@@ -107,7 +113,7 @@ def start_job(
     result_dir: where a sweep's job leaves result.json if it is refused before it has a run_dir.
     checked: whether the sweep has checked this job's config.
     """
-    from titanlike.launch.process_end import leave, no_garbage_collection
+    from titanlike.launch.process_end import no_garbage_collection
     from titanlike.launch.signals import Interrupted, exit_now, interruptible
 
     if os.getcwd() not in sys.path:
@@ -119,7 +125,7 @@ def start_job(
     except Interrupted as interrupted:
         print(f"\n{interrupted}", file=sys.stderr)
         exit_now(interrupted.exit_code)
-    leave(code)
+    sys.exit(code)
 
 
 def _drive_or_follow(

@@ -46,7 +46,8 @@ class JobRunner:
         """Start the workers of a single run, which import torch while its config is checked."""
         alone = config.world_size == 1 and (self.folder or not config.launch.max_restarts)
         many = config.world_size > max(8, available_cores())  # a slip, or a test of a large layout
-        if self.workers is not None and self.ranks is None and not (alone or many):
+        checks = config.device not in ("auto", "cpu")  # whether it is there, which needs torch
+        if self.workers and self.ranks is None and not (alone or many or checks):
             self.workers.start(config.world_size, self.function)
 
     def run(

@@ -38,11 +38,12 @@ def meet(
             store.wait([complete], timedelta(seconds=timeout))
         except RuntimeError:
             missing = sorted({*range(world_size)} - _messages(store, arrived).keys())
+            who = f"rank {in_words(missing)} did not reach"
             if not missing:
-                raise
+                who = "a rank ended while it reached"
             raise BarrierTimeout(
-                f"rank {in_words(missing)} did not reach the job's {name} in {timeout:g} s "
-                "(launch.timeout); see their logs, and check that their machines are up"
+                f"{who} the job's {name} in {timeout:g} s (launch.timeout); see their logs, and check "
+                "that their machines are up"
             ) from None
     if not message:
         return [""] * world_size

@@ -6,11 +6,22 @@ import atexit
 import contextlib
 import gc
 import os
+import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
+
+
+def run_as_process(run: Callable[[], object]) -> NoReturn:
+    """`run()`, which may end with sys.exit, in a process that has nothing to do after it: `leave`."""
+    code: int | str | None = 0
+    try:
+        run()
+    except SystemExit as end:
+        code = end.code
+    leave(code)
 
 
 def leave(code: int | str | None) -> NoReturn:
@@ -18,12 +29,16 @@ def leave(code: int | str | None) -> NoReturn:
 
     Threads are joined, exit functions called (W&B's, logging's, a data loader's), and streams
     flushed. A caller outside this program (a debugger, pytest, coverage) gets its SystemExit.
+    A signal changes the exit code no more.
     """
     if not _is_whole_process(sys._getframe(1)):
         sys.exit(code)
     if code is not None and not isinstance(code, int):
         print(code, file=sys.stderr)
         code = 1
+    status = (code or 0) & 0xFF
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: os._exit(status))
     threading._shutdown()
     atexit._run_exitfuncs()
     try:
@@ -31,7 +46,7 @@ def leave(code: int | str | None) -> NoReturn:
         sys.stderr.flush()
     except (OSError, ValueError):  # a reader that has gone: the interpreter reports it
         sys.exit(code)
-    os._exit((code or 0) & 0xFF)
+    os._exit(status)
 
 
 def _is_whole_process(frame: FrameType | None) -> bool:

@@ -252,11 +252,12 @@ def _environment(command: Command, taken: list[str], parallel: int, total: int) 
 def _program(command: Command) -> str:
     """The Python code of a job's process: the sweep's own import path and program."""
     words = command.function, command.inner, str(command.folder), command.checked
-    call = f"start_job{words!r}"
+    call = f"run_as_process(lambda: start_job{words!r})"
     return (
         f"import sys; sys.path[:] = {import_path()!r}; sys.argv[0] = {sys.argv[0]!r}; "
         "from signal import SIGTERM; from titanlike.launch.signals import die_with_parent; "
         f"die_with_parent({os.getpid()}, SIGTERM); "  # a stop request, if it trains
+        "from titanlike.launch.process_end import run_as_process; "
         f"from titanlike.cli import start_job; {call}"
     )
 
