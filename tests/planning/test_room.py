@@ -20,7 +20,7 @@ from titanlike.config.groups import (
     LoopedZeroBubbleSchedule,
     ZeroBubbleSchedule,
 )
-from titanlike.config.schema import Config, Custom, Fsdp
+from titanlike.config.schema import Config, Custom, Fsdp, Schedule
 from titanlike.planning.estimate import estimate
 from titanlike.planning.room import memory_warning
 from titanlike.training.draft import draft
@@ -66,6 +66,15 @@ def test_auto_takes_the_least_traffic_that_fits() -> None:
     assert tight.zero == 2 and "would take about" in tight.why_zero
     assert draft(config, device_memory=lambda: None).zero == 2
     assert estimate(config, tight).memory == needed
+
+
+def test_without_a_pipeline_microbatches_are_gathered_and_reduced_once_where_that_fits() -> None:
+    config = tiny(1, 2, Schedule("1f1b", 4))
+    roomy = draft(config, device_memory=lambda: 2**30)
+    tight = draft(config, device_memory=lambda: 2**19)
+    assert roomy.zero == 1 and roomy.why_zero.startswith("4 microbatches, and about")
+    assert tight.zero == 3 and "would take about" in tight.why_zero
+    assert draft(tiny(1, 2), device_memory=lambda: 2**30).zero == 3  # of one microbatch
 
 
 def squeezed(schedule: object) -> Config:

@@ -84,6 +84,7 @@ WAYS = {
     "bf16 in a pipeline": tiny(2, 2, precision=BF16),
 }
 MORE_WAYS = {  # of the same kinds
+    "gradient accumulation and ZeRO 3": tiny(1, 2, Schedule("1f1b", 4), fsdp=Fsdp(3)),
     "unequal valid tokens": tiny(2, 2, data=UNEVEN),
     "split inside of blocks": tiny(
         3, 2, split=PointSplit(points=["layers.2.ffn", "layers.5.attention.wo"])

@@ -60,7 +60,8 @@ class Fsdp:
     zero: Literal["auto", 1, 2, 3] = key(
         "auto",
         "what stays sharded during a step: 1 optimizer state, 2 also gradients, 3 also parameters; "
-        "auto = 3 without a pipeline; with one 1 where it fits, else 2; 1 under zero-bubble schedules",
+        "auto = 1 where it fits and a step has several microbatches, and under zero-bubble schedules; "
+        "else 3 without a pipeline, 2 with one",
     )
     cpu_offload: bool = key(False, "keep shards and optimizer state in CPU memory")
 

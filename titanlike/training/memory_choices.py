@@ -59,17 +59,20 @@ def choose_by_memory(
 
     level, why = zero
     recomputed = recomputed_with(lambda: memory_at(level))
-    if config.fsdp.zero == "auto" and level == 2 and limit() is not None:
+    # with one microbatch ZeRO 3 gathers and reduces hardly more often, and meanwhile computes
+    often = order.microbatches > 1 and level > 1
+    if config.fsdp.zero == "auto" and often and limit() is not None:
         memory = memory_at(1)
         if not memory.unknown:
             whole = recomputed_with(lambda: memory)
             most, room = max(memory.of_ranks(whole.blocks)), limit()
+            what = "a pipeline" if config.pp > 1 else f"{order.microbatches} microbatches"
             sizes = f"{units.size(most)} of {units.size(room)}"
             if most <= room and whole.count <= recomputed.count:
                 level, recomputed = 1, whole
-                why = f"a pipeline, and about {sizes} are taken with the least traffic"
+                why = f"{what}, and about {sizes} are taken with the least traffic"
             else:
-                why = f"a pipeline, and ZeRO 1, with less traffic, would take about {sizes}"
+                why = f"{what}, and ZeRO 1, with less traffic, would take about {sizes}"
     changed = ""
     if deferred and limit() is not None and not memory_at(level).unknown:
         memory = memory_at(level)
