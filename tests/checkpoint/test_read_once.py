@@ -51,15 +51,18 @@ def test_each_byte_of_a_tensor_is_read_once(layout: str, tmp_path: Path) -> None
     folder = checkpoint(tmp_path / "run", 6)
     sizes = {path.name: path.stat().st_size for path in folder.glob("*.distcp")}
     of_ranks = run_world(train_and_count, config, tmp_path / "run")
-    # what is not sharded (the small vectors of FSDP are) is in one file, and every rank needs it
-    whole = sum(
-        shard.length
+    # what is not sharded (the small vectors of FSDP are) is in one file, and every rank of a stage
+    # needs it; every rank of all stages needs the count of steps
+    lengths = {
+        entry.name: entry.shards[0].length
         for entry in read_entries(Storage(folder))
-        for shard in entry.shards
         if len(entry.shards) == 1 and not entry.name.startswith("rng.")
-    )
+    }
+    again = (config.dp - 1) * sum(lengths.values()) + (config.pp - 1) * lengths[
+        state_dict.SHARED_STEP
+    ]
     read = sum(counts.get(name, 0) for counts in of_ranks for name in sizes)
-    assert sum(sizes.values()) <= read <= sum(sizes.values()) + (config.dp - 1) * whole
+    assert sum(sizes.values()) <= read <= sum(sizes.values()) + again
     for name in (".metadata", PIECES):
         assert of_ranks[0][name] == (folder / name).stat().st_size
 
