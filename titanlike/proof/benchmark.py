@@ -96,7 +96,7 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
             figures.setdefault("first_step_seconds", time.time() - _start_time(worker))
         figures.setdefault("memory", (peak_memory(mesh.device).allocated, before))
         loop.wall, loop.cpu = [], []
-    for pair in range(counted // len(loops)):
+    for pair in range(counted):
         # ours, plain, plain, ours: the second of a pair finds warm caches
         for loop in loops if pair % 2 == 0 else reversed(loops):
             result = loop.step()
