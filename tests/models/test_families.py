@@ -19,7 +19,7 @@ from titanlike.launch.worker import Worker
 from titanlike.models.registry import build_model, resolve_model
 from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.training.build import build
-from titanlike.training.step import to_device
+from titanlike.training.feed import to_device
 
 HF = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 8}
 HF |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, "head_dim": 8}

@@ -47,7 +47,7 @@ from titanlike.parallel import activation_checkpoint
 from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.training.build import build
 from titanlike.training.draft import draft
-from titanlike.training.step import to_device
+from titanlike.training.feed import to_device
 from titanlike.training.train import train
 
 CPU = torch.device("cpu")

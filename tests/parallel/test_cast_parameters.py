@@ -24,7 +24,7 @@ from titanlike.parallel import sharding
 from titanlike.parallel.mesh import Mesh, close_mesh, open_mesh
 from titanlike.training import build as build_module
 from titanlike.training.build import build
-from titanlike.training.step import to_device
+from titanlike.training.feed import to_device
 from titanlike.training.train import train
 
 BF16 = Precision("bf16")

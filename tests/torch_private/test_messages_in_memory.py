@@ -26,7 +26,7 @@ from titanlike.proof.verification import verify
 from titanlike.torch_private import pipeline_runtime, pipeline_stage
 from titanlike.torch_private.pipeline_runtime import _lower, _received_after
 from titanlike.training.build import build
-from titanlike.training.step import to_device
+from titanlike.training.feed import to_device
 
 RELEASES = not hasattr(pipeline_runtime._Kind, "WAIT_SEND_F")  # 2.15 releases by itself
 BUFFERS = pipeline_stage._TORCH_KEEPS_BUFFERS

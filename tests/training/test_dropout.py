@@ -21,7 +21,7 @@ from titanlike.data.loader import batches, open_data
 from titanlike.launch.worker import Worker
 from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.training.build import build
-from titanlike.training.step import to_device
+from titanlike.training.feed import to_device
 from titanlike.training.train import train
 
 

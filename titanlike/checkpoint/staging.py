@@ -59,7 +59,8 @@ class Copy:
 
     def before_update(self) -> None:
         """To be called in training before any parameter changes."""
-        self._copied.wait() if self._late else None
+        if self._late:
+            self._copied.wait()
         if self._gpu_copied is not None:
             torch.accelerator.current_stream().wait_event(self._gpu_copied)
 

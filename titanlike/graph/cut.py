@@ -18,6 +18,7 @@ from torch import Tensor
 
 from titanlike.graph.pytree import tree_flatten
 from titanlike.graph.recording import Node, Recording
+from titanlike.torch_private.storage import storage_id
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ def message_problem(graph: StageGraph) -> str:
     for node in graph.receives:
         if node.value.is_complex():
             return f"a stage would begin where a tensor of {node.value.dtype} is passed on"
-        storages.setdefault(node.value.untyped_storage()._cdata, []).append(node)
+        storages.setdefault(storage_id(node.value), []).append(node)
     for nodes in storages.values():
         if len(nodes) > 1 and any(node.mutated for node in nodes):
             between = "a view of a tensor and a change of it in place"

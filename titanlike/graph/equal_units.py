@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.torch_private import pytree
+from titanlike.torch_private.storage import storage_id
 
 _OWN, _TORCHS = "titanlike.models.", "torch.nn.modules."
 _PLAIN = (bool, int, float, str, type(None))
@@ -43,8 +44,7 @@ def call_key(module: nn.Module, args: Any, kwargs: Any) -> Hashable | None:
 def is_new(result: Any, args: Any, kwargs: Any) -> bool:
     """Whether the result is one tensor, and no view of an argument."""
     given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    storages = {tensor.untyped_storage()._cdata for tensor in given}
-    return isinstance(result, Tensor) and result.untyped_storage()._cdata not in storages
+    return isinstance(result, Tensor) and storage_id(result) not in set(map(storage_id, given))
 
 
 def _is_plain(item: tuple[str, Any]) -> bool:

@@ -16,6 +16,7 @@ from titanlike.graph.node_cost import META, Call, empty_like, module_of
 from titanlike.graph.recording import Node
 from titanlike.torch_private.base_classes import TorchDispatchMode
 from titanlike.torch_private.pytree import tree_leaves
+from titanlike.torch_private.storage import storage_id
 
 
 @dataclass(frozen=True)
@@ -76,11 +77,11 @@ class Live(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                self._add(leaf.untyped_storage())
+                self._add(leaf)
         return result
 
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
+    def _add(self, tensor: Tensor) -> None:
+        key, storage = storage_id(tensor), tensor.untyped_storage()
         if key not in self._known:
             self._known.add(key)
             self.now += storage.nbytes()

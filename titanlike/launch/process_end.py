@@ -77,7 +77,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def collected_once_built() -> Iterator[None]:
-    """A job, which calls `built` where training begins. Collection is on after it."""
+    """A job, which calls `built` once it has built a model. Collection is on after it."""
     if gc.isenabled():  # not the first job of this process: what that has left is no longer needed
         gc.collect()
     gc.disable()

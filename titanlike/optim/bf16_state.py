@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.adamw import adamw
 
+from titanlike.optim.fused import fused_adamw
 from titanlike.optim.skipping import SkippingOptimizer
 from titanlike.torch_private.dtensor import local_slices
 
@@ -76,27 +76,13 @@ class Bf16StateAdamW(SkippingOptimizer):
         locals_ = [_rows(tensor) for tensor in tensors]
         length = max(1, locals_[0][:1].numel())  # of a row
         each = max(1, _CHUNK // length)
-        beta1, beta2 = group["betas"]
         skip = self.skip_of(parameter)
         for chunk in zip(*(tensor.split(each) for tensor in locals_), strict=True):
             weights, gradient, *means = chunk
             wide = [mean.float() for mean in means]
-            adamw(
-                [weights],
-                [gradient],
-                *([mean] for mean in wide),
-                [],
-                [state["step"].clone()],  # counted up by each call
-                fused=True,
-                found_inf=skip,
-                amsgrad=False,
-                maximize=False,
-                beta1=beta1,
-                beta2=beta2,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-            )
+            mean, square = ([mean] for mean in wide)
+            step = [state["step"].clone()]  # counted up by each call
+            fused_adamw([weights], [gradient], mean, square, step, group, skip)
             # what was not updated is in bf16 still, and rounded to itself
             bits = random_bits(weights, rows * length, self._seeds[parameter], state["step"])
             for mean, exact, noise in zip(means, wide, (bits >> 16, bits & 0xFFFF), strict=True):

@@ -49,9 +49,10 @@ from titanlike.proof.reference import (
 )
 from titanlike.training.build import Run, build
 from titanlike.training.compiling import compile_blocks
+from titanlike.training.feed import to_device
 from titanlike.training.mixing import refuse_mixed_samples
 from titanlike.training.session import open_data_on_every_rank
-from titanlike.training.step import drop_gradients, optimizer_step, to_device, validate
+from titanlike.training.step import drop_gradients, optimizer_step, validate
 
 KINDS = (
     "loss",

@@ -21,6 +21,7 @@ from titanlike.config.schema import Config
 from titanlike.data.sources import Data
 from titanlike.device.memory import return_freed_memory
 from titanlike.graph.stage import Stage, fsdp_groups
+from titanlike.launch.process_end import built
 from titanlike.models.float8 import use_float8
 from titanlike.models.registry import build_model, initial_weights_of
 from titanlike.optim.loss import build_loss
@@ -153,6 +154,7 @@ def build(
     lists = [*stages.values()], [*states.values()]
     run = Run(mesh, plan, *lists, pipeline, norms, Late(mesh), compiled, origin)
     run.train_mode(True)
+    built()
     return run
 
 

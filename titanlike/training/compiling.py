@@ -13,7 +13,7 @@ from titanlike.data.sources import Batch
 from titanlike.launch.worker import Worker, barrier
 from titanlike.torch_private.compiler import compiler_error
 from titanlike.training.build import Run
-from titanlike.training.step import to_device
+from titanlike.training.feed import to_device
 from titanlike.training.unchanged import unchanged
 
 

@@ -34,7 +34,7 @@ from titanlike.parallel.compiled_blocks import uncompiled
 from titanlike.pipeline.pipeline import Pipeline
 from titanlike.torch_private.base_classes import BatchNorm
 from titanlike.training.build import Run
-from titanlike.training.step import to_device
+from titanlike.training.feed import to_device
 from titanlike.training.unchanged import unchanged
 
 # differences of losses, relative (root mean square):

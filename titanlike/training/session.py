@@ -17,7 +17,6 @@ from titanlike.data.loader import open_data
 from titanlike.data.sources import Data
 from titanlike.device.settings import deterministic, matmul_precision
 from titanlike.launch.failures import clear_failures
-from titanlike.launch.process_end import built
 from titanlike.launch.run_dir_owner import Owner, held
 from titanlike.launch.signals import Interrupted
 from titanlike.launch.stop_request import stop_reason
@@ -155,7 +154,6 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
                 profile,
                 progress,
             )
-            built()
             yield session
             status, together = "interrupted" if session.stop_code else "completed", True
         except (KeyboardInterrupt, Interrupted):

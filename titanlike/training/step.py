@@ -67,9 +67,9 @@ class StepResult(NamedTuple):
 
 
 def forward_backward(run: Run, config: Config, step: int, stream: Iterator[Batch]) -> Gradients:
-    """Take this dp rank's part of a batch; forward and backward."""
+    """Take this dp rank's part of a batch, which is on the device; forward and backward."""
     timer = Timer(run.mesh.device)
-    batch = to_device(next(stream), run.mesh, config)
+    batch = next(stream)
     run.ranges.begin("forward and backward")
     norms: list[Tensor] = []
 
@@ -154,8 +154,9 @@ def measured_step(
     worker: Worker,
     before_update: Callable[[], object] = lambda: None,
 ) -> StepResult:
-    """A whole step whose numbers are waited for."""
-    gradients = forward_backward(run, config, step, stream)
+    """A whole step on the next batch, wherever it is; its numbers are waited for."""
+    moved = (to_device(batch, run.mesh, config) for batch in stream)
+    gradients = forward_backward(run, config, step, moved)
     before_update()
     return settle(run, config, update(run, config, gradients, guard, worker), guard)
 
@@ -207,7 +208,7 @@ def validate(
     for batch in batches_for(run, config, batches):
         if stopped := should_stop is not None and bool(should_stop()):
             break
-        loss, tokens = run.pipeline.evaluate(to_device(batch, run.mesh, config))
+        loss, tokens = run.pipeline.evaluate(batch)
         total += torch.tensor([loss.item() * tokens.item(), tokens.item()])
     run.train_mode(True)
     return None if stopped else (total[0] / total[1]).item()
