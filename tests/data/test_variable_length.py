@@ -35,7 +35,8 @@ from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.pipeline import pipeline
 from titanlike.torch_private.dtensor import local_slices
 from titanlike.training.build import build
-from titanlike.training.step import optimizer_step, to_device
+from titanlike.training.feed import to_device
+from titanlike.training.step import optimizer_step
 
 SCHEDULES = ("1f1b", "interleaved1f1b", "zbvzerobubble")
 

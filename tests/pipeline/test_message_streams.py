@@ -93,7 +93,7 @@ def batches_of_messages(config: Config, worker: Worker) -> tuple[int, int]:
     """In a step and an evaluation after a first: messages started by themselves, and in batches."""
     from titanlike.data.loader import batches, open_data
     from titanlike.training.build import build
-    from titanlike.training.step import to_device
+    from titanlike.training.feed import to_device
 
     mesh = open_mesh(config, worker)
     run = build(config, mesh)

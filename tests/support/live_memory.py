@@ -20,7 +20,8 @@ from titanlike.data.loader import batches, open_data
 from titanlike.launch.worker import Worker
 from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.training.build import build
-from titanlike.training.step import optimizer_step, to_device
+from titanlike.training.feed import to_device
+from titanlike.training.step import optimizer_step
 
 
 class Live(TorchDispatchMode):

@@ -67,7 +67,7 @@ def built_in_eval(config: Config, worker: Worker) -> bool:
     from titanlike.data.loader import batches, open_data
     from titanlike.parallel.mesh import open_mesh
     from titanlike.training.build import build
-    from titanlike.training.step import to_device
+    from titanlike.training.feed import to_device
 
     mesh = open_mesh(config, worker)
     run = build(config, mesh)
@@ -118,7 +118,7 @@ def observed(config: Config, worker: Worker) -> list[tuple[list, list]]:
     from titanlike.data.loader import batches, open_data
     from titanlike.parallel.mesh import open_mesh
     from titanlike.training.build import build
-    from titanlike.training.step import to_device
+    from titanlike.training.feed import to_device
 
     mesh = open_mesh(config, worker)
     run = build(config, mesh)
@@ -195,7 +195,7 @@ def pipeline_and_batch(config: Config, worker: Worker) -> tuple[Any, Any]:
     from titanlike.data.loader import batches, open_data
     from titanlike.parallel.mesh import open_mesh
     from titanlike.training.build import build
-    from titanlike.training.step import to_device
+    from titanlike.training.feed import to_device
 
     mesh = open_mesh(config, worker)
     run = build(config, mesh)
@@ -316,7 +316,7 @@ def gradient_syncs(config: Config, worker: Worker) -> set[bool]:
     from titanlike.data.loader import batches, open_data
     from titanlike.parallel.mesh import open_mesh
     from titanlike.training.build import build
-    from titanlike.training.step import to_device
+    from titanlike.training.feed import to_device
 
     pipeline_stage._ShardingStage.backward_maybe_with_nosync = (
         PipelineStage.backward_maybe_with_nosync
@@ -400,7 +400,7 @@ def gathers_at_once(config: Config, worker: Worker, as_torch_does: bool) -> int:
     from titanlike.parallel.mesh import open_mesh
     from titanlike.torch_private.pipeline_runtime import OrderRuntime
     from titanlike.training.build import build
-    from titanlike.training.step import to_device
+    from titanlike.training.feed import to_device
 
     if as_torch_does:
         OrderRuntime._gather = lambda self, index: None
