@@ -67,7 +67,8 @@ def train_all(*configs: Config, folder: Path | None = None) -> list[str]:
     folder = folder or Path(configs[0].run_dir)
     for config in configs:
         Path(config.run_dir).mkdir(parents=True, exist_ok=True)
-    return run_world(train_each, configs[0], folder, list(configs))[0]
+    limit = max(60, 4 * len(configs))  # seconds: one after the other, half a second each alone
+    return run_world(train_each, configs[0], folder, list(configs), timeout=limit)[0]
 
 
 # a test's module takes both: saved, run = saved_runs.saved, saved_runs.run
