@@ -1,4 +1,5 @@
-"""The tables in the documentation that repeat the code: `python docs/generate.py` writes them.
+"""The tables in the documentation that repeat the code: `python docs/generate.py` writes them;
+`python docs/generate.py pictures` draws the pictures of the schedules.
 
 A table stands between `<!-- generated: NAME -->` and `<!-- end -->`; NAME is one of `TABLES`.
 """
@@ -19,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from titanlike.config.errors import override_text  # noqa: E402
-from titanlike.config.schema import VARIANTS, Config, Custom  # noqa: E402
+from titanlike.config.schema import VARIANTS, Config, Model  # noqa: E402
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 _BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -31,7 +32,7 @@ def keys() -> str:
     nested, groups = [], []
     scalars: list[tuple[str, ...]] = []
     for field in dataclasses.fields(Config):
-        if field.name in VARIANTS or hints[field.name] is Custom:
+        if field.name in VARIANTS or hints[field.name] is Model:
             groups += _group(field)
         elif dataclasses.is_dataclass(hints[field.name]):
             nested += _keys(hints[field.name], field.name)
@@ -45,7 +46,7 @@ def _group(field: dataclasses.Field) -> Iterator[tuple[str, ...]]:
     folder = ROOT / "conf" / field.name
     choices = ", ".join(f"`{path.stem}`" for path in sorted(folder.glob("*.yaml")))
     yield f"`{field.name}=`", "", f"**{field.metadata['doc']}**: {choices}"
-    variants = VARIANTS.get(field.name, {})
+    variants = VARIANTS.get(field.name, {"": Model})
     choices_of: dict[tuple[str, ...], list[str]] = {}
     for name, variant in variants.items():
         for row in _keys(variant, field.name):
@@ -56,7 +57,7 @@ def _group(field: dataclasses.Field) -> Iterator[tuple[str, ...]]:
 
 def _keys(cls: type, group: str) -> Iterator[tuple[str, ...]]:
     for field in dataclasses.fields(cls):
-        if field.name != "name":
+        if field.name not in ("name", "args"):
             yield _key(field, f"{group}.")
 
 
@@ -71,7 +72,7 @@ def _key(field: dataclasses.Field, prefix: str) -> tuple[str, ...]:
 def schedules() -> str:
     """Bubble, activations and messages of each schedule, walked through its Order."""
     from titanlike.pipeline.schedules import SCHEDULES
-    from titanlike.planning.estimate import step_time
+    from titanlike.planning.simulate import equal_stages, in_flight, simulate
 
     rows = []
     for name, schedule in SCHEDULES.items():
@@ -80,24 +81,39 @@ def schedules() -> str:
         for pp, microbatches in ((4, 8), (4, 16), (8, 32)):
             order = schedule(pp, microbatches, **({"stages_per_rank": 2} if looped else {}))
             chunks = order.stages // pp
-            time = step_time(
-                order, [1 / 3 / chunks] * order.stages, [2 / 3 / chunks] * order.stages
-            )
-            cells.append(f"{1 - microbatches / time:.0%}")
+            cells.append(f"{simulate(order, equal_stages(order)).bubble:.0%}")
         hops = sum(a != b for a, b in zip(order.place, order.place[1:], strict=False))
-        peak = max(map(_in_flight, order.ranks)) / chunks
+        peak = max(map(in_flight, order.ranks)) / chunks
         rows.append((f"`{name}`", *cells, f"{peak:g} of 32", f"{2 * hops * 32}"))
     bubbles = ("bubble pp=4, 8 microbatches", "pp=4, 16", "pp=8, 32")
     return _table(("schedule", *bubbles, "in flight pp=8, 32", "messages pp=8, 32"), rows)
 
 
-def _in_flight(acts: tuple) -> int:
-    """The most forwards on a rank at a time that wait for their backward."""
-    now = most = 0
-    for act in acts:
-        now += {"F": 1, "I": 0, "B": -1, "W": -1}[act.kind]
-        most = max(most, now)
-    return most
+def pictures() -> None:
+    """docs/pictures: a plan of each schedule, of the default model with longer sequences."""
+    from titanlike.config.parse import parse
+    from titanlike.pipeline.schedules import SCHEDULES
+    from titanlike.planning.known_hardware import shipped
+    from titanlike.planning.plan import make_plan
+    from titanlike.planning.plan_picture import draw
+
+    folder = ROOT / "docs" / "pictures"
+    folder.mkdir(exist_ok=True)
+    model = {"name": "llama", "layers": 32, "dim": 1024, "heads": 8, "kv_heads": 8}
+    model |= {"ffn_dim": 4096, "vocab_size": 256}
+    for name in SCHEDULES:
+        plain = {"pp": 4, "batch_size": 8, "seq_len": 4096, "model": model}
+        plain |= {"schedule": {"name": name, "microbatches": 8}, "precision": {"name": "bf16"}}
+        config, problems = parse({**plain, "data": {"name": "synthetic"}})
+        assert not problems, problems
+        draw(make_plan(config, shipped("h100_sxm")), folder / f"{name}.svg")
+
+
+def styles() -> str:
+    """How a plan of tensor parallelism divides a module."""
+    from titanlike.parallel.tp.plan import STYLES
+
+    return _table(("style", "what is divided"), [(f"`{n}`", text) for n, text in STYLES.items()])
 
 
 def families() -> str:
@@ -133,7 +149,7 @@ def _wrapped(text: str) -> list[str]:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    table.__name__: table for table in (keys, schedules, families, rooms)
+    table.__name__: table for table in (keys, schedules, styles, families, rooms)
 }
 
 
@@ -143,6 +159,8 @@ def generated(text: str) -> str:
 
 
 if __name__ == "__main__":
+    if "pictures" in sys.argv[1:]:
+        pictures()
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         page.write_text(generated(text), encoding="utf-8")

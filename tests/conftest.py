@@ -15,7 +15,7 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # workers have the controller's
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="torchinductor-")
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
-LONGEST = ("test_the_main_job", "test_of_twelve_jobs")  # with -m slow, and without
+LONGEST = ("test_the_main_job", "test_of_five_jobs")  # with -m slow, and without
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

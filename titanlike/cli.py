@@ -61,6 +61,20 @@ JOBS = {
         "the same run a plain torch loop of the same model and batch in one process.",
         folder="bench",
     ),
+    "sample": Command(
+        "titanlike.training.sample_job.sample",
+        "write text in a run's own layout",
+        "Continues sample.prompts with the newest checkpoint of a run, in any layout: --config-path RUN. "
+        "For a model that fits one process `titanlike generate RUN` is faster.",
+        folder="samples",
+    ),
+    "perplexity": Command(
+        "titanlike.training.evaluate_job.perplexity",
+        "the loss of a run on any data",
+        "Evaluates the newest checkpoint of a run on evaluate.part of the data, in any layout: "
+        "--config-path RUN. `titanlike evaluate RUN` calls it.",
+        folder="perplexity",
+    ),
     "bench-checkpoint": Command(
         "titanlike.proof.benchmark_checkpoint.bench",
         "measure checkpoints",
@@ -70,10 +84,22 @@ JOBS = {
     ),
 }
 TOOLS = {
+    "plan": Command("titanlike.command.plan.main", "what a run will cost, before it is paid for"),
     "checkpoint": Command(
         "titanlike.checkpoint.commands.main", "list, verify, convert checkpoints"
     ),
+    "tokenize": Command(
+        "titanlike.data.tokenize_command.main", "a corpus of many files as files of token ids"
+    ),
+    "export": Command(
+        "titanlike.checkpoint.hf_export.main", "write a checkpoint as a folder for transformers"
+    ),
+    "generate": Command("titanlike.generation.command.main", "write text with a trained model"),
+    "evaluate": Command(
+        "titanlike.generation.evaluate.main", "perplexity, bits a byte, and lm-evaluation-harness"
+    ),
     "sweep": Command("titanlike.sweeps.report.main", "print and draw the table of a sweep"),
+    "bench-data": Command("titanlike.proof.benchmark_data.main", "measure input"),
     "gpu-check": Command(
         "titanlike.proof.gpu_check.main", "check the GPUs of this machine, and write a report"
     ),

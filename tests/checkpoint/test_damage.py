@@ -93,12 +93,27 @@ def cases(folder: Path) -> list[tuple[str, str]]:
 def test_a_damaged_file_is_named_and_the_next_older_checkpoint_is_taken(
     saved: Config, tmp_path: Path
 ) -> None:
-    """With the uninterrupted run's numbers to the end, bitwise."""
-    truth = numbers(Path(saved.run_dir))
-    chosen = cases(checkpoint(Path(saved.run_dir), 6))
+    """With the uninterrupted run's numbers to the end, bitwise. Each file, and each damage once."""
+    every = cases(checkpoint(Path(saved.run_dir), 6))
     if saved.world_size > 1:
-        chosen = [case for case in chosen if case[1] == "flipped in the middle"]
-        chosen += [(MARKER, "removed"), ("__1_0.distcp", "removed")]
+        chosen = [case for case in every if case[1] == "flipped in the middle"]
+        chosen += [("__1_0.distcp", "removed")]
+    else:
+        files, kinds = sorted({name for name, _ in every} - {MARKER}), list(DAMAGES)
+        most = range(max(len(files), len(kinds)))
+        chosen = [(files[i % len(files)], kinds[i % len(kinds)]) for i in most]
+    assert_older_is_taken(saved, [*chosen, (MARKER, "removed")], tmp_path)
+
+
+@pytest.mark.slow
+def test_whatever_is_damaged_in_whatever_way_the_next_older_checkpoint_is_taken(
+    one: Config, tmp_path: Path
+) -> None:
+    assert_older_is_taken(one, cases(checkpoint(Path(one.run_dir), 6)), tmp_path)
+
+
+def assert_older_is_taken(saved: Config, chosen: list[tuple[str, str]], tmp_path: Path) -> None:
+    truth = numbers(Path(saved.run_dir))
     runs = {}
     for name, damage in chosen:
         run_dir = copy(saved, tmp_path / f"{name} {damage}")

@@ -24,6 +24,7 @@ def test_a_run_that_is_killed_while_it_saves_loses_nothing(mode: str, tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.grid
 def test_a_hundred_kills_at_random_lose_nothing(tmp_path: Path) -> None:
     tally = campaign(tmp_path, 100, 0)
     print(tally.table())

@@ -51,6 +51,17 @@ def test_a_file_system_without_directories_or_renames_will_do(tmp_path: Path) ->
     assert numbers(run_dir) == numbers(tmp_path / "truth")
 
 
+def test_a_run_that_is_done_keeps_as_many_as_it_should_however_it_was_killed(
+    tmp_path: Path,
+) -> None:
+    """It was killed once its last checkpoint was there, and older ones were still to be deleted:
+    the next start has nothing to train."""
+    config = a_run(tmp_path, steps=3, every=1, keep=0)
+    again = replace(config, checkpoint=replace(config.checkpoint, keep=2))
+    assert run_world(train_each, config, tmp_path, [config, again]) == [["", ""]]
+    assert Storage(tmp_path / "checkpoints").names() == ["step-00000002", "step-00000003"]
+
+
 def in_memory(config: Config, worker: Worker) -> list[str]:
     assert train_each(config, worker, [config, config]) == ["", ""]
     folder = Storage("memory://runs/a")

@@ -93,8 +93,8 @@ def test_a_run_starts_from_the_weights_of_another_in_any_layout(
     one, other = (str(checkpoint(tmp_path / name, 1)) for name in ("run", "file"))
     assert main(["compare", one, other]) == 0
 
-    assert train_all(warm(tmp_path / "pp4", source, pp=2, dp=1)) == [""]
-    assert value(tmp_path / "pp4") == pytest.approx(expected, abs=ROUNDING)
+    assert train_all(replace(warm(tmp_path / "tp2", source, pp=2), tp=2)) == [""]
+    assert value(tmp_path / "tp2") == pytest.approx(expected, abs=ROUNDING)
 
 
 def test_the_same_command_goes_on_and_does_not_start_again(source: Path, tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_another_shape_is_named_on_every_rank(source: Path, tmp_path: Path) -> N
         tensors["head.weight"] = tensors["head.weight"][:-1].clone()
 
     other = as_file(source, tmp_path, change)
-    config = warm(tmp_path / "run", other, pp=2, strict=False)
+    config = replace(warm(tmp_path / "run", other, pp=2, strict=False), tp=2)
     for text in run_world(raised, config, tmp_path / "run"):
         assert "head.weight is (63, 32) there and (64, 32) here" in text
 

@@ -40,7 +40,7 @@ def test_the_files_defaults_are_the_schemas() -> None:
 def test_every_choice_composes_and_parses(path: Path) -> None:
     group, choice = path.parent.name, path.stem
     plain = composed(f"{group}={choice}")
-    for key, value in {"path": "x", "vocab_size": 9}.items():
+    for key, value in {"path": "x", "sources": {"a": {"path": "x", "weight": 1}}}.items():
         for part in (plain["data"], plain["schedule"]):
             if part.get(key) == "???":
                 part[key] = value
@@ -62,7 +62,12 @@ def is_required(field: dataclasses.Field) -> bool:
 
 PUBLISHED = ["experiment=gpt2_124m", "model=gpt2"]
 PUBLISHED += [f"experiment=llama3_{size}" for size in ("8b", "70b", "405b")]
-PUBLISHED += [f"model={path.stem}" for path in FILES if path.stem.startswith("llama3_")]
+LARGE = ("llama3_", "mixtral_", "qwen3_", "deepseek_")
+PUBLISHED += [
+    f"model={path.stem}"
+    for path in FILES
+    if path.stem.startswith(LARGE) and path.parent.name == "model"
+]
 
 
 MODELS = [path for path in FILES if path.parent.name in ("experiment", "model")]

@@ -11,8 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titanlike.config.errors import ConfigError, Problem
+from titanlike.config.keys import Paths
 from titanlike.config.parse import parse, to_plain
-from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config, Custom, OwnOptimizer, OwnSchedule
+from titanlike.config.schema import (
+    OPEN_GROUPS,
+    VARIANTS,
+    Config,
+    Custom,
+    Model,
+    OwnOptimizer,
+    OwnSchedule,
+)
 
 SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text())
 NAMES = st.from_regex(r"[a-z_]{1,8}", fullmatch=True).filter(lambda name: name != "name")
@@ -23,6 +32,11 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Literal:
         return st.sampled_from(arguments)
+    if annotation is Paths:
+        path = values(str)
+        return st.one_of(path, st.lists(path, min_size=1, max_size=3))
+    if origin is dict:
+        return st.dictionaries(NAMES, SCALARS)
     if origin is list:
         return st.lists(values(arguments[0]), max_size=3)
     if origin in (typing.Union, types.UnionType):
@@ -46,8 +60,10 @@ def instances(variant: type, **fixed: st.SearchStrategy[Any]) -> st.SearchStrate
 def choices(group: str) -> st.SearchStrategy[Any]:
     options = [instances(cls, name=st.just(n)) for n, cls in VARIANTS.get(group, {}).items()]
     if group in OPEN_GROUPS:
-        own = {"optimizer": OwnOptimizer, "schedule": OwnSchedule}.get(group, Custom)
-        names = NAMES.filter(lambda name: name not in ("lr", "clip", "weight_gradients"))
+        owns = {"model": Model, "optimizer": OwnOptimizer, "schedule": OwnSchedule}
+        own = owns.get(group, Custom)
+        keys = ("lr", "clip", "weight_gradients", "tp_plan")
+        names = NAMES.filter(lambda name: name not in keys)
         options.append(st.builds(own, st.just("my.module.Thing"), st.dictionaries(names, SCALARS)))
     return st.one_of(options)
 
@@ -75,7 +91,6 @@ def test_every_wrong_value_is_reported_at_once_with_one_that_works() -> None:
         "device": "device=cuda",
         "schedule.name": "schedule=1f1b",
         "data.path": "data.path=PATH",
-        "data.vocab_size": "data.vocab_size=256",
         "optimizer.betas": "optimizer.betas=[0.9]",
         "optimizer.lr": "optimizer.lr=0.003",
         "checkpoint.evry": "checkpoint.every=5",

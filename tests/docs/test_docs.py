@@ -27,9 +27,10 @@ NOT_RUN = {
     r"\b(sbatch|srun)\b|#PBS|#BSUB": "needs a scheduler: tests/scripts runs SLURM's",
     r"kubectl": "needs Kubernetes: tests/scripts renders the manifests",
     r"mpirun|ssh |torch\.distributed\.run": "needs several machines: tests/launch runs two torchruns",
-    r"(data|model)\.path=": "needs files of the user's: tests/data and tests/models have some",
+    r"(data|model)\.path=|data\.sources=|tokenize_corpus": "needs files of the user's: tests/data and tests/models have some",
     r"^titanlike bench": "measures: tests/training/test_runs.py runs it",
     r"constraints\.txt": "prepares an environment",
+    r"plan\.py search": "half a minute: tests/planning/test_plan.py searches",
     r"experiment=throughput": "costs every layout: tests/sweeps/test_layouts_search.py runs it",
 }
 # What is added to runs of the default model, so that they take a second and not ten.
@@ -42,6 +43,7 @@ NOT_KEYS = {
     "last_call_timeout",
     "join_timeout",
     "lengths",
+    "temperature",  # of titanlike generate
 }
 
 
@@ -93,6 +95,7 @@ SLOW = (
     "outputs/sweep",
     "outputs/torchrun",
     "outputs/mesh",
+    "outputs/used",
 )
 
 

@@ -51,7 +51,7 @@ def test_an_error_in_the_config_ends_the_workers_that_wait_for_it(
     scratch: Path, tmp_path: Path
 ) -> None:
     launched = started(tmp_path, 'raise ValueError("vocab_size: is odd")')
-    assert workers_wait(scratch) and len(launched.alive()) >= 3
+    until(lambda: workers_wait(scratch) and len(launched.alive()) >= 3)
     (tmp_path / "go on").touch()
     code, out, err = launched.wait()
     assert code == 2 and "vocab_size" in err and "hello" not in out
@@ -65,7 +65,7 @@ def test_a_signal_while_the_config_is_checked_leaves_no_process(
     scratch: Path, tmp_path: Path, signum: signal.Signals, code: int
 ) -> None:
     launched = started(tmp_path, "")
-    assert workers_wait(scratch)
+    until(lambda: workers_wait(scratch))
     launched.process.send_signal(signum)
     assert launched.wait(30)[0] == code
     assert launched.all_exit(5)

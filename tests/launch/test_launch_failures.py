@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from support.launched import Launched
 from support.paths import ROOT
 from support.run_files import result
 from support.waiting import until
+from titanlike.launch.failures import clear_failures, describe, peer_failed, write_failure
 
 TRAIN = ROOT / "train.py"
 
@@ -116,3 +118,20 @@ def test_a_process_that_is_stuck_in_c_ends_soon_and_leaves_its_result(tmp_path: 
     launched.process.send_signal(signal.SIGTERM)
     assert launched.wait(15)[0] == 143
     assert result(tmp_path)["status"] == "interrupted"
+
+
+def test_that_a_peer_has_failed_is_seen_without_a_look_at_the_files_of_all(tmp_path: Path) -> None:
+    """A thousand ranks ask twice a second while a run is to stop."""
+    listings: list[str] = []
+
+    def hook(event: str, arguments: tuple) -> None:
+        if event in ("os.listdir", "os.scandir") and str(arguments[0]).startswith(str(tmp_path)):
+            listings.append(str(arguments[0]))
+
+    (tmp_path / "logs").mkdir()
+    sys.addaudithook(hook)
+    assert not any(peer_failed(tmp_path, rank) for rank in range(8)) and not listings
+    write_failure(tmp_path, describe(3, RuntimeError("it broke")))
+    assert [rank for rank in range(8) if not peer_failed(tmp_path, rank)] == [3] and listings
+    clear_failures(tmp_path)
+    assert not any(peer_failed(tmp_path, rank) for rank in range(8))

@@ -16,6 +16,8 @@ from titanlike.launch.environment import import_path, workers_environment
 from titanlike.launch.signals import GRACE
 from titanlike.launch.worker import Worker, barrier
 
+OPTIONS = ("-W", "once::UnicodeWarning", "-X", "utf8")
+
 
 def results(folder: Path) -> list[str]:
     paths = sorted(folder.rglob("result.json"))
@@ -24,14 +26,18 @@ def results(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("torchrun", [0, *slow(1, 2)])
 def test_two_ranks_have_one_run_directory_and_a_log_each(tmp_path: Path, torchrun: int) -> None:
-    """The driver starts them, also under torchrun's default of one process; or torchrun does."""
-    code, out, _ = Launched("hello", "pp=2", torchrun=torchrun, cwd=tmp_path, real=True).wait()
-    assert code == 0 and out == "hello from 0 of 2\n"
+    """The driver starts them, also under torchrun's default of one process; or torchrun does. It
+    hands Python's own options on."""
+    job, options = ("hello", ()) if torchrun else ("tells_options", OPTIONS)
+    launched = Launched(job, "pp=2", torchrun=torchrun, cwd=tmp_path, real=True, python=options)
+    code, out, _ = launched.wait()
+    said = "hello from {} of 2\n" if torchrun else "rank {}: ['once::UnicodeWarning'], utf8 1\n"
+    assert code == 0 and out == said.format(0)
     (run_dir,) = (path.parent for path in tmp_path.rglob("result.json"))
     assert run_dir.relative_to(tmp_path).parts[0] == "outputs"
     for rank in (0, 1):
         log = run_dir / "logs" / f"rank{rank}.log"
-        assert f"hello from {rank} of 2\n" in log.read_text()
+        assert said.format(rank) in log.read_text()
     assert results(tmp_path) == ["completed"]
 
 

@@ -40,6 +40,33 @@ def test_a_second_signal_stops_immediately_but_a_repeated_one_does_not_count(
     assert launched.all_exit()
 
 
+@pytest.mark.parametrize("work_left", [20, 0])
+def test_a_signal_while_an_object_is_deleted_is_not_lost(tmp_path: Path, work_left: int) -> None:
+    """Python ignores what a finalizer raises, and prints "Exception ignored in"."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"import sys, time; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from titanlike.launch.signals import Interrupted, interruptible\n"
+        "class Slow:\n"
+        "    def __del__(self):\n"
+        "        print('deleting', flush=True)\n"
+        "        time.sleep(2)\n"
+        "try:\n"
+        "    with interruptible():\n"
+        "        Slow()\n"
+        f"        time.sleep({work_left})\n"
+        "except Interrupted as interrupted:\n"
+        "    sys.exit(interrupted.exit_code)\n"
+    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, program], text=True, **pipes) as process:
+        assert process.stdout.readline() == "deleting\n"
+        begin = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (143, "") and time.monotonic() - begin < 10
+
+
 @pytest.mark.slow
 def test_killed_workers_are_restarted_though_others_never_reach_the_end_of_a_step(
     tmp_path: Path,

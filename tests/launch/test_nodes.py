@@ -189,18 +189,21 @@ def config(tmp_path: Path, **keys) -> Config:
         ({"dp": 4, "replicate": 4}, 2, 2, 2),
         ({"dp": 4, "replicate": 2}, 2, 2, 2),
         ({"dp": 4}, 4, 4, 1),
+        ({"dp": 4, "tp": 2}, 4, 2, 1),
     ],
 )
 def test_dp_follows_the_ranks(declared, ranks, dp, replicate, tmp_path: Path) -> None:
     fitted, problems = fit_mesh(config(tmp_path, **declared), ranks)
     assert (fitted.dp, fitted.replicate, problems) == (dp, replicate, [])
-    assert fitted.pp == declared.get("pp", 1) and fitted.batch_size == 24
+    assert (fitted.pp, fitted.tp) == (declared.get("pp", 1), declared.get("tp", 1))
+    assert fitted.batch_size == 24
 
 
 @pytest.mark.parametrize(
     "declared, ranks, key, possible",
     [
         ({"pp": 2, "dp": 4}, 5, "pp", "2, 4, 6, 8"),
+        ({"dp": 4, "tp": 2}, 5, "tp", "2, 4, 6, 8"),
         ({"dp": 6, "replicate": 2}, 3, "replicate", "2, 4, 6"),
         ({"dp": 6, "replicate": 2}, 5, "replicate", "2, 4, 6"),
         ({"dp": 8}, 5, "batch_size", "2, 3, 4, 6"),

@@ -14,7 +14,7 @@ from support.paths import ROOT
 from titanlike.launch.process_end import built, collected_once_built, leave
 
 PROGRAM = """
-import atexit, sys, threading, time
+import atexit, gc, sys, threading, time
 sys.path.insert(0, {root!r})
 from titanlike.launch.process_end import leave
 class Torn:
@@ -22,36 +22,46 @@ class Torn:
 kept = Torn()
 atexit.register(print, "exit function")
 threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+text, data = open("left.txt", "w"), open("left.bin", "wb")
+text.write("a text")
+data.write(b"bytes")
+gc.freeze()
 print("x" * 200_000)
 print("an error", file=sys.stderr)
-leave({code})
+try:
+    leave({code})
+finally:
+    gc.unfreeze()
 """
 
 
-def ended(program: Path | str, *options: str, code: object = 3) -> subprocess.CompletedProcess:
-    text = PROGRAM.format(root=str(ROOT), code=repr(code))
-    words = [*options, str(program)] if isinstance(program, Path) else ["-c", text]
-    if isinstance(program, Path):
-        program.write_text(text)
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=60)
+def ended(folder: Path, *options: str, code: object = 3) -> subprocess.CompletedProcess:
+    program = folder / "program.py"
+    program.write_text(PROGRAM.format(root=str(ROOT), code=repr(code)))
+    command = [sys.executable, *options, str(program)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=60)
 
 
 @pytest.mark.parametrize(
     "code, exit_code, more", [(3, 3, ""), (None, 0, ""), ("why not", 1, "why not\n")]
 )
 def test_a_process_leaves_at_once_and_loses_nothing(
-    code: object, exit_code: int, more: str
+    tmp_path: Path, code: object, exit_code: int, more: str
 ) -> None:
-    done = ended("", code=code)
+    done = ended(tmp_path, code=code)
     assert done.returncode == exit_code
     assert done.stdout == "x" * 200_000 + "\nthread\nexit function\n"
     assert done.stderr == "an error\n" + more
+    assert [(tmp_path / name).read_text() for name in ("left.txt", "left.bin")] == [
+        "a text",
+        "bytes",
+    ]
 
 
 def test_a_tool_that_runs_the_program_gets_its_end(tmp_path: Path) -> None:
     """A profiler, like coverage, writes what it has found after the program."""
     report = tmp_path / "profile"
-    done = ended(tmp_path / "program.py", "-m", "cProfile", "-o", str(report))
+    done = ended(tmp_path, "-m", "cProfile", "-o", str(report))
     assert report.stat().st_size > 0 and "torn down" in done.stdout
     with pytest.raises(SystemExit) as end:
         leave(3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -35,6 +36,7 @@ for step in range(int(first), int(last) + 1):
     sink.log({{"step": step, "loss": {LOSSES!r}[step % 3], "val_loss": 2.0}})
 print("where", sink.location, flush=True)
 sink.note("profile", "a trace in a folder")
+sink.table("samples", int(last), [{{"step": int(last), "prompt": "def", "text": " main"}}])
 if event:
     from wandb.sdk import wandb_setup
     service = wandb_setup.singleton()._connection._proc._process
@@ -110,6 +112,10 @@ def test_without_a_key_config_metrics_and_id_are_kept_for_sync_and_resume(tmp_pa
     assert all(item["val/loss"] == 2.0 and "step" not in item for item in history)
     assert [item["train/loss"] for item in history] == [LOSSES[step % 3] for step in range(1, 7)]
     assert first.summary["profile"] == "a trace in a folder"
+    assert ["samples.path" in item for item in history] == [False, False, False, True, False, True]
+    file = Path(folders[0], "files", history[3]["samples.path"])
+    table = json.loads(file.read_text())
+    assert (table["columns"], table["data"]) == (["step", "prompt", "text"], [[4, "def", " main"]])
     assert first.exit_code == second.exit_code == 0
 
 

@@ -189,7 +189,8 @@ def test_the_estimates_and_flops_are_those_of_bf16() -> None:
     drafts = [draft(config), draft(float8)]
     bf16, eight = (estimate(c, d) for c, d in zip((config, float8), drafts, strict=True))
     assert drafts[0].flops_per_token == drafts[1].flops_per_token
-    assert eight.time == bf16.time
+    # on the CPU it is emulated: operands are cast once more
+    assert bf16.time <= eight.time < 1.05 * bf16.time
     # operands in float8 are in memory beside those in bf16 while a layer runs
     assert bf16.memory <= eight.memory < 1.1 * bf16.memory
 
@@ -214,9 +215,12 @@ def test_the_estimates_and_flops_are_those_of_bf16() -> None:
             tiny_hf(model_of("gpt2"), precision=FLOAT8),
             "no linear layers .* in the model's blocks; write precision=bf16",
         ),
+        (tiny(tp=2, precision=FLOAT8), "a rank's part of each .* write precision=bf16, or tp=1"),
     ],
 )
-def test_settings_that_leave_no_layer_are_refused(config: Config, said: str) -> None:
+def test_settings_that_leave_no_layer_or_a_part_of_one_are_refused(
+    config: Config, said: str
+) -> None:
     with pytest.raises(ConfigError, match=said) as raised:
         draft(config)
     assert len(raised.value.problems) == 1

@@ -12,16 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from support.cells import slow
+from support.cells import cells, slow
 from support.hf_tiny import folder_of, logits_by_document, model_of, own, sizes, tiny_hf
 from support.world import RankError, run_world
 from titanlike.config.errors import ConfigError
-from titanlike.config.schema import Config, Custom, EvenSplit, Precision
+from titanlike.config.schema import Config, Custom, EvenSplit, Model, Precision
 from titanlike.graph.cut import StageGraph
 from titanlike.graph.model_graph import ModelGraph, fields_of
 from titanlike.graph.stage import Stage
 from titanlike.launch.worker import Worker
-from titanlike.models import hf, hf_weights
+from titanlike.models import hf, safetensors_folder
 from titanlike.models.hf_config import FAMILIES
 from titanlike.models.hf_init import record_initialization
 from titanlike.models.registry import build_model, initial_weights_of
@@ -130,7 +130,9 @@ def test_initial_values_are_noted_without_memory() -> None:
     ]
     assert (embedding.row, padding.row, padding.std) == (None, 0, 0.0)
     start = initial_weights_of(model_of("llama"), 0)
-    rows = start.rows("model.embed_tokens.weight", torch.Size([64, 32]), slice(0, 2))
+    rows = start.block(
+        "model.embed_tokens.weight", torch.Size([64, 32]), (slice(0, 2), slice(0, 32))
+    )
     assert rows[0].abs().max() == 0 < rows[1].abs().max()
 
 
@@ -164,7 +166,7 @@ def test_masks_and_positions_are_taken() -> None:
 )
 def test_a_folders_weights_are_loaded_into_stages(family: str, tmp_path: Path) -> None:
     saved = folder_of(family, tmp_path / "model")
-    assert (tmp_path / "model" / hf_weights.INDEX).is_file()  # several shards
+    assert (tmp_path / "model" / safetensors_folder.INDEX).is_file()  # several shards
     model = Custom("hf", {"path": str(tmp_path / "model"), "vocab_size": 64, "max_seq_len": 16})
     batch = {"inputs": a_batch()["inputs"]}
     with torch.no_grad():
@@ -179,7 +181,7 @@ def test_a_folders_weights_are_loaded_into_stages(family: str, tmp_path: Path) -
 def test_one_file_of_the_inner_model_in_bf16(tmp_path: Path) -> None:
     """As the published GPT-2: one file, without the prefix, with masks that are no weights."""
     saved = folder_of("gpt2", tmp_path, shard="1GB")
-    torch_file = tmp_path / hf_weights.SINGLE
+    torch_file = tmp_path / safetensors_folder.SINGLE
     from safetensors.torch import load_file, save_file
 
     values = {
@@ -216,8 +218,8 @@ class _CountedSlice:
     def get_shape(self) -> list[int]:
         return self.part.get_shape()
 
-    def __getitem__(self, rows: Any) -> Tensor:
-        found = self.part[rows]
+    def __getitem__(self, place: Any) -> Tensor:
+        found = self.part[place]
         _Counted.read += found.numel()
         _Counted.largest = max(_Counted.largest, found.numel())
         return found
@@ -225,22 +227,38 @@ class _CountedSlice:
 
 def count_reads(config: Config, worker: Worker) -> tuple[int, int, int]:
     """(numbers read, in the largest read, parameters of the model) while a rank is built."""
-    original = hf_weights.safe_open
-    hf_weights.safe_open = lambda *args, **kwargs: _Counted(original(*args, **kwargs))
+    original = safetensors_folder.safe_open
+    safetensors_folder.safe_open = lambda *args, **kwargs: _Counted(original(*args, **kwargs))
     mesh = open_mesh(config, worker)
     run = build(config, mesh)
     close_mesh()
-    return _Counted.read, _Counted.largest, run.draft.numel
+    return _Counted.read, _Counted.largest, run.draft.whole_numel
 
 
-def test_a_rank_reads_its_own_shards_only(tmp_path: Path) -> None:
+PLAN = {
+    "model.embed_tokens": "vocab",
+    "model.layers.*.self_attn.[qkv]_proj": {"colwise": 8},
+    "model.layers.*.self_attn.o_proj": "rowwise",
+    "model.layers.*.mlp.gate_proj": "colwise",
+    "model.layers.*.mlp.up_proj": "colwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
+    "lm_head": "vocab",
+}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    cells({"shards of parts": {"dp": 2, "tp": 2}}, {"shards in a pipeline": {"pp": 2, "dp": 2}}),
+)
+def test_a_rank_reads_its_own_shards_only(layout: dict, tmp_path: Path) -> None:
     saved = folder_of("llama", tmp_path / "model", tie_word_embeddings=False)
-    config = tiny_hf(Custom("hf", {"path": str(tmp_path / "model")}), 2, 2)
+    config = tiny_hf(Model("hf", {"path": str(tmp_path / "model")}, PLAN), **layout)
     reads, largest, (whole, *_) = zip(
         *run_world(count_reads, config, tmp_path / "run"), strict=True
     )
     assert whole == sum(p.numel() for p in saved.parameters())
-    assert sum(reads) == whole  # nothing twice, nothing left out
+    norms = sum(p.numel() for p in saved.parameters() if p.dim() == 1)  # whole on each tp rank
+    assert sum(reads) == whole + norms * (config.tp - 1)  # nothing else twice, nothing left out
     assert max(reads) < 0.3 * whole
     assert max(largest) <= max(p.numel() for p in saved.parameters()) // 2
 
@@ -327,7 +345,7 @@ def test_transformers_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_damaged_folders_are_found_before_a_worker_starts(tmp_path: Path) -> None:
     folder_of("llama", tmp_path)
-    index_file = tmp_path / hf_weights.INDEX
+    index_file = tmp_path / safetensors_folder.INDEX
     index = json.loads(index_file.read_text())
 
     def told(text: str) -> None:

@@ -15,7 +15,8 @@ from support.proven import assert_proven
 from support.world import run_world
 from titanlike.config.schema import AdamW, Checkpoint, Config, ConstantLr, Fsdp, Muon, Precision
 from titanlike.metrics.sinks import read_jsonl
-from titanlike.optim.bf16_state import Bf16StateAdamW, random_bits, round_stochastically
+from titanlike.optim.bf16_state import Bf16StateAdamW, Positions, random_bits, round_stochastically
+from titanlike.parallel.tp.part import Part
 from titanlike.training.train import train
 
 BF16 = AdamW(state_dtype="bf16")
@@ -24,8 +25,11 @@ BF16 = AdamW(state_dtype="bf16")
 @pytest.mark.parametrize(
     "config",
     cells(
-        {"shards": tiny(dp=2, optimizer=BF16)},
+        {"shards of parts": tiny(dp=2, tp=2, layers=2, optimizer=BF16)},
         {
+            "shards": tiny(dp=2, optimizer=BF16),
+            "parts": tiny(tp=4, tied=True, optimizer=BF16),
+            "packed parts": tiny(dp=2, tp=2, family="gpt2", layers=2, optimizer=BF16),
             "a pipeline of shards": tiny(2, 2, optimizer=BF16),
             "tied, in a V": tiny(2, 2, "zbvzerobubble", tied=True, optimizer=BF16),
             "CPU offload": tiny(dp=2, fsdp=Fsdp(cpu_offload=True), optimizer=BF16),
@@ -41,7 +45,8 @@ def test_every_layout_rounds_as_one_process(config: Config, tmp_path: Path) -> N
 
 def test_rounding_is_exact_on_average_and_never_further_than_one_digit() -> None:
     values = torch.tensor([1.0, 1.001, -1.003, 3e-5, -7e-12, 0.0]).repeat(40_000, 1)
-    bits = random_bits(values, 0, seed=5, step=torch.tensor(3.0))
+    positions = torch.arange(values.numel()).view(values.shape)
+    bits = random_bits(positions, seed=5, step=torch.tensor(3.0))
     for noise in (bits >> 16, bits & 0xFFFF):
         rounded = round_stochastically(values, noise)
         assert rounded.dtype == torch.bfloat16
@@ -59,11 +64,19 @@ def test_what_is_not_finite_stays_so() -> None:
 
 
 def test_random_bits_are_those_of_the_whole_tensor_and_differ_between_steps_and_tensors() -> None:
-    whole = torch.empty(6, 100)
+    whole = Positions(torch.empty(6, 100)).of_rows(slice(0, 6))
+    assert torch.equal(whole, torch.arange(600).view(6, 100))
     step = torch.tensor(7.0)
-    bits = random_bits(whole, 0, 1, step)
-    assert torch.equal(bits[2:5], random_bits(whole[2:5], 200, 1, step))
-    for other in (random_bits(whole, 0, 1, step + 1), random_bits(whole, 0, 2, step)):
+    bits = random_bits(whole, 1, step)
+    for dim, local, index in (
+        (0, (4, 100), (torch.tensor([1, 2, 4, 5]),)),
+        (1, (6, 4), (slice(None), torch.tensor([1, 2, 4, 5]))),
+    ):
+        part = Part(torch.Size((6, 100)), dim, ((1, 3), (4, 6)))
+        held = Positions(torch.empty(local), part)
+        rows = [held.of_rows(rows) for rows in (slice(0, 3), slice(3, local[0]))]
+        assert torch.equal(random_bits(torch.cat(rows), 1, step), bits[index])
+    for other in (random_bits(whole, 1, step + 1), random_bits(whole, 2, step)):
         assert (bits != other).float().mean() > 0.99
         correlation = torch.corrcoef(torch.stack([bits.flatten(), other.flatten()]).double())
         assert abs(correlation[0, 1]) < 0.15
@@ -160,7 +173,7 @@ def test_a_run_resumes_in_another_layout_and_in_the_other_dtype(
     run_world(train, tiny(steps=6, optimizer=AdamW(state_dtype=then), **settings), tmp_path / "a")
     whole = [row["loss"] for row in read_jsonl(tmp_path / "a" / "metrics.jsonl")]
     before = tiny(2, 2, optimizer=AdamW(state_dtype=first), **settings)
-    after = tiny(4, 1, optimizer=AdamW(state_dtype=then), **settings)
+    after = tiny(2, tp=2, optimizer=AdamW(state_dtype=then), **settings)
     tolerance = 1e-5 if first == then else 1e-3
     assert resumed(before, after, tmp_path / "b") == pytest.approx(whole, abs=tolerance)
 

@@ -33,8 +33,14 @@ OTHER = Muon(adjust_lr="original", nesterov=False, ns_steps=3, momentum=0.8, ada
 @pytest.mark.parametrize(
     "config",
     cells(
-        {"a pipeline of shards": tiny(2, 2, optimizer=MUON)},
+        {"shards of parts": tiny(dp=2, tp=2, layers=2, optimizer=MUON)},
         {
+            "a pipeline of shards": tiny(2, 2, optimizer=MUON),
+            "parts, repeated heads": tiny(tp=4, tied=True, optimizer=OTHER),
+            "a pipeline of parts": tiny(2, tp=2, optimizer=MUON),
+            "packed parts, replicas": tiny(
+                dp=2, replicate=2, tp=2, family="gpt2", layers=2, optimizer=MUON
+            ),
             "ZeRO 3": tiny(dp=2, fsdp=Fsdp(3), optimizer=OTHER),
             "replicas": tiny(dp=2, replicate=2, optimizer=MUON),
             "HSDP": tiny(dp=4, replicate=2, optimizer=OTHER),
@@ -52,7 +58,7 @@ def test_every_layout_updates_as_one_process(config: Config, tmp_path: Path) -> 
 
 def verify_on_shards_alone(config: Config, worker: Worker) -> dict:
     """`verify`, where each rank orthogonalizes the rows that it has."""
-    muon.shard_group = orthogonalize.shard_group = lambda parameter: None
+    muon.shard_group = lambda parameter: None
     return verify(config, worker)
 
 
@@ -210,6 +216,8 @@ def test_replicas_of_shards_stay_equal_to_the_last_bit(tmp_path: Path) -> None:
         pytest.param(tiny(2, 2), tiny(), id="shards to one process"),
         pytest.param(tiny(2, 2), tiny(4, 1), id="to a pipeline"),
         pytest.param(tiny(dp=2, replicate=2), tiny(2, 2, "zbvzerobubble"), id="to a V"),
+        pytest.param(tiny(dp=2, tp=2), tiny(tp=4), id="to parts with repeated heads"),
+        pytest.param(tiny(2, tp=2), tiny(dp=2), id="parts to shards"),
     ],
 )
 def test_a_run_resumes_in_another_layout(first: Config, then: Config, tmp_path: Path) -> None:

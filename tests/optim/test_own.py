@@ -45,6 +45,16 @@ class Normed(torch.optim.SGD):
         super().step(closure)
 
 
+class RowNormed(torch.optim.SGD):
+    """Scales each row of a matrix's gradient by the row's norm."""
+
+    def step(self, closure: None = None) -> None:
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if parameter.dim() == 2:
+                parameter.grad /= parameter.grad.norm(dim=1, keepdim=True)
+        super().step(closure)
+
+
 class AsksTheOthers(Normed):
     exact_on_shards = True
 
@@ -105,10 +115,13 @@ ADAFACTOR = "torch.optim.Adafactor"  # keeps means of rows and columns
         (ADAFACTOR, {"dp": 2}, "the shards of two ranks", "replicate=2"),
         (ADAFACTOR, {"dp": 4, "replicate": 2}, "the shards of two ranks", "replicate=4"),
         (ADAFACTOR, {"pp": 2, "dp": 2, "replicate": 2}, None, None),
+        (ADAFACTOR, {"tp": 2}, "the parts of two tp ranks", "tp=1"),
+        (f"{__name__}.RowNormed", {"dp": 2}, None, None),
+        (f"{__name__}.RowNormed", {"tp": 2}, "the parts of two tp ranks", "tp=1"),
         (f"{__name__}.Normed", {"pp": 2}, "two stages", "pp=1"),
         (f"{__name__}.Normed", {"dp": 2, "replicate": 2}, None, None),
         (f"{__name__}.AsksTheOthers", {"pp": 2, "dp": 2}, None, None),
-        (LION, {"pp": 2, "dp": 2}, None, None),
+        (LION, {"pp": 2, "dp": 2, "tp": 2}, None, None),
         ("torch.optim.NAdam", {"pp": 2, "dp": 2}, None, None),
     ],
 )

@@ -17,8 +17,8 @@ from support.world import run_world
 from titanlike.config.schema import AdamW, Config, Custom, Fsdp, Muon, OwnOptimizer, Sgd
 from titanlike.data.loader import batches, open_data
 from titanlike.launch.worker import Worker
-from titanlike.optim.skipping import local
 from titanlike.parallel.mesh import close_mesh, open_mesh
+from titanlike.torch_private.dtensor import local
 from titanlike.training.build import Run, build
 from titanlike.training.guard import Guard
 from titanlike.training.step import measured_step

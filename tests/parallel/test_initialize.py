@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from titanlike.parallel import initialize as initialize_module
 from titanlike.parallel.initialize import draw, drawing_threads, initialize, piece_seed
+from titanlike.parallel.tp.part import Slices
 
 
 @given(
@@ -70,9 +71,9 @@ def test_weights_that_take_long_are_drawn_with_lines_of_progress(
     class Slow:
         """Takes half a second for each parameter."""
 
-        def rows(self, name: str, shape: torch.Size, rows: slice) -> torch.Tensor:
+        def block(self, name: str, shape: torch.Size, place: Slices) -> torch.Tensor:
             time.sleep(0.5)
-            return torch.ones(shape)[rows]
+            return torch.ones(shape)[place]
 
     with torch.device("meta"):
         stage = torch.nn.Sequential(*(torch.nn.Linear(100, 100, bias=False) for _ in range(2)))

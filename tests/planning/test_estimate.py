@@ -11,7 +11,6 @@ from titanlike.config.schema import (
     AdamW,
     Config,
     Custom,
-    LoopedSchedule,
     Muon,
     Schedule,
     SyntheticData,
@@ -20,32 +19,14 @@ from titanlike.data.loader import batches, open_data
 from titanlike.device.memory import peak_memory, resident_memory, return_freed_memory
 from titanlike.launch.worker import Worker
 from titanlike.parallel.mesh import open_mesh
-from titanlike.pipeline.from_config import build_order
-from titanlike.pipeline.schedules import gpipe
-from titanlike.planning.estimate import estimate, step_time
+from titanlike.planning.estimate import estimate
 from titanlike.training.build import build
 from titanlike.training.draft import draft
 from titanlike.training.guard import Guard
 from titanlike.training.step import measured_step
 
 
-def test_the_most_promising_have_the_smallest_bubble_and_not_too_small_microbatches():
-    """Simulated as an order of computations: gpipe's bubble is (pp - 1) / (m + pp - 1)."""
-    for pp, microbatches in (2, 4), (4, 8), (4, 1):
-        ideal = 3.0 * microbatches
-        assert step_time(gpipe(pp, microbatches), [1.0] * pp, [2.0] * pp) == pytest.approx(
-            ideal * (microbatches + pp - 1) / microbatches
-        )
-    sizes = {"pp": 4, "microbatches": 4}
-    times = {
-        name: step_time(build_order(kind, **sizes), [1.0] * stages, [2.0] * stages)
-        for name, kind, stages in (
-            ("gpipe", Schedule("gpipe"), 4),
-            ("zbv", Schedule("zbvzerobubble"), 8),
-            ("loops", LoopedSchedule("interleaved1f1b"), 8),
-        )
-    }
-    assert times["zbv"] / 2 < times["loops"] / 2 < times["gpipe"]
+def test_the_most_promising_have_not_too_small_microbatches():
     one, many = (tiny(pp=2, batch_size=256, schedule=Schedule("1f1b", count)) for count in (8, 256))
     assert estimate(one, draft(one)).time < estimate(many, draft(many)).time
 

@@ -9,17 +9,25 @@ import pytest
 from support.memory_layouts import LAYOUTS, estimated_and_measured
 from titanlike.config.schema import FitActivationCheckpoint
 
-QUICK = ("1f1b, every", "1f1b, pp=1 dp=2, ZeRO 3")
+QUICK = ("1f1b, every", "1f1b, pp=1 dp=2, ZeRO 3", "1f1b, pp=1 tp=2, large logits")
 
 
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in LAYOUTS],
 )
-def test_the_estimate_is_within_a_tenth_of_the_peak(name: str, tmp_path: Path) -> None:
+def test_the_estimate_is_within_a_twentieth_of_the_peak(name: str, tmp_path: Path) -> None:
     config = LAYOUTS[name]
     expected, taken = estimated_and_measured(config, tmp_path)
-    assert 0.9 < expected / taken < 1.1, f"{expected / 2**20:.1f} of {taken / 2**20:.1f} MiB"
+    assert 0.95 < expected / taken < 1.05, f"{expected / 2**20:.1f} of {taken / 2**20:.1f} MiB"
     how = config.activation_checkpoint
     if isinstance(how, FitActivationCheckpoint):
-        assert expected <= how.memory and taken < 1.1 * how.memory
+        assert expected <= how.memory and taken < 1.05 * how.memory
+
+
+@pytest.mark.slow
+def test_a_rank_takes_less_the_more_tensor_parallel_ranks_there_are(tmp_path: Path) -> None:
+    """Parameters, their state and activations are divided; norms and messages of exchanges are not."""
+    names = ("1f1b, pp=1", "1f1b, pp=1 tp=2", "1f1b, pp=1 tp=4")
+    one, two, four = (estimated_and_measured(LAYOUTS[name], tmp_path / name)[1] for name in names)
+    assert two < 0.56 * one and four < 0.33 * one

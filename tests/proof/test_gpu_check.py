@@ -33,7 +33,8 @@ def test_on_the_gpus_of_this_machine(cell: Cell, tmp_path: Path) -> None:
 
 
 def config_of(cell: Cell, folder: Path) -> Config:
-    words = [word for word in cell.overrides if not word.startswith("device=")]
+    gpus_alone = ("device=", "tp_async=")
+    words = [word for word in cell.overrides if not word.startswith(gpus_alone)]
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         plain = OmegaConf.to_container(compose("config", words), resolve=True)
     config, found = parse(plain | {"device": "cpu", "run_dir": str(folder)})

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from support.cells import slow
 from support.models import tiny
 from support.proven import assert_proven
 from support.world import run_world
@@ -22,6 +23,7 @@ from titanlike.config.schema import (
     Checkpoint,
     ChunkedCrossEntropy,
     Config,
+    CrossEntropy,
     Custom,
     Fsdp,
     Muon,
@@ -286,3 +288,22 @@ def test_any_split_that_is_found_trains_the_same_model(config: Config, tmp_path:
 )
 def test_costs_as_people_read_them(text: str, expected: str) -> None:
     assert text == expected
+
+
+# --- tensor-parallel ranks ---------------------------------------------------------------------
+
+
+def starts(config: Config, worker: Worker) -> list[list[str]]:
+    run = build(config, open_mesh(config, worker))
+    close_mesh()
+    return run.draft.stages
+
+
+@pytest.mark.parametrize(
+    "loss", [ChunkedCrossEntropy(), *slow(CrossEntropy())], ids=lambda loss: loss.name
+)
+def test_times_of_divided_layers_are_measured_by_one_rank_alone(loss: Any, tmp_path: Path) -> None:
+    """The others wait for the result, and do not answer what a layer exchanges."""
+    config = tiny(2, 1, tp=2, layers=2, split=AutoSplit(cost="time"), loss=loss)
+    first, *others = run_world(starts, config, tmp_path)
+    assert others == [first] * 3

@@ -4,8 +4,8 @@ A start and its imports take 5 s of CPU, a fork 0.1 s. A program finds argv, env
 directory, sys.path, standard streams and signal handlers as after a real start. The Python programs
 that it starts (workers of a job, jobs of a sweep) are forks, too, and its own children.
 
-What differs: modules are imported already, of PYTHON* variables only PYTHONPATH has an effect, and
-/proc/PID shows the environment and the command line of the process that was forked.
+What differs: modules are imported already, of PYTHON* variables only PYTHONPATH has an effect, of
+Python's own options only -u, and /proc/PID shows the environment and the command line of the process that was forked.
 """
 
 from __future__ import annotations
@@ -136,19 +136,19 @@ def _become(
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
         signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    unbuffered = words[0] == "-u"
+    options = _options(words)
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         errors = "backslashreplace" if name == "stderr" else None
         stream = open(number, "w" if number else "r", closefd=False, errors=errors)  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    sys.stdout.reconfigure(write_through=unbuffered)
+    sys.stdout.reconfigure(write_through="-u" in options)
     sys.stderr.reconfigure(line_buffering=True)
     # torch's own takes a second of every start with workers: it reads the source of each frame
     dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # what `_Forks` forks twice becomes a child of this process
     subprocess._fork_exec = _Forks(subprocess._fork_exec, path)
-    code = _run(words[1:] if unbuffered else words, path)
+    code = _run(words[len(options) :], path)
     threading._shutdown()
     atexit._run_exitfuncs()
     try:
@@ -216,9 +216,17 @@ class _Forks:
         return int(self._socket.recv(32))
 
 
+def _options(words: list[str]) -> list[str]:
+    """Those of Python itself, in front of the program."""
+    count = 0
+    while words[count].startswith("-") and words[count] not in ("-c", "-m"):
+        count += 2 if words[count] in ("-X", "-W") else 1
+    return words[:count]
+
+
 def _is_program(words: list[str]) -> bool:
     """Whether `_run` understands a command line of python's."""
-    words = words[1:] if words[:1] == ["-u"] else words
+    words = words[len(_options(words)) :]
     return bool(words) and (words[0] in ("-c", "-m") or words[0].endswith(".py"))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from support.models import tiny
 from titanlike.config.schema import Config, Custom
+from titanlike.models.hf_experts import SortedExperts
 
 transformers.logging.set_verbosity_error()
 SIZES = {
@@ -85,6 +86,10 @@ def own(model: nn.Module) -> nn.Module:
         module._forward_pre_hooks.clear()
         module._forward_pre_hooks_with_kwargs.clear()
         vars(module).pop("warn_if_padding_and_no_attention_mask", None)
+        if isinstance(module, SortedExperts):
+            module.__class__ = next(
+                kind for kind in type(module).__mro__ if not issubclass(kind, SortedExperts)
+            )
     return theirs
 
 

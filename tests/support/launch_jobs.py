@@ -18,6 +18,11 @@ def hello(config, worker):
     return {"value": float(config.seed)}
 
 
+def tells_options(config, worker):
+    """Each rank prints some of Python's own options."""
+    print(f"rank {worker.rank}: {sys.warnoptions}, utf8 {sys.flags.utf8_mode}", flush=True)
+
+
 def tells_mine(config, worker):
     print(f"MINE={os.environ.get('MINE')}", flush=True)
 

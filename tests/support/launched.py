@@ -31,10 +31,11 @@ class Launched:
         cwd: Path | None = None,
         program: Path = JOBS,
         real: bool = False,
+        python: tuple[str, ...] = (),
     ) -> None:
         """torchrun: the number of processes that it starts, 0 = none; options: for torchrun.
 
-        real: a new interpreter, and not a fork (see `forked`).
+        real: a new interpreter, and not a fork (see `forked`); python: its own options.
         """
         self.mark = uuid.uuid4().hex[:15]
         outer = [*TORCHRUN, str(torchrun), *options] if torchrun else []
@@ -45,7 +46,7 @@ class Launched:
             self.process = ForkedProgram(words, cwd, env)
             return
         self.process = subprocess.Popen(
-            [sys.executable, *words],
+            [sys.executable, *python, *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -77,6 +77,17 @@ LAYOUTS = {
     "1f1b, pp=1 dp=2 replicate=2, chunked loss": _pipeline(
         Schedule("1f1b", 2), pp=1, dp=2, replicate=2, loss=ChunkedCrossEntropy(), **_LOGITS
     ),
+    "1f1b, pp=1 tp=2": _pipeline(Schedule("1f1b", 4), pp=1, tp=2),
+    "1f1b, pp=1 tp=4": _pipeline(Schedule("1f1b", 4), pp=1, tp=4),
+    "1f1b, pp=1 tp=2, whole activations": _pipeline(
+        Schedule("1f1b", 4), pp=1, tp=2, tp_sequence=False
+    ),
+    "1f1b, pp=1 tp=2, large logits": _pipeline(Schedule("1f1b", 4), pp=1, tp=2, **_LOGITS),
+    "1f1b, pp=1 tp=2, chunked loss": _pipeline(
+        Schedule("1f1b", 2), pp=1, tp=2, loss=ChunkedCrossEntropy(), **_LOGITS
+    ),
+    "1f1b, pp=1 dp=2 tp=2, ZeRO 3, full": _pipeline(Schedule("1f1b", 2), _FULL, pp=1, dp=2, tp=2),
+    "zbvzerobubble, tp=2, deferred": _pipeline(ZeroBubbleSchedule("zbvzerobubble", 8), tp=2),
 }
 
 

@@ -25,6 +25,7 @@ from titanlike.config.parse import parse
 from titanlike.config.schema import Config
 from titanlike.job.run import JobRunner, config_problems
 from titanlike.pipeline.schedules import SCHEDULES
+from titanlike.planning.estimate import estimate
 from titanlike.planning.layouts import SearchSpace
 from titanlike.planning.machine import Machine
 from titanlike.sweeps.layout_search import filter_layouts, read_space
@@ -144,7 +145,15 @@ def test_every_layout_of_the_ranks_is_listed_once_and_runs(data):
     ranks = data.draw(st.sampled_from([1, 2, 3, 4, 6]), "ranks")
     fixed = data.draw(
         st.sampled_from(
-            [[], ["pp=2"], ["dp=2"], ["pp=2", "dp=1"], ["schedule=gpipe"], ["fsdp.zero=2"]]
+            [
+                [],
+                ["pp=2"],
+                ["dp=2"],
+                ["pp=2", "dp=1"],
+                ["tp=2"],
+                ["schedule=gpipe"],
+                ["fsdp.zero=2"],
+            ]
             + [["schedule.microbatches=4"], ["pp=2", "schedule=dualpipev"]]
         ),
         "fixed",
@@ -159,19 +168,21 @@ def test_every_layout_of_the_ranks_is_listed_once_and_runs(data):
         assert words[: len(overrides)] == overrides
         for text in fixed:
             key, _, value = text.partition("=")
-            assert str(getattr(config, key, None)) == value or key not in ("pp", "dp")
+            assert str(getattr(config, key, None)) == value or key not in ("pp", "dp", "tp")
         if tuple(words) in found.skipped:
-            wrong_size = config.world_size != ranks
+            wrong_size = config.world_size != ranks  # also of a tp that the model refuses
             assert wrong_size or config_problems(config, None, [])
             continue
-        assert config.pp * config.dp == ranks
+        assert config.world_size == ranks
         plan = draft(config)
-        assert (config.dp, plan.order) not in layouts
-        layouts.add((config.dp, plan.order))
+        assert (config.dp, config.tp, plan.order) not in layouts
+        layouts.add((config.dp, config.tp, plan.order))
     assert found.to_run == len(layouts)
     if not fixed:
-        meshes = {(composed(w).pp, composed(w).dp) for w in found.combinations}
-        assert meshes == {(n, ranks // n) for n in range(1, ranks + 1) if ranks % n == 0}
+        meshes = {(c.pp, c.dp, c.tp) for c in map(composed, found.combinations)}
+        for tp in (tp for tp in (1, 2, 4) if ranks % tp == 0):
+            left = ranks // tp
+            assert meshes >= {(n, left // n, tp) for n in range(1, left + 1) if left % n == 0}
 
 
 def test_what_is_known_to_be_wrong_is_left_out_with_the_reason():
@@ -183,6 +194,36 @@ def test_what_is_known_to_be_wrong_is_left_out_with_the_reason():
     assert "does not divide among dp=4" in reasons["pp=1", "dp=4", "schedule=1f1b"]
     assert "splits the backward" in reasons["pp=2", "dp=2", "schedule=zbvzerobubble"]
     assert ("pp=2", "dp=2", "schedule=1f1b") not in reasons
+
+
+def test_tensor_parallel_ranks_are_tried_as_the_plan_allows_within_a_machine():
+    """4 heads; 12 ranks, of which a machine has 6 or all. A model without a plan has no tp."""
+    search = SearchSpace(schedules=["1f1b"], microbatches=[1])
+    words = [*MODEL, "pp=1", "batch_size=12"]
+    found = filter_layouts(composed, [words], search, Machine(12, None, 6), RUNNER)
+    left = {w[len(words)]: why for w, why in found.skipped.items()}
+    assert "layers.0.attention.wq has 4 heads, which 3 ranks cannot share" in left["tp=3"]
+    assert left["tp=3"].endswith("write tp=2") and {"tp=3", "tp=4", "tp=6", "tp=12"} == {*left}
+    assert "go over the network: a machine has 6 ranks" in left["tp=4"]
+    run = [w[len(words) :] for w in found.combinations if tuple(w) not in found.skipped]
+    assert [w[:-2] for w in run] == [["dp=12"], ["dp=6", "tp=2"]]
+    own = ["model=own", "model.name=support.losses.Ended", "pp=1", "batch_size=12"]
+    found = filter_layouts(composed, [own], search, Machine(4, None), RUNNER)
+    assert [composed(w).tp for w in found.combinations] == [1]
+    for tp, ranks in ("1", 4), ("2", 6):
+        fixed = [*words, f"tp={tp}"]
+        found = filter_layouts(composed, [fixed], search, Machine(ranks, None), RUNNER)
+        assert {composed(w).world_size for w in found.combinations} == {ranks}
+
+
+def test_what_tensor_parallel_ranks_wait_for_counts_in_the_time_of_a_step():
+    """All divide the products alike; the more ranks exchange activations, the longer they wait."""
+    words = [*MODEL, "model.kv_heads=4", "batch_size=16", "schedule.microbatches=1"]
+    times = []
+    for mesh in (["dp=4"], ["dp=2", "tp=2"], ["tp=4"]):
+        config = composed([*words, *mesh])
+        times.append(estimate(config, draft(config)).time)
+    assert times == sorted(times) and times[0] < times[1] < times[2]
 
 
 def test_a_layout_that_is_another_one_in_other_words_is_run_once():

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -30,8 +31,10 @@ from titanlike.config.schema import Config, Fsdp
 from titanlike.launch.worker import Worker
 from titanlike.proof.verification import verify
 from titanlike.torch_private import distributed_checkpoint, foreach, pipeline_stage
+from titanlike.torch_private.base_classes import TorchDispatchMode
 from titanlike.torch_private.compiler import as_if_compiling
 from titanlike.torch_private.fsdp import reduce_missing_gradients
+from titanlike.torch_private.operators import in_parts
 from titanlike.torch_private.pipeline_runtime import FIELD
 from titanlike.training import checks
 
@@ -111,6 +114,27 @@ def test_a_newer_checkpoint_still_needs_help_to_be_read() -> None:
     distributed_checkpoint.read_newer_checkpoints()  # may be called again
     blank.__setstate__(newer)
     assert blank.dtype == torch.float32
+
+
+@pytest.mark.skipif(
+    hasattr(torch.distributed.checkpoint, "CheckpointableTensor"),
+    reason="this torch has a public way",
+)
+def test_blocks_of_a_tensor_have_no_public_way_in_all_versions() -> None:
+    """2.15 asks a tensor itself where it is; before, it is saved as if it were the whole."""
+
+    class Located(Tensor):
+        global_shape = torch.Size((6, 2))
+        global_offsets = ((1, 0), (4, 0))
+        local_offsets = ((0, 0), (1, 0))
+        local_sizes = ((1, 2), (1, 2))
+
+    rows = torch.ones(2, 2)
+    held = {torch.Size((1, 0)): rows[:1], torch.Size((4, 0)): rows[1:]}
+    blocks = distributed_checkpoint.Blocks(rows, torch.Size((6, 2)), held)
+    for tensor, size, count in ((rows.as_subclass(Located), (2, 2), 1), (blocks, (6, 2), 2)):
+        items = create_default_local_save_plan({"a": tensor}, True).items
+        assert [item.tensor_data.size for item in items] == [size] * count
 
 
 def observed(config: Config, worker: Worker) -> list[tuple[list, list]]:
@@ -507,3 +531,20 @@ def test_torchs_norm_of_gradients_does_not_say_of_which() -> None:
     total = torch.nn.utils.get_total_norm(gradients)
     assert total.shape == () and total.isnan()
     assert foreach.norms(gradients)[0] == 2
+
+
+def test_a_dispatch_mode_in_inference_mode_sees_whole_operators() -> None:
+    """If it sees their parts, or there is a public way to have them, `in_parts` can go."""
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+            seen.append(function.name())
+            with self:
+                result = in_parts(function, args, kwargs or {})
+            return function(*args, **(kwargs or {})) if result is NotImplemented else result
+
+    layer = nn.Linear(4, 4, device="meta")
+    with torch.inference_mode(), Mode():
+        layer(torch.empty(2, 3, 4, device="meta"))
+    assert seen[:2] == ["aten::empty.memory_format", "aten::linear"] and "aten::addmm" in seen

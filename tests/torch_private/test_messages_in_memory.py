@@ -144,6 +144,7 @@ def test_torchs_runtime_keeps_what_it_has_sent_to_the_end_of_a_step(tmp_path) ->
     assert not BUFFERS or all(buffers >= 16 for _, buffers in counts), counts
 
 
+@pytest.mark.slow  # as test_memory_does_not_grow_with_the_number_of_microbatches, which is quick
 @pytest.mark.skipif(not BUFFERS, reason="other stages cache what they received elsewhere")
 def test_what_the_last_stage_received_is_forgotten_after_its_backward(tmp_path) -> None:
     assert run_world(received_alive, config_of("1f1b"), tmp_path, False)[-1] <= 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from support.cells import cells
+from support.cells import cells, slow
 from support.commands import command
 from support.hf_tiny import model_of
 from support.models import tiny
@@ -122,7 +122,7 @@ def test_mixing_that_is_meant_trains_as_one_process_with_the_same_microbatches(
     assert_proven(net(block, 2, 2, args=args, mixes_samples=True), tmp_path)
 
 
-@pytest.mark.parametrize("tool", ["train.py", "tools/verify.py"])
+@pytest.mark.parametrize("tool", ["train.py", *slow("tools/verify.py")])
 def test_the_command_ends_with_the_cause_and_the_exit_code_of_a_wrong_config(
     tool: str, tmp_path: Path
 ) -> None:

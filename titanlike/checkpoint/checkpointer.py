@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
-from titanlike.checkpoint import discovery, integrity, state_dict
+from titanlike.checkpoint import discovery, hf_start, integrity, state_dict
 from titanlike.checkpoint.dcp_metadata import read_metadata
 from titanlike.checkpoint.discovery import committed, step_of
 from titanlike.checkpoint.integrity import DamagedCheckpoint, read_state
@@ -38,6 +38,7 @@ from titanlike.data.fingerprint import data_fingerprint, fingerprint_changes
 from titanlike.data.sources import Data
 from titanlike.metrics.events import Events
 from titanlike.metrics.starts import changed_keys
+from titanlike.models.registry import resolve_model
 from titanlike.optim.optimizer import StageState
 
 
@@ -89,6 +90,7 @@ class Checkpointer:
         dist.broadcast_object_list(fingerprint, src=0, group=self._group)
         self._fingerprint = fingerprint[0]
         self._plain_config = redact_value("", to_plain(config))
+        self._model = redact_value("", to_plain(resolve_model(config, data.vocab_size)))
 
     @property
     def newest(self) -> int:
@@ -106,7 +108,11 @@ class Checkpointer:
         progress = self._load_first_intact(self._select_resume)
         if progress is None:
             if self._settings.start_from:
-                text = warm_start(self._settings, self._stage_states, self._group)
+                of_run = self._stage_states, self._group
+                if hf_start.is_folder(self._settings.start_from):
+                    text = hf_start.start_from_folder(self._config, *of_run)
+                else:
+                    text = warm_start(self._settings, *of_run)
                 self._events.log("warm_start", 0, text)
             return Progress()
         return progress
@@ -237,7 +243,8 @@ class Checkpointer:
         state = opened.state
         self._check_data(path, state)
         of_run = self._stage_states, self._group
-        state_dict.load_run(path, opened.metadata, *of_run, opened.sums)
+        same_tp = state.get("layout", {}).get("tp", 1) == self._config.tp
+        state_dict.load_run(path, opened.metadata, *of_run, opened.sums, same_tp=same_tp)
         self._writer.newest = state["step"]
         self._events.log("resume", self.newest, path=str(path), world_size=self._world_size)
         if changes := changed_keys(state.get("config", {}), self._plain_config):
@@ -307,6 +314,8 @@ class Checkpointer:
             self._writer.start(save, state_dict.model_tensors(self._stage_states, dtype), "sync")
         if self._writer.failures:
             raise OSError(self._writer.failures[-1])
+        if self._rank == 0:
+            self._writer.tidy()
 
     def _state(self, progress: Progress, val_loss: float | None) -> dict[str, Any]:
         config = self._config
@@ -316,11 +325,14 @@ class Checkpointer:
             "val_loss": val_loss,
             "run_dir": str(Path(config.run_dir).absolute()),
             "world_size": self._world_size,
-            "layout": {key: getattr(config, key) for key in ("pp", "dp", "replicate")}
+            "layout": {
+                key: getattr(config, key) for key in ("pp", "dp", "replicate", "cp", "tp", "ep")
+            }
             | {"schedule": config.schedule.name, "split": config.split.name},
             "same": run_identity(config),
             "sequences": len(self._data.train),
             "data": self._fingerprint,
             "config": self._plain_config,
+            "model": self._model,
             "torch": torch.__version__,
         }

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemBase
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
@@ -44,7 +44,7 @@ from titanlike.checkpoint.save_plan import SavePlanner
 from titanlike.checkpoint.storage import Storage
 from titanlike.checkpoint.tensor_file import write_tensors
 from titanlike.device.accelerator import set_device, started
-from titanlike.torch_private.distributed_checkpoint import written_piece
+from titanlike.torch_private.distributed_checkpoint import Blocks, written_piece
 
 Write = Callable[[Storage, str, Iterable[Tensor]], WrittenFile]
 
@@ -213,6 +213,22 @@ class StorageReader(FileSystemReader):
 
 class TensorsOnly(DefaultLoadPlanner):
     """DCP's planner, which refuses entries that it would unpickle."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """torch's allocates tensors that are on meta, and replaces by None what it does not know."""
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        found = self.state_dict[index.fqn]
+        if isinstance(found, Blocks):
+            assert index.offset is not None
+            return found.blocks[index.offset]
+        return super().lookup_tensor(index)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise UnsafeCheckpoint(f"{read_item.storage_index.fqn} in the checkpoint is not a tensor")

@@ -227,7 +227,8 @@ def _state(path: Storage) -> dict[str, Any]:
 def _layout(state: dict[str, Any]) -> str:
     """pp2 x dp4 1f1b: degrees above one."""
     layout = state.get("layout") or {}
-    degrees = [f"{key}{layout[key]}" for key in ("pp", "dp") if layout.get(key, 1) > 1]
+    shown = {key: layout.get(key) for key in ("pp", "dp", "cp", "tp")}
+    degrees = [f"{key}{n}" for key, n in shown.items() if isinstance(n, int) and n > 1]
     schedule = [layout["schedule"]] if layout.get("pp", 1) > 1 else []
     return " ".join([" x ".join(degrees), *schedule]) if degrees else "one rank" if layout else "-"
 

@@ -48,7 +48,7 @@ _OPTIONAL: dict[str, tuple[type, ...]] = {
     **{f"layout.{key}": (str,) for key in ("schedule", "split")},
     **{"progress.step": (int,), "progress.value": _NUMBER},
     **{"progress.left_out": (int,), "progress.guard": (dict,)},
-    **{"data": (dict,), "config": (dict,)},
+    **{"data": (dict,), "config": (dict,), "model": (dict,)},
 }
 _STEP_IN_NAME = re.compile(r"(?:step|model)-(\d{8,})")
 _CHUNK = 2**22  # bytes read at a time

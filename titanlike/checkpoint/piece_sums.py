@@ -44,10 +44,14 @@ class PieceSums:
 
     def check(self, file: str, begin: int, data: bytes) -> None:
         """Raises DamagedCheckpoint where these are not the bytes of a piece that was written."""
+        self.check_digest(file, begin, len(data), xxhash.xxh3_128_digest(data))
+
+    def check_digest(self, file: str, begin: int, length: int, digest: bytes) -> None:
+        """The same for bytes of which the checksum is given."""
         ends, sums = self._files.get(file, ([], b""))
-        at = bisect_left(ends, begin + len(data))
-        is_piece = ends[at : at + 1] == [begin + len(data)] and begin == (ends[at - 1] if at else 0)
-        if not is_piece or xxhash.xxh3_128_digest(data) != sums[at * _DIGEST : (at + 1) * _DIGEST]:
+        at = bisect_left(ends, begin + length)
+        is_piece = ends[at : at + 1] == [begin + length] and begin == (ends[at - 1] if at else 0)
+        if not is_piece or digest != sums[at * _DIGEST : (at + 1) * _DIGEST]:
             raise DamagedCheckpoint(self._folder, file, UNEQUAL)
 
 

@@ -68,8 +68,9 @@ def run_identity(config: Config) -> dict[str, Any]:
     """What a resumed run must not change, by key: the order of the samples and the model depend
     on it. "same" in state.json."""
     sizes = {f"model.{key}": value for key, value in to_plain(config.model).items()}
-    for derived in ("model.vocab_size", "model.max_seq_len"):  # null or not: shapes are compared
-        sizes.pop(derived, None)
+    # null or not: shapes are compared; and a plan for tp changes no value
+    for changing in ("model.vocab_size", "model.max_seq_len", "model.tp_plan"):
+        sizes.pop(changing, None)
     plain = {key: getattr(config, key) for key in ("seed", "batch_size", "seq_len")}
     return {**plain, "optimizer": config.optimizer.name, **sizes}
 

@@ -11,6 +11,7 @@ runs in one process, as in a sweep, would write by each other's plans.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
-Tensors = dict[str, Tensor]
+from titanlike.torch_private.distributed_checkpoint import Blocks
+from titanlike.torch_private.dtensor import local
+
+Tensors = Mapping[str, Tensor | Blocks]
 
 
 @dataclass
@@ -54,14 +58,10 @@ class SavePlanner(DefaultSavePlanner):
             self.kept, items = last, last.own.items
         else:
             coordinator = group is None or dist.get_rank(group) == 0
-            self._local = create_default_local_save_plan(tensors, coordinator)
+            self._local = create_default_local_save_plan(dict(tensors), coordinator)
             self.kept, items = Plan(signature), self._local.items
-        self.state_dict = tensors
         # what this rank may write: a copy may take their place before it does
-        self.pieces = {
-            item.index: super(SavePlanner, self).lookup_object(item.index) for item in items
-        }
-        self.state_dict = {}
+        self.pieces = {item.index: _piece(tensors[item.index.fqn], item.index) for item in items}
 
     def set_up_planner(
         self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
@@ -90,11 +90,22 @@ class SavePlanner(DefaultSavePlanner):
         return self.pieces[index]
 
 
+def _piece(tensor: Tensor | Blocks, index: MetadataIndex) -> Tensor:
+    if isinstance(tensor, Blocks):
+        assert index.offset is not None
+        return tensor.blocks[index.offset]
+    return local(tensor)
+
+
 def _signature(tensors: Tensors) -> list[Any]:
     """What a plan depends on."""
     found: list[Any] = []
     for name, tensor in tensors.items():
-        layout = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+        layout: Any = None
+        if isinstance(tensor, DTensor):
+            layout = tensor.device_mesh, tensor.placements
+        elif isinstance(tensor, Blocks):
+            layout = [(offsets, block.shape) for offsets, block in tensor.blocks.items()]
         found.append((name, tensor.shape, tensor.dtype, layout))
     return found
 

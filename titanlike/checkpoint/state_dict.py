@@ -3,7 +3,7 @@
 model.NAME                 parameters and persistent buffers
 optimizer.state.NAME.KEY   optimizer state of each parameter
 optimizer.state.step       the step count of all parameters that have no NAME.step of their own
-rng.RANK.cpu rng.RANK.cuda random generators, restored only in the same number of ranks
+rng.RANK.cpu rng.RANK.cuda random generators, restored only in as many ranks with the same tp
 """
 
 from __future__ import annotations
@@ -27,9 +27,12 @@ from titanlike.checkpoint.storage import Storage, UnreadableFile
 from titanlike.checkpoint.tensor_index import OPTIMIZER, RNG
 from titanlike.device.accelerator import rng_states, set_rng_state
 from titanlike.optim.optimizer import StageState
+from titanlike.parallel.tp.part import Part, pieces
+from titanlike.torch_private.distributed_checkpoint import Blocks
+from titanlike.torch_private.dtensor import local
 
 _FLAT = dcp_state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
-Tensors = dict[str, Tensor]
+Tensors = dict[str, Tensor | Blocks]  # blocks of those that tensor parallelism divides
 SHARED_STEP = f"{OPTIMIZER}step"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -47,7 +50,8 @@ def model_tensors(
             name = stage.names.get(name, name)
             if copies or stage.owns(name):
                 cast = dtype is not None and value.is_floating_point()
-                tensors.setdefault(f"model.{name}", value.to(dtype) if cast else value)
+                value = placed(value.to(dtype) if cast else value, stage.part(name))
+                tensors.setdefault(f"model.{name}", value)
     return tensors
 
 
@@ -57,13 +61,32 @@ def run_tensors(stage_states: list[StageState], *, copies: bool = False) -> Tens
     for stage in stage_states:  # each by itself: DCP mixes up optimizers that span several modules
         # torch would initialize others by a step with lr=0, and count that step
         stepped = [optimizer for optimizer in stage.optimizers if optimizer.state]
+        shapes = {name: parameter.shape for name, parameter in stage.parameters()}
         for name, value in _optimizer_state(stage, stepped).items():
             # hyperparameters (lr, betas) come from the config, and objects would be unpickled
             if isinstance(value, Tensor) and name.startswith("state."):
                 name = _in_model(name, stage)
-                if copies or stage.owns(_parameter(name)):
-                    tensors.setdefault(name, value)
+                parameter = _parameter(name)
+                if copies or stage.owns(parameter):
+                    alike = value.shape == shapes.get(parameter)  # not a count of steps
+                    part = stage.part(parameter) if alike else None
+                    tensors.setdefault(name, placed(value, part))
     return tensors | _rng_states()
+
+
+def placed(tensor: Tensor, part: Part | None) -> Tensor | Blocks:
+    """A parameter, or a tensor like it, as a checkpoint has it; part: what this rank has of it."""
+    if part is None:
+        return tensor
+    own = local(tensor)
+    blocks = {
+        torch.Size(one.start for one in whole): own[here] for here, whole in pieces(tensor, part)
+    }
+    return Blocks(tensor, part.shape, {at: block for at, block in blocks.items() if block.numel()})
+
+
+def _held(tensor: Tensor | Blocks) -> Tensor:
+    return tensor.held if isinstance(tensor, Blocks) else tensor
 
 
 def share_step(tensors: Tensors, group: dist.ProcessGroup) -> Tensors:
@@ -77,6 +100,7 @@ def share_step(tensors: Tensors, group: dist.ProcessGroup) -> Tensors:
         for name, value in tensors.items()
         if name.startswith(OPTIMIZER)
         and name.endswith(".step")
+        and isinstance(value, Tensor)
         and value.dim() == 0
         and value.dtype == torch.float32
         and not isinstance(value, DTensor)
@@ -110,12 +134,15 @@ def load_run(
     stage_states: list[StageState],
     group: dist.ProcessGroup,
     sums: PieceSums | None,
+    *,
+    same_tp: bool = True,
 ) -> None:
     """Load a checkpoint, saved in any layout. Collective.
 
-    sums: of its pieces; None where its files have been checked. Raises ValueError where a tensor is
-    missing or has another shape, and what `read` raises: then the state is not to be used, but
-    another checkpoint may be loaded in its place.
+    sums: of its pieces; None where its files have been checked; same_tp: whether it was saved with
+    as many tensor-parallel ranks, which draw some random numbers together. Raises ValueError where a
+    tensor is missing or has another shape, and what `read` raises: then the state is not to be used,
+    but another checkpoint may be loaded in its place.
     """
     saved = metadata.state_dict_metadata
     for stage in stage_states:
@@ -128,7 +155,7 @@ def load_run(
             del tensors[name]
     random = [name for name in tensors if name.startswith("rng.")]
     ranks = sum(name.startswith("rng.") and name.endswith(".cpu") for name in saved)
-    if ranks != dist.get_world_size() or not saved.keys() >= set(random):
+    if ranks != dist.get_world_size() or not same_tp or not saved.keys() >= set(random):
         # another layout has other ranks: each keeps its own seed
         tensors = {name: value for name, value in tensors.items() if name not in random}
         random = []
@@ -153,14 +180,15 @@ def load_run(
     for stage in stage_states:
         state = dcp_state_dict.get_model_state_dict(stage.stage)
         dcp_state_dict.set_model_state_dict(
-            stage.stage, {name: tensors[f"model.{stage.names.get(name, name)}"] for name in state}
+            stage.stage,
+            {name: _held(tensors[f"model.{stage.names.get(name, name)}"]) for name in state},
         )
         # hyperparameters are not in the checkpoint and stay
         state = _optimizer_state(stage, stage.optimizers)
         for name, entry in ((name, _in_model(name, stage)) for name in state):
             if entry in tensors:  # each copy of a tied weight has its own state
-                own = stage.owns(_parameter(entry))
-                state[name] = tensors[entry] if own else tensors[entry].clone()
+                own, value = stage.owns(_parameter(entry)), _held(tensors[entry])
+                state[name] = value if own else value.clone()
         if stage.names:
             of_stage = stage.stage, stage.optimizers, state
             dcp_state_dict.set_optimizer_state_dict(*of_stage, options=_FLAT)

@@ -64,7 +64,8 @@ class Save:
 
 
 class CheckpointWriter:
-    """Writes a run's checkpoints. All methods but `poll`, `before_update` and `close` are collective."""
+    """Writes a run's checkpoints. All methods but `poll`, `tidy`, `before_update` and `close` are
+    collective."""
 
     def __init__(
         self,
@@ -93,7 +94,9 @@ class CheckpointWriter:
         def committed(files: Manifest) -> None:
             save.seconds = time.perf_counter() - save.begin
             save.bytes = sum(size for size, _ in files.values())
-            self._delete_superseded(save)
+            if save.record is not None:
+                self.saved[save.record.step] = save.record
+                save.deleted, save.retention_error = self._delete_superseded()
 
         write = self._process.write if mode == "async_process" else write_tensors
         storage_writer = StorageWriter(save.folder, save.state, committed, write)
@@ -202,20 +205,26 @@ class CheckpointWriter:
         if save.retention_error:
             self._events.log("retention_failed", step, save.retention_error)
 
-    def _delete_superseded(self, save: Save) -> None:
-        """On rank 0, which commits, in the saving thread."""
-        if save.record is None:
-            return
-        self.saved[save.record.step] = save.record
+    def tidy(self) -> None:
+        """Delete what is still superseded, as where a start was killed in between. On rank 0, after
+        `wait`."""
+        _, error = self._delete_superseded()
+        if error:
+            self._events.log("retention_failed", self.newest, error)
+
+    def _delete_superseded(self) -> tuple[list[int], str]:
+        """The steps that are deleted, and what went wrong. On rank 0, in the thread that saves."""
+        deleted, problem = [], ""
         for step in superseded(list(self.saved.values()), self._settings):
             try:
                 delete_checkpoint(self._folder.at(step_name(step)))
             except Exception as error:  # the new one is complete all the same
                 what = f"the checkpoint of step {step}"
-                save.retention_error = f"{what} could not be deleted: {error}"
+                problem = f"{what} could not be deleted: {error}"
             else:
                 del self.saved[step]
-                save.deleted.append(step)
+                deleted.append(step)
+        return deleted, problem
 
 
 def _reason(save: Save, error: BaseException) -> str:

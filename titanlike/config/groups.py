@@ -2,46 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal, NewType
+from dataclasses import dataclass
+from typing import Literal
 
-Seconds = NewType("Seconds", float)  # written as a number, or as 45s, 90m, 11h30m, 11:30:00
-Bytes = NewType("Bytes", int)  # written as a number, or as 75GiB, 75GB, 75G (all powers of 1024)
-
-
-def key(default: Any, doc: str) -> Any:
-    """A config field: its default and the line that `--help` prints for it."""
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"doc": doc})
-    if callable(default):
-        return field(default_factory=default, metadata={"doc": doc})
-    return field(default=default, metadata={"doc": doc})
-
-
-def required(doc: str) -> Any:
-    """A config field without a default: its choice is an error until the user gives it."""
-    return field(metadata={"doc": doc})
-
-
-@dataclass
-class Custom:
-    """A choice from outside: `name` is an import path, `args` its keyword arguments."""
-
-    name: str
-    args: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class OwnOptimizer(Custom):
-    """The user's own class, called with the parameters, `lr` and `args`."""
-
-    lr: float = key(3e-3, "peak learning rate")
-    clip: float | None = key(1.0, "largest global gradient norm; null = no clipping")
-    exact_on_shards: bool = key(
-        False,
-        "it is right on shards and stages although trying it alone on parts gives another result",
-    )
-
+from titanlike.config.keys import Bytes, Custom, key, required
 
 # --- split: where the model is cut into stages -------------------------------------------------
 
@@ -145,60 +109,6 @@ class OwnSchedule(Custom):
     """The user's own order: a function (pp, microbatches, **args) -> Order."""
 
     weight_gradients: Literal["deferred", "together"] = key("deferred", _WEIGHT_GRADIENTS)
-
-
-# --- data --------------------------------------------------------------------------------------
-
-
-@dataclass
-class TextData:
-    """Text files, JSONL or Parquet, tokenized once into a cache and packed into sequences."""
-
-    name: str = key("text", "choice")
-    path: str | None = key(
-        None, "file or folder (.txt .py .md ..., .jsonl, .parquet); null = this Python's sources"
-    )
-    text_key: str = key("text", "field (JSONL) or column (Parquet) that holds the text")
-    tokenizer: str = key("bytes", "'bytes' (built in) or the path of a tokenizer.json")
-    validation_fraction: float = key(0.05, "share of the documents for validation")
-    cache: str | None = key(None, "folder for tokenized files; null = ~/.cache/titanlike")
-    documents: bool = key(
-        False, "attention stays within each document of a sequence, where positions begin at 0"
-    )
-    workers: int = key(0, "loader processes per rank; 0 = load in the training process")
-    changed: bool = key(
-        False, "resume although the data are not those of the checkpoint; for one start"
-    )
-
-
-@dataclass(kw_only=True)
-class TokenData:
-    """A file of token ids, memory-mapped."""
-
-    name: str = key("tokens", "choice")
-    path: str = required("token file: .npy, or raw little-endian integers (.bin)")
-    dtype: Literal["uint16", "uint32"] = key("uint16", "integer type of a raw .bin file")
-    vocab_size: int = required("number of token ids; every id in the file is smaller")
-    validation_fraction: float = key(0.05, "share at the end of the file for validation")
-    boundary: int | None = key(None, "token id that begins (or ends) every document")
-    documents: bool = key(
-        False, "attention stays within each document of a sequence; needs data.boundary"
-    )
-    workers: int = key(0, "loader processes per rank; 0 = load in the training process")
-    changed: bool = key(
-        False, "resume although the data are not those of the checkpoint; for one start"
-    )
-
-
-@dataclass
-class SyntheticData:
-    """Random tokens from (seed, position): for benchmarks, costs nothing to load."""
-
-    name: str = key("synthetic", "choice")
-    vocab_size: int = key(256, "number of token ids")
-    changed: bool = key(
-        False, "resume although the data are not those of the checkpoint; for one start"
-    )
 
 
 # --- optimization ------------------------------------------------------------------------------

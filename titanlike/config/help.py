@@ -15,7 +15,7 @@ from typing import Any, Literal
 from titanlike.config.errors import override_text
 from titanlike.config.parse import to_plain
 from titanlike.config.program import train_program
-from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config, Custom
+from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config, Model
 
 _FLAGS = [
     ("-m", "sweep over comma-separated values"),
@@ -73,7 +73,7 @@ def _keys_and_groups(conf_dirs: list[Path], width: int) -> list[str]:
     hints, config = typing.get_type_hints(Config), to_plain(Config())
     scalars, nested, groups = [], [], []
     for field in dataclasses.fields(Config):
-        if field.name in VARIANTS or hints[field.name] is Custom:
+        if field.name in VARIANTS or hints[field.name] is Model:
             groups.append(field)
         else:
             (nested if dataclasses.is_dataclass(hints[field.name]) else scalars).append(field)

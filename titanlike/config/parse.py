@@ -18,12 +18,13 @@ from dataclasses import replace
 from typing import Any, Literal, Union
 
 from titanlike.config.errors import Problem, nearest, override_text
-from titanlike.config.groups import Bytes
+from titanlike.config.keys import Bytes, Paths
 from titanlike.config.schema import (
     OPEN_GROUPS,
     VARIANTS,
     Config,
     Custom,
+    Model,
     OwnOptimizer,
     OwnSchedule,
     Seconds,
@@ -109,9 +110,11 @@ def _group(group: str, plain: Any, problems: list[Problem]) -> Any:
     if name == MISSING:  # GROUP=own
         fix = f"{group}.name=my_package.my_module.attribute"
         problems.append(Problem(f"{group}.name", name, "required: where your own code is", fix))
-        return Custom(name) if group not in VARIANTS else None
+        return Model(name) if group not in VARIANTS else None
     if group in OPEN_GROUPS and (group not in VARIANTS or "." in name):
-        own = {"optimizer": OwnOptimizer, "schedule": OwnSchedule}.get(group, Custom)
+        own = {"model": Model, "optimizer": OwnOptimizer, "schedule": OwnSchedule}.get(
+            group, Custom
+        )
         fields = {field.name for field in dataclasses.fields(own)} - {"args"}
         known = {key: value for key, value in plain.items() if key in fields}
         made = _dataclass(own, known, f"{group}.", problems)
@@ -161,6 +164,11 @@ def convert(
             return value
         expected = "must be one of " + ", ".join(override_text(choice) for choice in arguments)
         example = nearest(str(value), map(str, arguments)) or ""
+    elif annotation is Paths:
+        several = isinstance(value, list) and value
+        if all(isinstance(one, str) and one for one in (value if several else [value])):
+            return value
+        expected, example = "must be a path, or a list of paths", "[a/,b/]"
     elif origin is list:
         if isinstance(value, (list, tuple)):
             items = enumerate(value)
@@ -168,6 +176,10 @@ def convert(
         expected, wrong = "must be a list", []
         convert(arguments[0], value, key, wrong)
         example = "" if wrong else f"[{override_text(value)}]"
+    elif origin is dict:
+        if isinstance(value, dict):
+            return value
+        expected = "must be a mapping"
     elif annotation is bool:
         if isinstance(value, bool):
             return value
@@ -187,7 +199,7 @@ def convert(
         expected = "must be a time: seconds, 90m, 11h30m or 11:30:00"
         example = short if _seconds(short) is not None else "90m"
     elif annotation is Bytes:
-        if (size := _bytes(value)) is not None:
+        if (size := bytes_of(value)) is not None:
             return size
         expected, example = "is no size", "80GiB"
     elif annotation is float:
@@ -234,7 +246,7 @@ def _float(value: float) -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def _bytes(value: Any) -> int | None:
+def bytes_of(value: Any) -> int | None:
     """A number of bytes, 512MiB, 75GB or 75G (powers of 1024); None for anything else."""
     if isinstance(value, int):
         return None if isinstance(value, bool) else value

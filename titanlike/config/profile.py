@@ -8,7 +8,7 @@ from pathlib import Path
 
 from titanlike.config.errors import Problem
 from titanlike.config.files import check_writable
-from titanlike.config.groups import key
+from titanlike.config.keys import key
 
 
 @dataclass
@@ -25,7 +25,7 @@ class MemoryProfile(NoProfile):
     name: str = key("memory", "choice")
     steps: list[int] = key([10, 12], "first and last step that are recorded")
     ranks: list[int] = key(
-        [], "ranks that write a file: [0,8]; [] = the first of each pipeline rank's dp ranks"
+        [], "ranks that write a file: [0,8]; [] = the first rank of each pipeline rank"
     )
 
 

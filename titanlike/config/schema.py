@@ -10,6 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from titanlike.config.data_groups import (
+    ChatData,
+    MixtureData,
+    SyntheticData,
+    TextData,
+    TokenData,
+)
 from titanlike.config.groups import (
     ActivationCheckpoint,
     AdamW,
@@ -19,7 +26,6 @@ from titanlike.config.groups import (
     ConstantLr,
     CrossEntropy,
     CsvSchedule,
-    Custom,
     DecayLr,
     EvenSplit,
     EveryActivationCheckpoint,
@@ -30,24 +36,20 @@ from titanlike.config.groups import (
     Mse,
     Muon,
     NoLogger,
-    OwnOptimizer,
     OwnSchedule,
     PointSplit,
     Precision,
     Schedule,
-    Seconds,
     SelectiveActivationCheckpoint,
     Sgd,
-    SyntheticData,
     TensorBoard,
-    TextData,
-    TokenData,
     TraceSplit,
     Wandb,
     WsdLr,
     ZeroBubbleSchedule,
-    key,
 )
+from titanlike.config.hardware import CpuHardware, Hardware, MeasuredHardware, NoHardware
+from titanlike.config.keys import Custom, Model, OwnOptimizer, Seconds, key
 from titanlike.config.profile import MemoryProfile, NoProfile, TraceProfile
 
 Objective = Literal["val_loss", "loss", "tokens_per_second", "step_seconds", "mfu", "memory_bytes"]
@@ -72,6 +74,26 @@ class Validation:
 
     every: int = key(100, "steps between validations, and after the last step; 0 = never")
     batches: int = key(4, "global batches in a validation, the same each time")
+
+
+@dataclass
+class Sample:
+    """Texts that the model continues during training: to the console, samples.jsonl and W&B."""
+
+    every: int = key(0, "steps between samples, and after the last step; 0 = never")
+    prompts: list[str] = key([], "texts to be continued: ['def main','import os']")
+    tokens: int = key(64, "the most tokens of a sample")
+    temperature: float = key(0.8, "0 = the most probable token each time")
+    top_p: float = key(0.95, "of the most probable tokens that together have this probability")
+    top_k: int = key(0, "of so many most probable tokens; 0 = of all")
+
+
+@dataclass
+class Evaluate:
+    """What `titanlike evaluate` evaluates."""
+
+    part: Literal["validation", "train", "all"] = key("validation", "part of the data")
+    batches: int = key(0, "only the first so many batches of it; 0 = all")
 
 
 @dataclass
@@ -109,9 +131,16 @@ class Checkpoint:
     model_only: Literal["none", "fp32", "bf16", "fp16"] = key(
         "none", "after the last step also save the model alone in this dtype (model-XXXXXXXX)"
     )
+    export: Literal["none", "hf"] = key(
+        "none",
+        "hf = after the last step also write a folder for transformers, run_dir/hf-XXXXXXXX, of "
+        "what model_only has, or in fp32",
+    )
     resume: str = key("auto", "auto = newest complete checkpoint; never; or the path of one")
     start_from: str | None = key(
-        None, "checkpoint or run directory whose weights initialize a new run (warm start)"
+        None,
+        "checkpoint or run directory whose weights initialize a new run (warm start), or "
+        "hf:/path of a folder of transformers (llama, gpt2)",
     )
     strict: bool = key(
         True, "start_from must have exactly the model's parameters; false = list differences"
@@ -152,6 +181,29 @@ class Config:
 
     pp: int = key(1, "pipeline-parallel ranks")
     dp: int = key(1, "data-parallel ranks, sharded (FSDP) and replicated together")
+    tp: int = key(1, "tensor-parallel ranks: each has a part of every layer (needs a tp plan)")
+    tp_sequence: bool = key(
+        True,
+        "between divided layers each tp rank has a part of the sequence, where the plan says so",
+    )
+    tp_check: bool = key(
+        True,
+        "refuse a tp plan that is not known to be right; false = say so, and prove it by verify",
+    )
+    tp_async: bool = key(
+        False,
+        "overlap what tp ranks exchange with matrix products (compiled blocks on NVIDIA GPUs)",
+    )
+    cp: int = key(1, "context-parallel ranks: each has a part of every sequence")
+    context_parallel: Literal["auto", "gather", "ulysses", "ring"] = key(
+        "auto",
+        "how attention sees all tokens: gather = keys and values are gathered; ulysses = heads are "
+        "exchanged for tokens; ring = keys and values go round; auto = as heads and masks allow",
+    )
+    ep: int = key(
+        1,
+        "expert-parallel ranks among those of dp and cp: each has a part of every layer's experts",
+    )
     replicate: int = key(1, "replicas among dp: 1 = FSDP, dp = replication, between = HSDP")
     device: Literal["auto", "cpu", "cuda", "xpu"] = key(
         "auto", "auto = the machine's GPUs (accelerators), the CPU only where there is none"
@@ -192,11 +244,16 @@ class Config:
     gc_every: int = key(
         50, "steps between Python's garbage collections, all ranks at once; 0 = when Python does"
     )
+    plan: Literal["warn", "strict"] = key(
+        "warn", "memory that will not suffice: warn = say so at the start; strict = refuse"
+    )
     # the model's keys are its constructor's arguments: see titanlike/models
-    model: Custom = key(lambda: Custom("llama"), "model family or import path, and its arguments")
+    model: Model = key(lambda: Model("llama"), "model family or import path, and its arguments")
     split: EvenSplit | PointSplit | BalanceSplit | AutoSplit = key(EvenSplit, "where stages begin")
     schedule: Schedule | CsvSchedule | OwnSchedule = key(Schedule, "pipeline schedule")
-    data: TextData | TokenData | SyntheticData | Custom = key(TextData, "training data")
+    data: TextData | TokenData | MixtureData | SyntheticData | Custom = key(
+        TextData, "training data"
+    )
     optimizer: AdamW | Muon | Sgd | OwnOptimizer = key(AdamW, "optimizer")
     lr: ConstantLr | DecayLr | WsdLr | Custom = key(WsdLr, "learning-rate schedule")
     loss: CrossEntropy | ChunkedCrossEntropy | Mse | Custom = key(CrossEntropy, "loss function")
@@ -206,6 +263,8 @@ class Config:
     )
     fsdp: Fsdp = key(Fsdp, "sharding inside a stage")
     validation: Validation = key(Validation, "loss on the validation data")
+    sample: Sample = key(Sample, "texts written by the model during training")
+    evaluate: Evaluate = key(Evaluate, "perplexity of a checkpoint")
     verify: Verify = key(Verify, "the comparison with one process")
     bench: Bench = key(Bench, "the comparison with loops written by hand")
     checkpoint: Checkpoint = key(Checkpoint, "saving and resuming")
@@ -213,13 +272,26 @@ class Config:
     profile: NoProfile | TraceProfile | MemoryProfile = key(
         NoProfile, "a few steps recorded in detail, into run_dir/profile"
     )
+    hardware: NoHardware | MeasuredHardware | Hardware = key(
+        NoHardware, "the devices and links that a run is planned for (tools/plan.py)"
+    )
     launch: Launch = key(Launch, "starting and monitoring the workers")
     sweep: Sweep = key(Sweep, "many runs from one command (-m)")
 
     @property
     def world_size(self) -> int:
         """Processes that the mesh needs."""
-        return self.pp * self.dp
+        return self.model_ranks * self.dp
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that a batch of one dp rank takes: pp and tp divide the model, cp the sequences."""
+        return self.pp * self.cp * self.tp
+
+    @property
+    def shards(self) -> int:
+        """Ranks that FSDP shards a stage's weights over: those of dp in one replica, times cp."""
+        return self.dp // self.replicate * self.cp
 
     @property
     def last_step(self) -> int:
@@ -248,7 +320,13 @@ VARIANTS: dict[str, dict[str, type]] = {
         "dualpipev": ZeroBubbleSchedule,
         "csv": CsvSchedule,
     },
-    "data": {"text": TextData, "tokens": TokenData, "synthetic": SyntheticData},
+    "data": {
+        "text": TextData,
+        "tokens": TokenData,
+        "mixture": MixtureData,
+        "chat": ChatData,
+        "synthetic": SyntheticData,
+    },
     "optimizer": {"adamw": AdamW, "muon": Muon, "sgd": Sgd},
     "lr": {"constant": ConstantLr, "linear": DecayLr, "cosine": DecayLr, "wsd": WsdLr},
     "loss": {
@@ -266,6 +344,13 @@ VARIANTS: dict[str, dict[str, type]] = {
     },
     "logger": {"wandb": Wandb, "tensorboard": TensorBoard, "none": NoLogger},
     "profile": {"none": NoProfile, "trace": TraceProfile, "memory": MemoryProfile},
+    "hardware": {
+        "none": NoHardware,
+        "measure": MeasuredHardware,
+        **dict.fromkeys(("a100_40g", "a100_80g", "h100_sxm", "h100_pcie", "h200"), Hardware),
+        **dict.fromkeys(("b200", "mi300x"), Hardware),
+        "cpu": CpuHardware,
+    },
 }
 
 # groups whose `name` may be an import path of the user's own

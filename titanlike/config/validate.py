@@ -7,17 +7,31 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from math import gcd, inf, log
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from titanlike.config.errors import Problem
+from titanlike.config.hardware import hardware_problems
 from titanlike.config.parse import to_plain
 from titanlike.config.profile import profile_problems
-from titanlike.config.schema import AdamW, Config, DecayLr, Muon, OwnOptimizer, Sgd, Wandb, WsdLr
+from titanlike.config.schema import (
+    AdamW,
+    Config,
+    DecayLr,
+    Muon,
+    OwnOptimizer,
+    Sgd,
+    SyntheticData,
+    Wandb,
+    WsdLr,
+)
 
 MAX_STAGES = 256
+MAX_TENSOR_RANKS = 256
+MAX_CONTEXT_RANKS = 1024
 MAX_RANKS = 1_000_000
 MAX_BATCH = 2**20  # sequences of one dp rank a step
 MAX_NUMBER = 2**40  # of any count
@@ -32,7 +46,9 @@ _BOUNDS = {  # of keys, and of a model's keys by these names
     **{"model.heads": 2**16, "model.kv_heads": 2**16, "model.max_seq_len": MAX_SEQ_LEN},
     **{"data.workers": 4096, "launch.max_restarts": 1_000_000, "sweep.parallel": 100_000},
     **{"schedule.microbatches": 100_000, "spike_window": 1_000_000},
-    **{"activation_checkpoint.memory": 2**60},
+    **{"activation_checkpoint.memory": 2**60, "hardware.memory": 2**60},
+    **dict.fromkeys([f"hardware.{kind}_flops" for kind in ("bf16", "fp8", "tf32", "fp32")], 1e18),
+    **{f"hardware.{link}_bandwidth": 1e15 for link in ("memory", "node", "network")},
     **{"max_time": 1e9, "sweep.wait": 1e9, "seed": 2**63 - 1},
 }
 _LONGEST_NAME = 128  # characters, in W&B
@@ -43,6 +59,13 @@ _LEAST = {
     **dict.fromkeys(("launch.max_restarts", "launch.step_timeout", "lr.warmup", "gc_every"), 0),
     **{"validation.batches": 1, "verify.steps": 1, "spike_window": 2},
     **{"activation_checkpoint.every": 1, "precision.min_features": 1},
+    **{
+        "evaluate.batches": 0,
+        "sample.every": 0,
+        "sample.tokens": 1,
+        "sample.top_k": 0,
+        "sample.temperature": 0,
+    },
 }
 _ABOVE_ZERO = {  # and finite; key -> an example
     **{"launch.timeout": "600", "launch.heartbeat": "10", "checkpoint.timeout": "1800"},
@@ -59,6 +82,7 @@ def problems(config: Config, world_size: int | None = None) -> list[Problem]:
     found += [*_paths(config), *_resume(config), *_wandb(config)]
     ranks = MAX_RANKS if config.launch.elastic else config.world_size
     found += profile_problems(config.profile, config.last_step, ranks)
+    found += hardware_problems(config.hardware)
     if config.value == "val_loss" and config.validation.every == 0:
         reason = "nothing is validated with validation.every=0"
         found.append(Problem("value", "val_loss", reason, "value=loss"))
@@ -119,41 +143,79 @@ def parse_share(share: str) -> tuple[int, int] | None:
 
 
 def _mesh(config: Config, world_size: int | None) -> Iterator[Problem]:
-    pp, dp, replicate = config.pp, config.dp, config.replicate
-    for key, value in (("pp", pp), ("dp", dp), ("replicate", replicate)):
+    pp, dp, cp, tp, replicate = config.pp, config.dp, config.cp, config.tp, config.replicate
+    sizes = {"pp": pp, "dp": dp, "cp": cp, "tp": tp, "ep": config.ep, "replicate": replicate}
+    for key, value in sizes.items():
         if value < 1:
             yield Problem(key, value, "must be at least 1", f"{key}=1")
-    for key, value, most in (("pp", pp, MAX_STAGES), ("dp", dp, MAX_RANKS)):
+    bounds = ("pp", pp, MAX_STAGES), ("dp", dp, MAX_RANKS), ("cp", cp, MAX_CONTEXT_RANKS)
+    bounds += (("tp", tp, MAX_TENSOR_RANKS),)
+    for key, value, most in bounds:
         if value > most:
             yield Problem(key, value, f"is more than {most}, the maximum", f"{key}={most}")
     if replicate >= 1 and 1 <= dp <= MAX_RANKS and dp % replicate:
         fits = max(n for n in range(1, dp + 1) if dp % n == 0 and n <= replicate)
         reason = f"dp={dp} cannot be cut into {replicate} equal replicas"
         yield Problem("replicate", replicate, reason, f"replicate={fits}")
-    if world_size is not None and pp >= 1 and dp >= 1 and pp * dp != world_size:
-        reason = f"pp x dp = {pp} x {dp} = {pp * dp} processes, but {world_size} were started"
+    least = min(pp, dp, cp, tp, config.ep, replicate)
+    if least >= 1 and dp <= MAX_RANKS and dp % replicate == 0 and config.shards % config.ep:
+        fits = max(
+            n for n in range(1, config.shards + 1) if config.shards % n == 0 and n <= config.ep
+        )
+        ranks = "dp" + " / replicate" * (replicate > 1) + " x cp" * (cp > 1)
+        reason = f"does not divide the ranks that share weights, {ranks} = {config.shards}"
+        yield Problem("ep", config.ep, reason, f"ep={fits}")
+    if world_size is not None and min(pp, dp, cp, tp) >= 1 and config.world_size != world_size:
+        more = {name: size for name, size in (("cp", cp), ("tp", tp)) if size > 1}
+        names, sizes = ["pp", "dp", *more], map(str, [pp, dp, *more.values()])
+        reason = f"{' x '.join(names)} = {' x '.join(sizes)} = {config.world_size} processes, but {world_size} were started"
         meshes = ", or ".join(_meshes(config, world_size))
-        count = f"start with --nproc-per-node {pp * dp} (times nodes)"
-        if "TORCHELASTIC_RUN_ID" in os.environ and world_size % pp == 0:
+        count = f"start with --nproc-per-node {config.world_size} (times nodes)"
+        if "TORCHELASTIC_RUN_ID" in os.environ and world_size % config.model_ranks == 0:
             count += "; or with launch.elastic=true, so that dp follows the number of ranks"
         yield Problem("dp", dp, reason, f"{meshes}; or {count}" if meshes else count)
 
 
 def _meshes(config: Config, world_size: int) -> list[str]:
-    """Overrides of a few meshes of `world_size` ranks, the ones most similar to `config`'s first."""
+    """Overrides of a few meshes of `world_size` ranks, the ones most similar to `config`'s first.
+
+    tp only becomes less, by a divisor: that divides all that the config's divides.
+    """
     found = []
-    for pp in range(1, min(world_size, MAX_STAGES) + 1):
-        dp = world_size // pp
-        if pp * dp != world_size:
+    smaller = [n for n in range(1, min(config.tp, MAX_TENSOR_RANKS) + 1) if config.tp % n == 0]
+    for pp, tp in product(range(1, min(world_size, MAX_STAGES) + 1), smaller):
+        dp = world_size // (pp * config.cp * tp)
+        if pp * dp * config.cp * tp != world_size:
             continue
         replicate = gcd(config.replicate, dp) if config.replicate >= 1 else 1
-        mesh = replace(config, pp=pp, dp=dp, replicate=replicate)
+        mesh = replace(config, pp=pp, dp=dp, tp=tp, replicate=replicate)
         if not [*_mesh(mesh, world_size), *_batch(mesh)]:
-            words = f"pp={pp} dp={dp}"
-            if replicate != config.replicate:
-                words += f" replicate={replicate}"
-            found.append((abs(log(pp / config.pp)), words))
-    return [words for _, words in sorted(found)[:_MAX_MESHES]]
+            found.append((log(config.tp / tp), abs(log(pp / config.pp)), mesh_words(config, mesh)))
+    return [words for _, _, words in sorted(found)[:_MAX_MESHES]]
+
+
+def mesh_words(config: Config, mesh: Config) -> str:
+    """A config's mesh as overrides; what is the same as in `config` only of pp and dp."""
+    words = f"pp={mesh.pp} dp={mesh.dp}"
+    for key in ("cp", "tp", "replicate"):
+        if getattr(mesh, key) != getattr(config, key):
+            words += f" {key}={getattr(mesh, key)}"
+    return words
+
+
+def placement_warning(config: Config, local_ranks: int) -> str:
+    """Of tp groups that span machines of so many ranks, and the mesh whose groups would not."""
+    tp = config.tp
+    if tp == 1 or local_ranks % tp == 0 or config.world_size <= local_ranks:
+        return ""
+    ranks = f"{local_ranks} rank{'' if local_ranks == 1 else 's'}"
+    text = f"tp={tp} on machines of {ranks}: the activations of every layer go over the network"
+    fits = gcd(tp, local_ranks)
+    for more_dp, more_pp in ((tp // fits, 1), (1, tp // fits)):
+        mesh = replace(config, pp=config.pp * more_pp, dp=config.dp * more_dp, tp=fits)
+        if not [*_mesh(mesh, config.world_size), *_batch(mesh)]:
+            return f"{text}; {mesh_words(config, mesh)} keeps them within a machine"
+    return f"{text}; a tp that divides {local_ranks} keeps them within a machine"
 
 
 def _positive(config: Config) -> Iterator[Problem]:
@@ -175,6 +237,18 @@ def _positive(config: Config) -> Iterator[Problem]:
         settings = attrgetter(group)(config) if group else config
         if (value := getattr(settings, name, least)) < least:  # the user's own lr has no warmup
             yield Problem(key, value, f"must be at least {least}", f"{key}={least}")
+    if config.sample.every and not config.sample.prompts:
+        reason = "there is nothing to continue"
+        yield Problem("sample.prompts", [], reason, "sample.prompts=[def,import]")
+    if config.sample.every and isinstance(config.data, SyntheticData):
+        reason = "random tokens have no text"
+        yield Problem("sample.every", config.sample.every, reason, "sample.every=0")
+    if config.sample.every and config.cp > 1:
+        reason = "a cp rank has a part of each sequence, and samples are written with whole ones"
+        yield Problem("sample.every", config.sample.every, reason, "sample.every=0")
+    if not 0 < config.sample.top_p <= 1:
+        reason = "must be above 0 and at most 1"
+        yield Problem("sample.top_p", config.sample.top_p, reason, "sample.top_p=0.95")
     memory = getattr(config.activation_checkpoint, "memory", None)
     if memory is not None and 0 < memory < 2**20:
         fix = f"activation_checkpoint.memory={memory}GiB"

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from titanlike.config.errors import Problem
 from titanlike.config.imports import import_object
-from titanlike.config.schema import Config, Custom, SyntheticData, TextData, TokenData
+from titanlike.config.schema import (
+    ChatData,
+    Config,
+    Custom,
+    MixtureData,
+    SyntheticData,
+    TextData,
+    TokenData,
+)
+from titanlike.data.chat_template import find_template
 from titanlike.data.corpus import find_files, parquet_file
 from titanlike.data.errors import DataError, data_problem
-from titanlike.data.token_file import open_tokens, token_spans
+from titanlike.data.token_file import open_tokens
+from titanlike.data.token_folder import INDEX, read_tokens
 from titanlike.data.tokenizer import open_tokenizer
 
 _MAX_SEARCHED = 1 << 24  # tokens, for the document boundary
@@ -25,11 +36,30 @@ def vocab_size(config: Config) -> int:
     A user's own data (Custom) is opened. Raises DataError where that fails.
     """
     data = config.data
-    if isinstance(data, TextData):
+    if isinstance(data, TextData | ChatData):
         return open_tokenizer(data.tokenizer).vocab_size
     if isinstance(data, Custom):
         return call_custom(data, config.seq_len).vocab_size
+    if isinstance(data, MixtureData):
+        data = data_of_source(data, next(iter(data.sources.values())))
+        if isinstance(data, TextData):
+            return open_tokenizer(data.tokenizer).vocab_size
+    if isinstance(data, TokenData):
+        return read_tokens(data).vocab_size
     return data.vocab_size
+
+
+def tokenizer_of(data: Any) -> tuple[str | None, int | None]:
+    """(name or path of the tokenizer, id between documents) of data, None where they have none.
+    Raises DataError where files of tokens are not there."""
+    if isinstance(data, MixtureData):
+        data = data_of_source(data, next(iter(data.sources.values())))
+    if isinstance(data, TextData | ChatData):
+        return data.tokenizer, open_tokenizer(data.tokenizer).boundary
+    if isinstance(data, TokenData):
+        found = read_tokens(data)
+        return found.tokenizer, found.boundary
+    return None, getattr(data, "boundary", None)
 
 
 def problems(config: Config) -> list[Problem]:
@@ -37,14 +67,17 @@ def problems(config: Config) -> list[Problem]:
     checks = {
         TextData: (_fraction, _workers, _tokenizer, _text_files, _stand_in_text),
         TokenData: (_fraction, _workers, _vocabulary, _token_file, _boundary),
+        MixtureData: (_fraction, _workers, _sources, _tokenizer),
+        ChatData: (_fraction, _workers, _tokenizer, _conversations),
         SyntheticData: (_vocabulary,),
         Custom: (_workers, _changed, _custom),
     }
-    return [
+    found = [
         data_problem(error)
         for check in checks[type(config.data)]
         for error in _errors(check, config)
     ]
+    return [problem for at, problem in enumerate(found) if problem not in found[:at]]
 
 
 def call_custom(data: Custom, seq_len: int):
@@ -126,7 +159,7 @@ def _changed(config: Config) -> Iterator[DataError]:
 
 def _vocabulary(config: Config) -> Iterator[DataError]:
     size = config.data.vocab_size
-    if size < 1:
+    if size is not None and size < 1:
         yield DataError("data.vocab_size", size, "must be at least 1", "Write 256, or more")
 
 
@@ -164,23 +197,89 @@ def _stand_in_text(config: Config) -> Iterator[DataError]:
 
 
 def _token_file(config: Config) -> Iterator[DataError]:
+    found = read_tokens(config.data)
     if 0 < config.data.validation_fraction < 1:
-        yield from too_short(token_spans(config.data), config.seq_len)
+        yield from too_short(found.spans(config.data.validation_fraction), config.seq_len)
+
+
+def data_of_source(data: MixtureData, source: Mapping[str, Any]) -> TokenData | TextData:
+    """A source of a mixture by itself: of tokens if its path has their index, or is a file of them."""
+    path = source["path"]
+    places = [Path(one).expanduser() for one in ([path] if isinstance(path, str) else path)]
+    common: dict[str, Any] = {
+        "validation_fraction": data.validation_fraction,
+        "documents": data.documents,
+    }
+    if all((p / INDEX).exists() or p.suffix in (".bin", ".npy") for p in places):
+        return TokenData(path=path, **common)
+    text = {"text_key": data.text_key, "tokenizer": data.tokenizer, "cache": data.cache}
+    return TextData(path=str(path), **text, **common)
+
+
+def _conversations(config: Config) -> None:
+    from titanlike.data.chat import find_conversations  # imports torch
+
+    find_conversations(config.data.path)
+    find_template(config.data.template, config.data.tokenizer)
+
+
+def _sources(config: Config) -> Iterator[DataError]:
+    from titanlike.data.mixture import points_of, weight_at  # imports torch
+
+    data, example = (
+        config.data,
+        "data.sources={web:{path:web/,weight:0.7},code:{path:code/,weight:0.3}}",
+    )
+    if not isinstance(data.sources, dict) or not data.sources:
+        yield DataError("data.sources", data.sources, "names no source", f"Write {example}")
+        return
+    every = []
+    for name, source in data.sources.items():
+        key = f"data.sources.{name}"
+        if not isinstance(source, dict) or set(source) != {"path", "weight"}:
+            reason = "a source has a path and a weight, and nothing else"
+            yield DataError(key, source, reason, f"Write {key}={{path:FOLDER,weight:0.5}}")
+            continue
+        try:
+            every.append(points_of(source["weight"]))
+        except (ValueError, TypeError):
+            reason = "is neither a number of at least 0 nor [[step, weight], ...] with rising steps"
+            fix = f"Write {key}.weight=0.5, or {key}.weight=[[0,0.9],[1000,0.1]]"
+            yield DataError(f"{key}.weight", source["weight"], reason, fix)
+        one = data_of_source(data, source)
+        try:
+            if isinstance(one, TokenData):
+                found = read_tokens(one)
+                yield from too_short(found.spans(data.validation_fraction), config.seq_len)
+            else:
+                find_files(one.path)
+        except DataError as error:
+            yield DataError(f"{key}.path", source["path"], error.reason, error.remedy)
+    steps = sorted({int(step) for points in every for step, _ in points})
+    for step in steps:
+        if every and not sum(weight_at(points, step) for points in every):
+            yield DataError(
+                "data.sources", "", f"all weights are 0 at step {step}", f"Write {example}"
+            )
+            return
 
 
 def _boundary(config: Config) -> Iterator[DataError]:
     """documents=true needs a boundary token that occurs in the file; its beginning is searched."""
-    data, boundary = config.data, config.data.boundary
+    data = config.data
     remedy = "Write the id of the token that begins a document, data.boundary=0"
     if not data.documents:
         return
+    found = read_tokens(data)
+    boundary = found.boundary
     if boundary is None:
         yield DataError("data.boundary", "null", "documents=true needs the boundary token", remedy)
-    elif not 0 <= boundary < data.vocab_size:
-        reason = f"is not a token id below data.vocab_size={data.vocab_size}"
+    elif not 0 <= boundary < found.vocab_size:
+        reason = f"is not a token id below data.vocab_size={found.vocab_size}"
         yield DataError("data.boundary", boundary, reason, remedy)
     else:
-        tokens = open_tokens(Path(data.path).expanduser(), data.dtype)
+        first = found.files[0]
+        tokens = open_tokens(first.path, first.dtype)
         searched = range(0, min(len(tokens), _MAX_SEARCHED), _CHUNK)
         if not any((tokens[at : at + _CHUNK] == boundary).any() for at in searched):
             reason = f"is not among the first {min(len(tokens), _MAX_SEARCHED):,} tokens"

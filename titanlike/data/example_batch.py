@@ -41,7 +41,8 @@ def field_problems(config: Config, model: nn.Module, fields: Iterable[str]) -> l
     if any(p.kind == p.VAR_KEYWORD for p in parameters):
         return []
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    by_name = [p.name for p in parameters[1:] if p.kind in kinds]
+    # a cache is for generation, and no field
+    by_name = [p.name for p in parameters[1:] if p.kind in kinds and p.name != "cache"]
     takes = f"beside its inputs it takes {', '.join(by_name)}"
     takes = takes if by_name else "it takes inputs only"
     problems = []

@@ -18,7 +18,7 @@ import xxhash
 
 from titanlike.config.schema import Config
 from titanlike.data.checked_source import CheckedSource
-from titanlike.data.sources import Data, PackedSource, Source
+from titanlike.data.sources import Data, PackedFiles, PackedSource, Source
 
 FORMAT = 1  # fingerprints of other formats are not compared
 _WHOLE = 1 << 24  # tokens that are hashed whole
@@ -33,8 +33,8 @@ def data_fingerprint(data: Data, config: Config) -> dict[str, Any]:
     documents = getattr(config.data, "documents", False)
     return {
         "format": FORMAT,
-        "training": _source(data.train),
-        "validation": _source(data.validation),
+        "training": source_fingerprint(data.train),
+        "validation": source_fingerprint(data.validation),
         "tokenizer": data.tokenizer,
         "documents": f"separated at {data.boundary}" if documents else "not separated",
     }
@@ -48,8 +48,9 @@ def fingerprint_changes(saved: dict[str, Any], now: dict[str, Any]) -> list[str]
     return [f"{key}: {now.get(key)}, was {saved.get(key)}" for key in dict.fromkeys(keys)]
 
 
-def _source(source: Source) -> str:
-    if isinstance(source, PackedSource):
+def source_fingerprint(source: Source) -> str:
+    """A text that identifies the content of one source."""
+    if isinstance(source, PackedSource | PackedFiles):
         return f"{source.count:,} tokens, {_numbers_hash(source.count, source.read)}"
     with _random_state_kept():
         text = f"{len(source):,} samples, {_samples_hash(source)}"

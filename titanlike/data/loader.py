@@ -20,24 +20,40 @@ import os
 import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from titanlike.config.schema import Config, SyntheticData, TextData, TokenData
+from titanlike.config.schema import (
+    ChatData,
+    Config,
+    MixtureData,
+    SyntheticData,
+    TextData,
+    TokenData,
+)
+from titanlike.data.chat import open_chat
 from titanlike.data.checked_source import CheckedSource, stack
-from titanlike.data.checks import call_custom, loader_workers, too_short
+from titanlike.data.checks import call_custom, data_of_source, loader_workers, too_short
 from titanlike.data.corpus import describe
+from titanlike.data.errors import DataError
+from titanlike.data.mixture import MixtureBatchSampler, MixtureSource, mixture_of
+from titanlike.data.sampler import GlobalBatchSampler
 from titanlike.data.shuffle import shuffled_index
-from titanlike.data.sources import Batch, Data, PackedSource, Source, SyntheticSource
-from titanlike.data.token_file import token_spans
+from titanlike.data.sources import (
+    Batch,
+    Data,
+    PackedFiles,
+    PackedSource,
+    Source,
+    SyntheticSource,
+)
+from titanlike.data.token_folder import TokenFile, paths_of, read_tokens
 from titanlike.data.tokenized_corpus import tokenize_corpus
 from titanlike.data.tokenizer import open_tokenizer
 from titanlike.launch.signals import die_with_parent
 
-_BLOCK = 1024  # samples whose order is computed at once
 _WINDOW = 64  # steps within which samples are sorted by length
 
 
@@ -53,6 +69,10 @@ def open_data(config: Config) -> Data:
         return _open_text(data, config.seq_len)
     if isinstance(data, TokenData):
         return _open_tokens(data, config.seq_len)
+    if isinstance(data, MixtureData):
+        return open_mixture(data, config)
+    if isinstance(data, ChatData):
+        return open_chat(data, config.seq_len)
     if isinstance(data, SyntheticData):
         sizes = (data.vocab_size, config.seq_len, config.seed)
         sources = (SyntheticSource(*sizes, stream) for stream in (0, 1))
@@ -73,7 +93,7 @@ def make_loader(
         return StatefulDataLoader(
             source,
             batch_sampler=_batch_sampler(source, config, dp_rank, start_step),
-            collate_fn=_collate(source),
+            collate_fn=collate(source),
             num_workers=loader_workers(config),
             worker_init_fn=_init_worker,
             # The loader draws a number when it starts: not from the generator of dropout.
@@ -100,45 +120,7 @@ def validation_batches(source: Source, config: Config, *, dp_rank: int) -> Itera
     local = config.batch_size // config.dp
     for step in range(config.validation.batches):
         first = step * config.batch_size + dp_rank * local
-        yield _collate(source)([source[i % len(source)] for i in range(first, first + local)])
-
-
-class GlobalBatchSampler:
-    """The sample numbers of a dp rank's slice of each step, endless.
-
-    Computed for `_BLOCK` samples or more at once, which takes hardly longer than for one step.
-    """
-
-    def __init__(self, size: int, config: Config, dp_rank: int, step: int) -> None:
-        assert config.batch_size % config.dp == 0, "batch_size must divide into dp parts"
-        self._size, self._seed = size, config.seed
-        self._global, self._local = config.batch_size, config.batch_size // config.dp
-        self._offset = dp_rank * self._local
-        self._step = step
-        self._steps = max(1, _BLOCK // self._local)  # steps in a block
-        self._block: tuple[int, list[list[int]]] = (-1, [])  # (its number, samples of each step)
-
-    def __iter__(self) -> GlobalBatchSampler:
-        return self
-
-    def __next__(self) -> list[int]:
-        number, row = divmod(self._step, self._steps)
-        if number != self._block[0]:
-            steps = np.arange(number * self._steps, (number + 1) * self._steps)
-            self._block = (number, self._samples(steps).tolist())
-        self._step += 1
-        return self._block[1][row]
-
-    def _samples(self, steps: np.ndarray) -> np.ndarray:
-        """This dp rank's samples of a block of steps, [steps, samples of a step]."""
-        first = steps[:, None] * self._global + self._offset
-        return shuffled_index(first + np.arange(self._local), self._size, self._seed)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self._step}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self._step = state["step"]
+        yield collate(source)([source[i % len(source)] for i in range(first, first + local)])
 
 
 class SimilarLengthBatchSampler(GlobalBatchSampler):
@@ -165,13 +147,16 @@ class SimilarLengthBatchSampler(GlobalBatchSampler):
 
 
 def _batch_sampler(source: Source, config: Config, dp_rank: int, step: int) -> GlobalBatchSampler:
+    if isinstance(source, MixtureSource):
+        return MixtureBatchSampler(source, config, dp_rank, step)
     lengths = source.lengths if isinstance(source, CheckedSource) else None
     if lengths is None:
         return GlobalBatchSampler(len(source), config, dp_rank, step)
     return SimilarLengthBatchSampler(len(source), config, dp_rank, step, lengths)
 
 
-def _collate(source: Source) -> Callable[[list[Batch]], Batch]:
+def collate(source: Source) -> Callable[[list[Batch]], Batch]:
+    """What makes a batch of a source's samples."""
     return source.batch if isinstance(source, CheckedSource) else stack
 
 
@@ -196,30 +181,64 @@ def _open_text(data: TextData, seq_len: int) -> Data:
         f"{validation} for validation" + _documents_note(data),
         boundary=corpus.boundary,
         decode=tokenizer.decode,
+        encode=tokenizer.encode,
         tokenizer=tokenizer.fingerprint,
     )
 
 
 def _open_tokens(data: TokenData, seq_len: int) -> Data:
-    spans = token_spans(data)
+    found = read_tokens(data)
+    spans = found.spans(data.validation_fraction)
     for error in too_short(spans, seq_len):
         raise error
-    path = Path(data.path).expanduser().resolve()
-    boundary = data.boundary if data.documents else None
-    sources = {
-        part: PackedSource(path, data.dtype, *span, seq_len, data.vocab_size, boundary)
-        for part, span in spans.items()
-    }
+    boundary = found.boundary if data.documents else None
+    sources = {}
+    for part, span in spans.items():
+        sources[part] = packed(found.part(*span), seq_len, found.vocab_size, boundary)
+        if not len(sources[part]):
+            reason = f"no file of the {part} part has as many as seq_len + 1 tokens"
+            raise DataError("data.path", data.path, reason, "Give larger files")
     counts = ", ".join(f"{part} {stop - start:,} tokens" for part, (start, stop) in spans.items())
+    places = ", ".join(map(str, paths_of(data)))
+    many = f" in {len(found.files):,} files" if len(found.files) > 1 else ""
+    tokenizer = None if found.tokenizer is None else open_tokenizer(found.tokenizer)
     return Data(
         **sources,
-        vocab_size=data.vocab_size,
-        description=f"{data.path}: {counts}" + _documents_note(data),
-        boundary=data.boundary,
+        vocab_size=found.vocab_size,
+        description=f"{places}: {counts}{many}" + _documents_note(data),
+        boundary=found.boundary,
+        decode=None if tokenizer is None else tokenizer.decode,
+        encode=None if tokenizer is None else tokenizer.encode,
+        tokenizer=None if tokenizer is None else tokenizer.fingerprint,
     )
 
 
-def _documents_note(data: TextData | TokenData) -> str:
+def packed(
+    files: list[TokenFile], seq_len: int, vocab_size: int, boundary: int | None
+) -> PackedSource | PackedFiles:
+    """Sequences of `seq_len` tokens of files: none goes over the end of one."""
+    sources = [
+        PackedSource(file.path, file.dtype, file.start, file.stop, seq_len, vocab_size, boundary)
+        for file in files
+    ]
+    return sources[0] if len(sources) == 1 else PackedFiles(sources)
+
+
+def open_mixture(data: MixtureData, config: Config) -> Data:
+    """Each source as data=tokens or data=text would open it, mixed. Raises DataError."""
+    opened: dict[str, Data] = {}
+    for name, source in data.sources.items():
+        one = data_of_source(data, source)
+        try:
+            kind = _open_tokens if isinstance(one, TokenData) else _open_text
+            opened[name] = kind(one, config.seq_len)
+        except DataError as error:
+            key = error.key.replace("data.path", f"data.sources.{name}.path")
+            raise DataError(key, error.value, error.reason, error.remedy) from None
+    return mixture_of(opened, data, config, _documents_note(data))
+
+
+def _documents_note(data: TextData | TokenData | MixtureData) -> str:
     return ", attention within documents" if data.documents else ""
 
 

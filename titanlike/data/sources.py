@@ -65,9 +65,11 @@ class VariableLength:
 class Data:
     """Training and validation data; your own function (`data.name=package.function`) returns one.
 
-    boundary: the id of the token that begins a document, if any; decode: ids to text, if any;
+    boundary: the id of the token that begins a document, if any; encode, decode: text to ids and back,
+    if that is possible;
     variable: for samples of different lengths; tokenizer: a text that identifies it, if any;
-    fingerprint: a text that identifies the data for a resume, in place of samples that are read.
+    fingerprint: a text that identifies the data for a resume, in place of samples that are read;
+    progress: numbers for the record of a step, by the number of steps whose batches were read.
     """
 
     train: Source
@@ -76,9 +78,11 @@ class Data:
     description: str
     boundary: int | None = None
     decode: Callable[[Sequence[int]], str] | None = None
+    encode: Callable[[str], list[int]] | None = None
     variable: VariableLength | None = None
     tokenizer: str | None = None
     fingerprint: str | None = None
+    progress: Callable[[int], dict[str, float]] | None = None
 
 
 class PackedSource:
@@ -142,6 +146,40 @@ class PackedSource:
         if self._boundary is not None:
             sample["document_ids"] = (sample["inputs"] == self._boundary).cumsum(0)
         return sample
+
+
+class PackedFiles:
+    """The sequences of several token files, one file after the other."""
+
+    def __init__(self, sources: Sequence[PackedSource]) -> None:
+        self._sources = list(sources)
+        self._ends = np.cumsum([len(source) for source in sources])  # in sequences
+        self._token_ends = np.cumsum([source.count for source in sources])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if self._sources else 0
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        at = int(np.searchsorted(self._ends, i, side="right"))
+        return self._sources[at][i - (int(self._ends[at - 1]) if at else 0)]
+
+    @property
+    def count(self) -> int:
+        """Number of tokens."""
+        return int(self._token_ends[-1]) if self._sources else 0
+
+    def read(self, start: int, number: int) -> np.ndarray:
+        """So many tokens from `start`, of as many files as have them."""
+        parts = []
+        number = min(number, self.count - start)
+        while number > 0:
+            at = int(np.searchsorted(self._token_ends, start, side="right"))
+            begin = start - (int(self._token_ends[at - 1]) if at else 0)
+            parts.append(
+                self._sources[at].read(begin, min(number, self._sources[at].count - begin))
+            )
+            start, number = start + len(parts[-1]), number - len(parts[-1])
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
 class SyntheticSource:

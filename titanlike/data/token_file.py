@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 
-from titanlike.config.schema import TokenData
 from titanlike.data.errors import DataError
 
 
@@ -41,10 +40,3 @@ def _open_npy(path: Path) -> np.ndarray:
         form = f"an array of {tokens.dtype} and shape {tokens.shape}"
         raise DataError("data.path", path, f"is {form}, not a list of token ids", remedy)
     return np.asarray(tokens)
-
-
-def token_spans(data: TokenData) -> dict[str, tuple[int, int]]:
-    """Part -> (start, stop) in tokens: the end of the file is for validation."""
-    count = len(open_tokens(Path(data.path).expanduser(), data.dtype))
-    cut = count - round(count * data.validation_fraction)
-    return {"train": (0, cut), "validation": (cut, count)}

@@ -1,6 +1,6 @@
-"""Text to token ids: bytes, or any tokenizer.json.
+"""Text to token ids: bytes, any tokenizer.json, or a sentencepiece model.
 
-Both tokenizers have a document boundary, a token that text cannot produce. It is written before
+All tokenizers have a document boundary, a token that text cannot produce. It is written before
 every document, so that packed documents can be separated.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -35,6 +35,9 @@ class Tokenizer(Protocol):
 
     def encode_many(self, texts: Iterable[str]) -> Iterator[np.ndarray]: ...
 
+    def encode_template(self, text: str) -> list[int]:
+        """As `encode`, of a chat template's text, in which special tokens are spelled out."""
+
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
@@ -47,6 +50,10 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+    def encode_template(self, text: str) -> list[int]:
+        first, *others = text.split(BOUNDARY_TOKENS[0])
+        return [*first.encode(), *(i for part in others for i in (256, *part.encode()))]
 
     def encode_many(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
         """The ids of each text, in order, without boundaries."""
@@ -81,6 +88,8 @@ class JsonTokenizer:
         self._tokenizer.no_padding()
         # Text that spells a special token is encoded as text.
         self._tokenizer.encode_special_tokens = True
+        self._content = content
+        self._of_templates: Any = None
         added = self._tokenizer.get_added_tokens_decoder().items()
         special = {token.content: i for i, token in added if token.special}
         if not (vocabulary := self._tokenizer.get_vocab()):
@@ -92,6 +101,15 @@ class JsonTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_template(self, text: str) -> list[int]:
+        if self._of_templates is None:
+            import tokenizers
+
+            self._of_templates = tokenizers.Tokenizer.from_buffer(self._content)
+            self._of_templates.no_truncation()
+            self._of_templates.no_padding()
+        return self._of_templates.encode(text, add_special_tokens=False).ids
 
     def encode_many(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
         """The ids of each text, in order, without boundaries; tokenized by several threads."""
@@ -105,12 +123,67 @@ class JsonTokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def open_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer for `data.tokenizer`: "bytes", or the path of a tokenizer.json.
+class SentencePieceTokenizer:
+    """A sentencepiece model (tokenizer.model, spiece.model), read by its own library."""
 
-    Raises DataError (a ValueError) where the file or the tokenizers library is missing.
+    def __init__(self, path: str) -> None:
+        try:
+            import sentencepiece
+        except ImportError:
+            fix = "Install it with: pip install 'titanlike[sentencepiece]'"
+            reason = "the package sentencepiece is not installed"
+            raise DataError("data.tokenizer", path, reason, fix) from None
+        content = Path(path).expanduser().read_bytes()
+        self._model = sentencepiece.SentencePieceProcessor()
+        try:
+            self._model.load_from_serialized_proto(content)
+        except RuntimeError as error:
+            reason = f"not a sentencepiece model ({' '.join(str(error).split())[:100]})"
+            fix = "Give another file, or data.tokenizer=bytes"
+            raise DataError("data.tokenizer", path, reason, fix) from None
+        past = self._model.get_piece_size()
+        ends = [token for token in (self._model.eos_id(), self._model.bos_id()) if token >= 0]
+        self.boundary = ends[0] if ends else past
+        self.vocab_size = max(past, self.boundary + 1)
+        self.fingerprint = hashlib.sha256(content).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        return self._model.encode(text)
+
+    def encode_template(self, text: str) -> list[int]:
+        return self._model.encode(text)
+
+    def encode_many(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
+        """The ids of each text, in order, without boundaries."""
+        for group in _groups(texts):
+            for ids in self._model.encode(group):
+                yield np.array(ids, dtype=np.uint32)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text without boundaries."""
+        return self._model.decode([int(i) for i in ids if i != self.boundary])
+
+
+def open_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer for `data.tokenizer`: "bytes", or the path of a tokenizer.json, of a folder with
+    one, or of a sentencepiece model (.model).
+
+    Raises DataError (a ValueError) where the file or a library is missing.
     """
-    return ByteTokenizer() if name == "bytes" else JsonTokenizer(name)
+    if name == "bytes":
+        return ByteTokenizer()
+    path = Path(name).expanduser()
+    if path.is_dir():
+        inside = [path / one for one in ("tokenizer.json", "tokenizer.model", "spiece.model")]
+        found = next((one for one in inside if one.is_file()), None)
+        if found is None:
+            reason = "the folder has neither tokenizer.json nor tokenizer.model"
+            fix = "Give a folder with one, or data.tokenizer=bytes"
+            raise DataError("data.tokenizer", name, reason, fix)
+        path = found
+    if path.suffix == ".model" and path.is_file():
+        return SentencePieceTokenizer(str(path))
+    return JsonTokenizer(str(path))
 
 
 def _groups(texts: Iterable[str]) -> Iterator[list[str]]:

@@ -17,6 +17,7 @@ from titanlike.torch_private import pytree
 from titanlike.torch_private.storage import storage_id
 
 _OWN, _TORCHS = "titanlike.models.", "torch.nn.modules."
+_AROUND = ("forward", "tp_gathers")  # attributes of modules that say nothing of their own
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -26,19 +27,30 @@ def call_key(module: nn.Module, args: Any, kwargs: Any) -> Hashable | None:
         return None
     parts: list[Hashable] = [torch.is_grad_enabled()]
     for path, part in module.named_modules():
-        hooks = part._forward_hooks or part._forward_pre_hooks
+        styled = is_divided(part)  # and equal for an equal mark, which is among its attributes
+        hooks = (part._forward_hooks or part._forward_pre_hooks) and not styled
         if not type(part).__module__.startswith((_OWN, _TORCHS)) or (path and hooks):
             return None
-        own = [item for item in vars(part).items() if item[0][0] != "_" and item[0] != "forward"]
-        if part._buffers or (path and "forward" in vars(part)) or not all(map(_is_plain, own)):
+        own = [item for item in vars(part).items() if item[0][0] != "_" and item[0] not in _AROUND]
+        replaced = path and "forward" in vars(part) and not styled
+        if replaced or not all(map(_is_plain, own)):
             return None
-        weights = [(n, None if p is None else _form(p)) for n, p in part._parameters.items()]
+        # a buffer may be what it keeps for the next call; those of a routed layer change once a step
+        if part._buffers and not getattr(type(part), "token_wise", False):
+            return None
+        held = (*part._parameters.items(), *part._buffers.items())
+        weights = [(n, None if p is None else _form(p)) for n, p in held]
         parts.append((path, type(part), tuple(own), tuple(weights)))
     leaves, structure = pytree.tree_flatten((args, kwargs))
     if not all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves):
         return None
     forms = [_form(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     return (*parts, str(structure), tuple(forms))
+
+
+def is_divided(module: nn.Module) -> bool:
+    """Whether tensor parallelism has divided a module: its hooks are part of it."""
+    return "tp_style" in vars(module)
 
 
 def is_new(result: Any, args: Any, kwargs: Any) -> bool:

@@ -27,7 +27,12 @@ class FusedAttention(TorchFunctionMode):
         mask = given.get("attn_mask")
         result = _Attention.apply(given["query"], given["key"], given["value"], mask)
         self.nbytes += result.nbytes + 4 * (result.numel() // result.shape[-1])
+        causal = bool(kwargs.get("is_causal", args[5] if len(args) > 5 else False))
+        self.called(given["query"], given["key"], given["value"], result, causal)
         return result
+
+    def called(self, q: Tensor, k: Tensor, v: Tensor, result: Tensor, causal: bool) -> None:
+        """For those who count what it computes."""
 
 
 class _Attention(torch.autograd.Function):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from titanlike.graph.find_units import find_units
 from titanlike.graph.pytree import tree_map
 from titanlike.graph.record_forward import record_forward
 from titanlike.graph.recording import Node, Recording
+from titanlike.graph.token_parts import Parts, UnknownTokens, with_parts
 from titanlike.graph.trace_forward import trace_forward
 from titanlike.graph.unit import Unit
 
@@ -27,6 +29,19 @@ class Field(NamedTuple):
 
 
 Fields = dict[str, Field]
+
+
+class SequenceParts(Protocol):
+    """How a rank has a part of every sequence."""
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Within it, the model computes with whole sequences."""
+
+    def shorter(self, fields: Fields) -> Fields:
+        """Those of shorter sequences."""
+
+    def parts(self, recording: Recording, shorter: Recording) -> Parts:
+        """recording: of whole sequences; shorter: of shorter ones."""
 
 
 class ModelGraph:
@@ -42,16 +57,20 @@ class ModelGraph:
         traced: bool = False,
         device: str = "cpu",
         buffers: Callable[[], dict[str, Tensor]] = dict,
+        before: Callable[[Fields], object] = lambda fields: None,
+        sequence: SequenceParts | None = None,
     ) -> None:
         """model: on meta, in the dtype in which it computes; fields: what its forward takes;
         points: modules where a stage begins, so they are not inside a unit; traced: with
         torch.export, so that every module, at any depth, is a unit; device: type of the run's;
-        buffers: gives the model's buffers with their values.
+        buffers: gives the model's buffers with their values; before: called before a forward on such
+        fields is recorded; sequence: of a rank that has a part of every sequence.
 
-        Raises RecordError.
+        Raises RecordError, and UnknownTokens with `sequence`.
         """
         self.model, self.microbatch_size = model, microbatch_size
-        self._device, self._buffers = device, buffers
+        self._device, self._buffers, self._before = device, buffers, before
+        self._sequence = sequence
         found = {unit.name: unit for unit in find_units(model, points)}
         self._names, self._traced = list(found), traced
         self._first_names = {id(p): name for name, p in model.named_parameters()}
@@ -77,20 +96,41 @@ class ModelGraph:
         """The model's forward on a microbatch of these fields."""
         key = (shapes(fields), training)
         if key not in self._recordings:
-            batch = {
-                name: torch.empty(self.microbatch_size, *shape, dtype=dtype, device="meta")
-                for name, (shape, dtype) in fields.items()
-            }
+            self._before(fields)
             self.model.train(training)
             flags = {name: module.training for name, module in self.model.named_modules()}
             self.training_flags[training] = flags
-            if self._traced:
-                self._recordings[key] = trace_forward(self.model, batch)
+            sequence = self._sequence
+            if sequence is None:
+                self._recordings[key] = self._record(fields)
             else:
-                options = {"device": self._device, "buffers": self._buffers}
-                recording = record_forward(self.model, batch, self._names, **options)
-                self._recordings[key] = recording
+                with sequence.whole():
+                    recording = self._record(fields)
+                    shorter = self._record_shorter(sequence.shorter(fields))
+                self._recordings[key] = with_parts(
+                    recording, shorter, sequence.parts(recording, shorter)
+                )
         return self._recordings[key]
+
+    def _record_shorter(self, fields: Fields) -> Recording:
+        try:
+            return self._record(fields)
+        except Exception as error:  # of the forward's own
+            text = (str(error).strip().splitlines() or [""])[0]
+            reason = (
+                f"cannot be called with sequences of {fields['inputs'].shape[0]} tokens: {text}"
+            )
+            raise UnknownTokens("its forward", reason) from error
+
+    def _record(self, fields: Fields) -> Recording:
+        batch = {
+            name: torch.empty(self.microbatch_size, *shape, dtype=dtype, device="meta")
+            for name, (shape, dtype) in fields.items()
+        }
+        if self._traced:
+            return trace_forward(self.model, batch)
+        options = {"device": self._device, "buffers": self._buffers}
+        return record_forward(self.model, batch, self._names, **options)
 
     def graphs(self, fields: Fields, training: bool) -> list[StageGraph]:
         """The graph of each of `stages` for such a microbatch."""

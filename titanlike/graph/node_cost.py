@@ -30,6 +30,7 @@ _ATTENTION = (
     "flex_attention",
 )
 META = torch.device("meta")
+EXPERTS_PRODUCT = "titanlike.expert_linear"  # the operator of `models/expert_linear.py`
 
 
 def flops(node: Node, model: nn.Module) -> int:
@@ -113,7 +114,7 @@ def seconds(node: Node, model: nn.Module, device: torch.device, repeats: int = 5
             for buffer in module.buffers():
                 buffer.fill_(1 if buffer.is_floating_point() else 0)
     with kept_rng(device):
-        call = Call(node, module, device, lambda tensor: _random(tensor, device))
+        call = Call(node, module, device, lambda tensor: random_like(tensor, device))
         times = []
         for _ in range(2 + repeats):
             synchronize(device)
@@ -188,7 +189,7 @@ def empty_like(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor).requires_grad_(tensor.requires_grad)
 
 
-def _random(tensor: Tensor, device: torch.device) -> Tensor:
+def random_like(tensor: Tensor, device: torch.device) -> Tensor:
     """Random floats; 0 as integer, which is a valid index anywhere; True."""
     if tensor.is_floating_point():
         scale = 0.02 if isinstance(tensor, nn.Parameter) else 1.0
@@ -210,7 +211,9 @@ class _Results(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        if any(fnmatchcase(str(function.overloadpacket), name) for name in self._operators):
+        called = str(function.overloadpacket)
+        called = "aten.mm" if called == EXPERTS_PRODUCT else called
+        if any(fnmatchcase(called, name) for name in self._operators):
             leaves = tree_flatten(result)[0]
             self.nbytes += sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
         return result

@@ -12,7 +12,6 @@ shapes; unlike `torch.export` a unit stays a module, whose forward is not restri
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import traceback
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -29,8 +28,9 @@ from titanlike.device.accelerator import KINDS
 from titanlike.graph import equal_units, side_effects
 from titanlike.graph.constant_value import constant_value
 from titanlike.graph.hidden_values import tensors
-from titanlike.graph.pytree import tree_flatten, tree_map
+from titanlike.graph.pytree import tree_flatten
 from titanlike.graph.recording import Node, RecordError, Recording, RecordingBuilder
+from titanlike.graph.run_on_cpu import DependsOn, run_on_cpu, wanted
 from titanlike.torch_private.autograd import intercept_checkpoints, intercept_custom_functions
 from titanlike.torch_private.compiler import as_if_compiling
 
@@ -146,7 +146,11 @@ class _Interceptor(TorchFunctionMode):
         with ExitStack() as stack:
             for name in self._units:
                 module = self._model.get_submodule(name)
-                before = module.register_forward_pre_hook(self._pre_hook(name), with_kwargs=True)
+                # before what tensor parallelism exchanges, which is part of the unit; behind the
+                # model's own hooks, which may leave arguments out
+                first = equal_units.is_divided(module)
+                hook = self._pre_hook(name)
+                before = module.register_forward_pre_hook(hook, with_kwargs=True, prepend=first)
                 after = module.register_forward_hook(self._post_hook(name), with_kwargs=True)
                 stack.callback(before.remove)
                 stack.callback(after.remove)
@@ -254,6 +258,7 @@ class _Interceptor(TorchFunctionMode):
                 # now: the unit may change a list that it is given
                 identities = side_effects.argument_identities(args, kwargs)
                 self._arguments = (*self.builder.with_nodes((args, kwargs)), identities)
+                self._given_to_unit = args, kwargs  # which its own hooks may replace
                 self._versions = [tensor._version for tensor in tensors(args, kwargs)]
                 self.builder.hidden.enter(tree_flatten((args, kwargs))[0])
             self._running.append(name)
@@ -261,11 +266,12 @@ class _Interceptor(TorchFunctionMode):
         return hook
 
     def _post_hook(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        def hook(module: nn.Module, _: Any, __: Any, result: Any) -> None:
             form = _form(result) if self._call else ()
             self._running.pop()
             if self._running:
                 return
+            args, kwargs = self._given_to_unit
             if name not in self._called:
                 self._called.append(name)
             args_before, kwargs_before, identities = self._arguments
@@ -317,8 +323,8 @@ class _Interceptor(TorchFunctionMode):
                 shape, strides, dtype, wants_gradient, random = self._like[call]
                 self._random |= random
                 result = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-                wanted = _wanted(module, args, kwargs)
-                return _DependsOn.apply(result, *wanted) if wants_gradient else result
+                others = wanted(module, args, kwargs)
+                return DependsOn.apply(result, *others) if wants_gradient else result
             try:
                 result = forward(*args, **kwargs)
             except (RuntimeError, NotImplementedError) as error:
@@ -327,7 +333,7 @@ class _Interceptor(TorchFunctionMode):
                 self._on_cpu = True
                 if own is None:
                     vars(module).pop("forward", None)
-                return _run_on_cpu(module, args, kwargs)
+                return run_on_cpu(module, args, kwargs)
             if call and equal_units.is_new(result, args, kwargs):
                 self._call = call
             return result
@@ -366,9 +372,6 @@ class _Interceptor(TorchFunctionMode):
         return result
 
 
-# --- units that meta tensors cannot run ----------------------------------------------------------
-
-
 def _check_dtypes(unit: str, name: str, used: Sequence[Tensor]) -> None:
     """Raise RecordError for a product of tensors of two dtypes: on meta it has a result."""
     if name in _PRODUCTS and len(dtypes := {tensor.dtype for tensor in used}) > 1:
@@ -380,66 +383,5 @@ def _check_dtypes(unit: str, name: str, used: Sequence[Tensor]) -> None:
         )
 
 
-def _run_on_cpu(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a copy of a meta module on the CPU: meta arguments in, meta results out.
-
-    A mixture of experts, for example, branches on which tokens an expert gets. One unit at a time
-    fits in memory; its weights are random, and only shapes and dtypes are used. Raises what the
-    module raises.
-    """
-
-    wanted = _wanted(module, args, kwargs)
-
-    def to_meta(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        result = torch.empty_like(leaf, device="meta")
-        return _DependsOn.apply(result, *wanted) if leaf.requires_grad else result
-
-    real = copy.deepcopy(module).to_empty(device="cpu")
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
-        for tensor in [*real.parameters(), *real.buffers()]:
-            _fill(tensor)
-        real_args, real_kwargs = tree_map((args, kwargs), _to_cpu)
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        return tree_map(real(*real_args, **real_kwargs), to_meta)
-
-
 def _form(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
-
-
-def _wanted(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Arguments and parameters of a module that want gradients."""
-    given = tensors(*tree_flatten((args, kwargs))[0])
-    return [tensor for tensor in [*given, *module.parameters()] if tensor.requires_grad]
-
-
-class _DependsOn(torch.autograd.Function):
-    """The same tensor, with a place in the autograd graph behind `others`."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, *others: Tensor) -> Tensor:
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        raise AssertionError("a recorded forward has no backward")
-
-
-def _fill(tensor: Tensor) -> None:
-    """Values that most modules accept: small floats, index 0, True."""
-    if tensor.is_floating_point() or tensor.is_complex():
-        tensor.normal_(0, 0.02)
-    else:
-        tensor.fill_(tensor.dtype == torch.bool)
-
-
-def _to_cpu(leaf: Any) -> Any:
-    if isinstance(leaf, torch.device) and leaf.type == "meta":
-        return torch.device("cpu")
-    if not isinstance(leaf, Tensor):
-        return leaf
-    tensor = torch.empty_like(leaf, device="cpu")
-    _fill(tensor)
-    return tensor.requires_grad_(leaf.requires_grad)

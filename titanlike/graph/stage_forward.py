@@ -177,7 +177,12 @@ def _is_packed(tensor: Tensor) -> bool:
 
     is_contiguous() is weaker: it accepts any stride in a dimension of size 1.
     """
-    return tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
+    packed = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if stride != packed:
+            return False
+        packed *= max(size, 1)
+    return True
 
 
 class _PackGradient(torch.autograd.Function):

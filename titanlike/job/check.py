@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,13 +20,14 @@ from titanlike.config.profile import folder_problem
 from titanlike.config.schema import Config, TensorBoard
 from titanlike.data import checks as data
 from titanlike.metrics.sinks import tensorboard_problem
+from titanlike.models.hf_names import FAMILIES
 
 if TYPE_CHECKING:
     from titanlike.training.draft import Draft
 
 # without these no mesh and no stages can be derived
 _LAYOUT_KEYS = (
-    *("pp", "dp", "replicate", "batch_size", "seq_len"),
+    *("pp", "dp", "cp", "tp", "ep", "replicate", "batch_size", "seq_len"),
     *("schedule.stages_per_rank", "activation_checkpoint.every"),
 )
 
@@ -52,10 +54,19 @@ def problems(
         def drafted(decided: Draft) -> None:
             from titanlike.planning.room import memory_warning
 
-            if warn is not None and (text := memory_warning(config, decided)):
-                warn(text)
+            if warn is None and config.plan == "warn":
+                return
+            if text := memory_warning(config, decided):
+                if config.plan == "strict":
+                    found.append(Problem("plan", config.plan, text, "plan=warn"))
+                elif warn is not None:
+                    warn(text)
 
         found += preflight(config, drafted)
+    if not found and warn is not None and world_size is not None:  # else all are on this machine
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        if text := validate.placement_warning(config, local_ranks):
+            warn(text)
     return found or [*_checkpoint_problems(config)] or [*_write_problems(config)]
 
 
@@ -107,7 +118,11 @@ def _checkpoint_problems(config: Config) -> Iterator[Problem]:
                 "checkpoint.mode", "async_process", reason, "checkpoint.mode=async_pinned"
             )
             return
-    for key, location in (("folder", settings.folder), ("start_from", settings.start_from)):
+    if settings.export != "none" and (problem := _export_problem(config)):
+        yield problem
+    from_folder = str(settings.start_from).startswith("hf:")
+    start_from = None if from_folder else settings.start_from
+    for key, location in (("folder", settings.folder), ("start_from", start_from)):
         try:
             if location is not None and Storage(location).process_local and config.world_size > 1:
                 reason = "is the memory of one process: the other ranks would not see it"
@@ -121,8 +136,12 @@ def _checkpoint_problems(config: Config) -> Iterator[Problem]:
         found = select_resume(config)
         if found.path is not None and (text := incompatibility(found.path, config)):
             raise ValueError(text)
-        if found.path is None and settings.start_from is not None:
-            check_quick(resolve("checkpoint.start_from", settings.start_from))
+        if found.path is None and from_folder:
+            from titanlike.checkpoint import hf_start  # imports torch
+
+            yield from hf_start.problems(config)
+        elif found.path is None and start_from is not None:
+            check_quick(resolve("checkpoint.start_from", start_from))
     except DamagedCheckpoint as error:
         yield Problem(
             "checkpoint", str(error.folder), str(error), "checkpoint.resume=/another/checkpoint"
@@ -135,6 +154,19 @@ def _checkpoint_problems(config: Config) -> Iterator[Problem]:
         reason = f"cannot be read: {type(error).__name__}: {error}"
         fix = "checkpoint.folder=/another/path"
         yield Problem("checkpoint", str(checkpoint_folder(config)), reason, fix)
+
+
+def _export_problem(config: Config) -> Problem | None:
+    """Why a run could not write a folder for transformers at its end."""
+    settings = config.checkpoint
+    if config.model.name not in (*FAMILIES, "hf"):
+        families = ", ".join([*FAMILIES, "hf"])
+        reason = f"transformers has no {config.model.name}; a folder is written of {families}"
+        return Problem("checkpoint.export", settings.export, reason, "checkpoint.export=none")
+    if not settings.last and settings.model_only == "none":
+        reason = "there is nothing to export: neither checkpoint.last nor model_only saves the end"
+        return Problem("checkpoint.export", settings.export, reason, "checkpoint.last=true")
+    return None
 
 
 def _write_problems(config: Config) -> Iterator[Problem]:

@@ -1,9 +1,9 @@
 """launch.elastic: dp follows the number of ranks that torchrun has started (`--nnodes 1:4`).
 
-When machines join or leave, torchrun restarts the ranks, as many as there are machines for. pp, the
-model and the global batch size stay as declared; dp becomes ranks / pp if the rest of the config
-allows it, and the checkpoint is loaded in that layout. So the losses stay those of the declared
-layout, up to rounding.
+When machines join or leave, torchrun restarts the ranks, as many as there are machines for. pp, tp,
+the model and the global batch size stay as declared; dp becomes ranks / (pp x tp) if the rest of the
+config allows it, and the checkpoint is loaded in that layout. So the losses stay those of the
+declared layout, up to rounding.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def available_ranks(config: Config, started: int | None, restart_state: RestartS
 
 
 def fit_mesh(config: Config, ranks: int | None) -> tuple[Config, list[Problem]]:
-    """The config with dp = ranks / pp, or the problems that prevent it."""
+    """The config with dp = ranks / (pp x tp), or the problems that prevent it."""
     if ranks is None or ranks == config.world_size or not config.launch.elastic:
         return config, []
-    if config.pp < 1 or config.dp < 1 or config.replicate < 1:
+    if min(config.pp, config.dp, config.cp, config.tp, config.replicate) < 1:
         return config, []  # reported by the usual check
     # problems that the declared mesh has, too, are reported by the usual check
     try:
@@ -56,7 +56,7 @@ def fit_mesh(config: Config, ranks: int | None) -> tuple[Config, list[Problem]]:
     if isinstance(fitted, Config) and not problems:
         return fitted, []
     possible = ", ".join(map(str, _possible_counts(config, ranks, known))) or "none"
-    dp = f", so dp={ranks // config.pp}" if not isinstance(fitted, Problem) else ""
+    dp = f", so dp={ranks // config.model_ranks}" if not isinstance(fitted, Problem) else ""
     available = f"{_available(ranks)} (launch.elastic){dp}"
     return config, [
         Problem(p.key, p.value, f"{available}: {p.reason}; possible numbers of ranks: {possible}")
@@ -70,9 +70,15 @@ def _available(ranks: int) -> str:
 
 def _with_ranks(config: Config, ranks: int) -> Config | Problem:
     """The config with the mesh of `ranks`; pure replication stays so."""
-    dp = ranks // config.pp
-    if dp * config.pp != ranks:
-        return Problem("pp", config.pp, f"does not divide {ranks}")
+    dp = ranks // config.model_ranks
+    if dp * config.model_ranks != ranks:
+        more = {key: getattr(config, key) for key in ("cp", "tp") if getattr(config, key) > 1}
+        if not more:
+            return Problem("pp", config.pp, f"does not divide {ranks}")
+        key, value = more.popitem()
+        names = " x ".join(["pp", *more, key])
+        product = f"{names} = {' x '.join(map(str, [config.pp, *more.values(), value]))}"
+        return Problem(key, value, f"{product} does not divide {ranks}")
     replicate = dp if config.replicate == config.dp else config.replicate
     if dp % replicate:
         return Problem(
@@ -97,7 +103,7 @@ def _possible_counts(config: Config, ranks: int, known: set[str]) -> list[int]:
 
 def _likely_counts(config: Config, ranks: int, known: set[str]) -> Iterator[int]:
     """Numbers of ranks that pass the quick checks, the nearest first."""
-    counts = range(config.pp, max(config.world_size, ranks) + 1, config.pp)
+    counts = range(config.model_ranks, max(config.world_size, ranks) + 1, config.model_ranks)
     for count in sorted(counts, key=lambda count: abs(count - ranks)):
         fitted = _with_ranks(config, count)
         if isinstance(fitted, Config):
@@ -119,6 +125,7 @@ def report_layout(
         change = f"dp={config.dp} instead of {before}, {where}"
         text = f"{_available(ranks)}: {change} (launch.elastic)"
         events = Events(Path(config.run_dir), lambda line: print(line, file=sys.stderr, flush=True))
-        events.log("layout", step, text, ranks=ranks, pp=config.pp, dp=config.dp, before=before)
+        mesh = {"pp": config.pp, "dp": config.dp, "cp": config.cp, "tp": config.tp}
+        events.log("layout", step, text, ranks=ranks, **mesh, before=before)
     restart_state.set(_RANKS, str(ranks))
     restart_state.set(_DP, str(config.dp))

@@ -1,8 +1,9 @@
 """Points of a job that all ranks reach, and what they tell each other there, in few requests.
 
 The store is one process for all ranks. So a rank never asks for the others one by one: each appends
-to one value, the last to arrive sets the key that all wait for, and who wants to know reads the one
-value. A rank makes at most five requests a barrier, however many ranks there are.
+to one value, and the last to arrive reads it and publishes what they said in the key that all wait
+for. A rank makes at most five requests a barrier, however many ranks there are, and reads next to
+nothing where the others have nothing to say.
 """
 
 from __future__ import annotations
@@ -22,36 +23,60 @@ class BarrierTimeout(RuntimeError):
 
 
 def meet(
-    store: Store, rank: int, world_size: int, name: str, timeout: float, message: str = ""
-) -> list[str]:
-    """Wait for all ranks at a named point; returns each rank's `message`.
+    store: Store,
+    rank: int,
+    world_size: int,
+    name: str,
+    timeout: float,
+    message: str = "",
+    listens: bool = False,
+) -> dict[int, str]:
+    """Wait for all ranks at a named point; returns the message of each rank that has one.
 
-    name: new in this store. message: of every rank, or of none. Raises BarrierTimeout after
-    `timeout` seconds, with the ranks that are missing.
+    name: new in this store. listens: whether this rank wants the messages; else it gets none.
+    Raises BarrierTimeout after `timeout` seconds, with the ranks that are missing.
     """
     arrived, complete = f"{name}/arrived", f"{name}/complete"
     store.append(arrived, f"{json.dumps([rank, message])},")
     if store.add(f"{name}/count", 1) == world_size:
-        store.set(complete, "")
-    else:
-        try:
-            store.wait([complete], timedelta(seconds=timeout))
-        except RuntimeError:
-            missing = sorted({*range(world_size)} - _messages(store, arrived).keys())
-            who = f"rank {in_words(missing)} did not reach"
-            if not missing:
-                who = "a rank ended while it reached"
-            raise BarrierTimeout(
-                f"{who} the job's {name} in {timeout:g} s (launch.timeout); see their logs, and check "
-                "that their machines are up"
-            ) from None
-    if not message:
-        return [""] * world_size
-    messages = _messages(store, arrived)
-    return [messages[each] for each in range(world_size)]
+        messages = {each: text for each, text in _arrived(store, arrived).items() if text}
+        store.set(complete, json.dumps(list(messages.items())))
+        return messages if listens else {}
+    try:
+        store.wait([complete], timedelta(seconds=timeout))
+    except RuntimeError:
+        missing = sorted({*range(world_size)} - _arrived(store, arrived).keys())
+        who = f"rank {in_words(missing)} did not reach"
+        if not missing:
+            who = "a rank ended while it reached"
+        raise BarrierTimeout(
+            f"{who} the job's {name} in {timeout:g} s (launch.timeout); see their logs, and check "
+            "that their machines are up"
+        ) from None
+    return dict(json.loads(store.get(complete))) if listens else {}
 
 
-def _messages(store: Store, key: str) -> dict[int, str]:
+def meet_in_groups(
+    store: Store,
+    rank: int,
+    world_size: int,
+    name: str,
+    timeout: float,
+    group: str,
+    message: str,
+) -> list[str]:
+    """Wait for all ranks like `meet`; returns the messages of the ranks in this one's group.
+
+    group: such as a machine: what each rank reads does not grow with the number of machines.
+    message: a line.
+    """
+    key = f"{name}/of/{group}"
+    store.append(key, f"{message}\n")
+    meet(store, rank, world_size, name, timeout)
+    return store.get(key).decode().splitlines()
+
+
+def _arrived(store: Store, key: str) -> dict[int, str]:
     return dict(json.loads(f"[{store.get(key).decode().rstrip(',')}]"))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
@@ -69,6 +70,12 @@ def will_restart() -> bool:
 def is_multi_machine() -> bool:
     """Whether torchrun started ranks on several machines."""
     return int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
+
+
+def interpreter() -> list[str]:
+    """The command of Python with the options that this process was started with: -X, -W, -O, ..."""
+    # as multiprocessing finds them
+    return [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
 
 
 def import_path() -> list[str]:

@@ -30,6 +30,7 @@ from datetime import timedelta
 from typing import Any
 
 from titanlike.config.schema import Launch
+from titanlike.launch.barrier import in_words
 from titanlike.launch.environment import is_multi_machine, will_restart
 from titanlike.launch.failures import Failure, JobFailed, clear_failures, describe, root_cause
 from titanlike.launch.job import Job
@@ -141,7 +142,7 @@ class ExternalRanks:
         signalled = False  # while waiting for the others
         try:
             timeout = job.config.launch.timeout if failure is None else GRACE
-            outcomes = barrier(worker, "end", timeout, self._outcome(failure, left))
+            outcomes = barrier(worker, "end", timeout, self._outcome(failure, left), listens=True)
         except (RuntimeError, Interrupted) as error:
             signalled = isinstance(error, Interrupted)
             if failure is None and signalled:
@@ -149,13 +150,14 @@ class ExternalRanks:
             if "stopped" in result:  # because torchrun ended, and the store with it
                 return result
             failure = failure or describe(self.rank, error)
-            outcomes = ["stuck"]
-        if not {"failed", "stuck"}.intersection(outcomes):
+            outcomes = {self.rank: "stuck"}
+        ends = {*outcomes.values()}
+        if not {"failed", "stuck"} & ends:
             self._check_why_stopped(result, outcomes, stop)
             return result
         # 4. agree on whether all have left the job. A rank that leaves late reads outcomes without
         #    "stuck", but the others may have stopped waiting: the first answer counts
-        answer = first_answer(worker, "all left", "no" if "stuck" in outcomes else "yes")
+        answer = first_answer(worker, "all left", "no" if "stuck" in ends else "yes")
         raise self._job_failed(job, failure, stuck=signalled or answer == "no")
 
     def _worker(
@@ -177,22 +179,23 @@ class ExternalRanks:
         )
 
     def _outcome(self, failure: Failure | None, left: bool) -> str:
+        """How the job ended on this rank; "" = completed."""
         if failure is not None:
             return "failed" if left else "stuck"
-        return "orphaned" if self._is_orphan() else "completed"
+        return "orphaned" if self._is_orphan() else ""
 
     def _is_orphan(self) -> bool:
         return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self._parent
 
     def _check_why_stopped(
-        self, result: dict[str, Any], outcomes: list[str], stop: StopRequest
+        self, result: dict[str, Any], outcomes: dict[int, str], stop: StopRequest
     ) -> None:
         """Raises JobFailed if the run stopped because a torchrun was killed, and is restarted."""
         if "stopped" not in result or self._is_orphan():
             return
-        orphans = [rank for rank, outcome in enumerate(outcomes) if outcome == "orphaned"]
+        orphans = sorted(rank for rank, outcome in outcomes.items() if outcome == "orphaned")
         if orphans and will_restart():
-            ranks = f"rank{'s' * (len(orphans) > 1)} {', '.join(map(str, orphans))}"
+            ranks = f"rank{'s' * (len(orphans) > 1)} {in_words(orphans)}"
             text = f"the torchrun of {ranks} was killed; the run has stopped with a checkpoint"
             failed = JobFailed(text, text)
             failed.ends_sweep = self._stuck = True

@@ -164,17 +164,25 @@ def write_failure(run_dir: Path, failure: Failure) -> None:
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(json.dumps(asdict(failure)), encoding="utf-8")
     unfinished.replace(path)
+    _failed_path(run_dir).touch()
 
 
 def clear_failures(run_dir: Path) -> None:
     """Remove the error files of an earlier job in the same run directory."""
+    _failed_path(run_dir).unlink(missing_ok=True)
     for path in _error_paths(run_dir):
         path.unlink(missing_ok=True)
 
 
 def peer_failed(run_dir: Path, rank: int) -> bool:
-    """Whether a rank other than `rank` has written an error."""
-    return any(path != _error_path(run_dir, rank) for path in _error_paths(run_dir))
+    """Whether a rank other than `rank` has written an error.
+
+    Each of a thousand ranks asks twice a second while the run is to stop: the folder, which has a few
+    files of each, is only listed once there is an error.
+    """
+    return _failed_path(run_dir).exists() and any(
+        path != _error_path(run_dir, rank) for path in _error_paths(run_dir)
+    )
 
 
 def root_cause(
@@ -212,6 +220,11 @@ def describe_exit(code: int) -> str:
 
 def _error_paths(run_dir: Path) -> list[Path]:
     return list((run_dir / "logs").glob("rank*.error.json"))
+
+
+def _failed_path(run_dir: Path) -> Path:
+    """A file that exists once a rank has written its error."""
+    return run_dir / "logs" / "failed"
 
 
 def _error_path(run_dir: Path, rank: int) -> Path:

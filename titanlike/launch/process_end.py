@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import gc
+import io
 import os
 import signal
+import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -28,8 +31,8 @@ def leave(code: int | str | None) -> NoReturn:
     """`sys.exit(code)`, without tearing the interpreter down, which takes a second after torch.
 
     Threads are joined, exit functions called (W&B's, logging's, a data loader's), and streams
-    flushed. A caller outside this program (a debugger, pytest, coverage) gets its SystemExit.
-    A signal changes the exit code no more.
+    flushed, also files that a user's code has left open. A caller outside this program (a debugger,
+    pytest, coverage) gets its SystemExit. A signal changes the exit code no more.
     """
     if not _is_whole_process(sys._getframe(1)):
         sys.exit(code)
@@ -41,12 +44,39 @@ def leave(code: int | str | None) -> NoReturn:
         signal.signal(number, lambda *_: os._exit(status))
     threading._shutdown()
     atexit._run_exitfuncs()
+    _flush_files()
     try:
         sys.stdout.flush()
         sys.stderr.flush()
     except (OSError, ValueError):  # a reader that has gone: the interpreter reports it
         sys.exit(code)
     os._exit(status)
+
+
+def _flush_files() -> None:
+    """Write what is in the buffers of open files: Python does as it tears itself down."""
+    if not _has_files_to_write():
+        return  # to look through all objects takes 70 ms
+    gc.unfreeze()
+    kinds = io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom
+    files = [each for each in gc.get_objects() if type(each) in kinds]
+    for file in sorted(files, key=lambda file: kinds.index(type(file))):  # texts into their buffers
+        with contextlib.suppress(OSError, ValueError):  # closed
+            file.flush()
+
+
+def _has_files_to_write() -> bool:
+    """Whether a file is open for writing; standard streams, which are flushed anyway, are none."""
+    try:
+        descriptors = [int(name) for name in os.listdir("/dev/fd")]
+    except OSError:
+        return True
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):  # of the list itself
+            regular = descriptor > 2 and stat.S_ISREG(os.fstat(descriptor).st_mode)
+            if regular and fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY:
+                return True
+    return False
 
 
 def _is_whole_process(frame: FrameType | None) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import ctypes
 import os
@@ -10,6 +9,7 @@ import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +17,7 @@ from titanlike.launch.stop_request import StopRequest
 
 GRACE = 5.0  # seconds that the main thread gets to exit by itself after a signal
 _POLL = 0.5  # seconds between checks whether a stop request is futile
+_AGAIN = 0.2  # seconds until a signal that the main thread has not seen is given to it again
 
 
 class Interrupted(BaseException):
@@ -60,6 +61,8 @@ def interruptible(
         yield
     finally:
         watcher.uninstall()
+    if signum := watcher.unseen():
+        raise Interrupted(signum)
 
 
 class _SignalWatcher:
@@ -78,7 +81,9 @@ class _SignalWatcher:
         self._pid = os.getpid()
         self._lock = threading.RLock()  # reentrant: a handler may interrupt a handler
         self._uninstalled, self._raised = threading.Event(), threading.Event()
+        self._main = threading.get_ident()
         self._fatal = 0  # the signal that ends this process
+        self._unraisable = sys.unraisablehook
         self._reader, self._writer = os.pipe()
         for end in (self._reader, self._writer):
             os.set_blocking(end, False)
@@ -91,25 +96,39 @@ class _SignalWatcher:
         for signum in self._previous:
             signal.signal(signum, self._handler)
         self._previous_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        sys.unraisablehook = self._ignored
 
     def uninstall(self) -> None:
         self._uninstalled.set()
+        self._wake()
+        self._thread.join(timeout=1)  # first: the previous handler is not for what it sends
+        sys.unraisablehook = self._unraisable
         signal.set_wakeup_fd(self._previous_fd)
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
-        self._wake()
-        self._thread.join(timeout=1)
         os.close(self._writer)
         os.close(self._reader)
+
+    def unseen(self) -> int:
+        """The signal that ends this process, if the code inside has come to its end without it."""
+        return 0 if self._raised.is_set() else self._fatal
 
     def _handle(self, signum: int, _: Any) -> None:
         if os.getpid() != self._pid:  # a forked child (a data loader's): the pipe is its parent's
             return
         fatal = self._process_signals()
         self._wake()  # this may have taken the byte that was to wake the thread
-        if fatal and not self._raised.is_set():
+        if fatal and not self._raised.is_set() and not self._uninstalled.is_set():
             self._raised.set()  # once: further signals must not interrupt the cleanup
             raise Interrupted(fatal)
+
+    def _ignored(self, unraisable: Any) -> None:
+        """Python has ignored an exception, as in a finalizer (`__del__`): the signal's is raised
+        again after it."""
+        if unraisable.exc_type is Interrupted:
+            self._raised.clear()
+        else:
+            self._unraisable(unraisable)
 
     def _process_signals(self) -> int:
         """Read the signals from the pipe; the one that ends this process, or 0."""
@@ -136,12 +155,20 @@ class _SignalWatcher:
             if self._uninstalled.is_set():
                 return
             if fatal := self._process_signals():
-                # the handler may have run before its signal's byte was in the pipe
-                if self._grace and not self._raised.wait(0.2):
-                    _thread.interrupt_main(fatal)
-                self._end_process(fatal, self._grace)
+                self._insist(fatal)
+                self._end_process(fatal, 0)
             elif stop is not None and stop.is_futile():
                 self._end_process(stop.code(), GRACE)
+
+    def _insist(self, signum: int) -> None:
+        """Wait as long as the main thread may take. Its handler may have run before the signal's
+        byte was in the pipe, or what it raised was ignored."""
+        deadline = time.monotonic() + self._grace
+        while (left := deadline - time.monotonic()) > 0:
+            if self._uninstalled.wait(min(_AGAIN, left)):
+                return
+            if not self._raised.is_set() and signal.getsignal(signum) is self._handler:
+                signal.pthread_kill(self._main, signum)  # also ends a sleep, unlike interrupt_main
 
     def _end_process(self, signum: int, grace: float) -> None:
         if not self._uninstalled.wait(grace):

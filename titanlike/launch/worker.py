@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlike.config.credentials import redact
-from titanlike.launch.barrier import meet
+from titanlike.launch.barrier import meet, meet_in_groups
 from titanlike.launch.environment import use_loopback
 from titanlike.launch.failures import Failure, describe, peer_failed, write_failure
 from titanlike.launch.job import Job
@@ -65,9 +65,7 @@ def run_job(job: Job, worker: Worker) -> dict[str, Any]:
     log_file = logged(job.run_dir, worker.rank, console=worker.rank == 0)
     with collected_once_built(), log_file as log:
         try:
-            processes = barrier(worker, "start", job.config.launch.timeout, _process())
-            here = processes[worker.rank].split()[0]  # this machine
-            local = [int(pid) for machine, pid in map(str.split, processes) if machine == here]
+            local = _start(worker, job.config.launch.timeout)
             worker.stop_request.started = job.started
             worker.stop_request.watch_peers(partial(_peer_ended, job.run_dir, worker.rank, local))
             return job.load()(job.config, worker) or {}
@@ -84,11 +82,16 @@ def run_job(job: Job, worker: Worker) -> dict[str, Any]:
             os.environ.update(environment)
 
 
-def _process() -> str:
-    """This process as "MACHINE/PID_NAMESPACE PID": containers number their processes separately."""
-    with contextlib.suppress(OSError):
-        return f"{socket.gethostname()}/{os.stat('/proc/self/ns/pid').st_ino} {os.getpid()}"
-    return f"{socket.gethostname()} {os.getpid()}"
+def _start(worker: Worker, timeout: float) -> list[int]:
+    """Wait for all ranks to start; the process ids of those on this machine."""
+    if worker.store is None:
+        return [os.getpid()]
+    machine = socket.gethostname()
+    with contextlib.suppress(OSError):  # containers number their processes separately
+        machine += f"/{os.stat('/proc/self/ns/pid').st_ino}"
+    rank, size, pid = worker.rank, worker.world_size, str(os.getpid())
+    here = meet_in_groups(worker.store, rank, size, "start", timeout, machine, pid)
+    return [int(pid) for pid in here]
 
 
 def _is_alive(pid: int) -> bool:
@@ -106,11 +109,13 @@ def _peer_ended(run_dir: Path, rank: int, local: list[int]) -> bool:
     return not all(map(_is_alive, local)) or peer_failed(run_dir, rank)
 
 
-def barrier(worker: Worker, name: str, timeout: float, message: str = "") -> list[str]:
+def barrier(
+    worker: Worker, name: str, timeout: float, message: str = "", listens: bool = False
+) -> dict[int, str]:
     """Wait for all ranks at a named point of a job: see `meet`."""
     if worker.store is None:
-        return [message]
-    return meet(worker.store, worker.rank, worker.world_size, name, timeout, message)
+        return {0: message} if message and listens else {}
+    return meet(worker.store, worker.rank, worker.world_size, name, timeout, message, listens)
 
 
 def first_answer(worker: Worker, name: str, answer: str) -> str:

@@ -19,12 +19,11 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 from titanlike.config.errors import ConfigError
-from titanlike.launch.environment import import_path, workers_environment
+from titanlike.launch.environment import import_path, interpreter, workers_environment
 from titanlike.launch.scratch_folder import scratch_folder
 
 _SHUTDOWN_TIMEOUT = 15.0  # seconds between SIGTERM and SIGKILL to the workers
@@ -44,7 +43,7 @@ class WorkerProcesses:
             "from titanlike.launch.worker import main; "
             f"main({str(folder)!r}, {os.getpid()}, {function!r})"
         )
-        command = [sys.executable, "-u", "-c", program]
+        command = [*interpreter(), "-u", "-c", program]
         self._processes: list[subprocess.Popen[bytes]] = []
         try:
             with workers_environment(count):

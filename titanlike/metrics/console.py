@@ -137,6 +137,7 @@ def step_line(record: dict[str, Any], steps: int, eta: str, width: int) -> str:
         (5, f"mfu {record['mfu']:.1%}" if record.get("mfu") is not None else ""),
         (3, f"mem {units.size(record['memory_bytes'])}"),
         (2, f"eta {eta}" if eta else ""),
+        (1, f"busiest expert {record['busiest_expert']:.2f}" if "busiest_expert" in record else ""),
     ]
     parts = [part for part in parts if part[1]]
     while len(line := "  ".join(text for _, text in parts)) > width and len(parts) > 1:

@@ -1,7 +1,7 @@
 """Where metrics are written. A record is a dict of one step, its floats in full precision:
 
 step loss grad_norm lr tokens time tokens_per_second step_seconds memory_bytes, and where known
-memory_reserved_bytes, mfu, val_loss. `time`: seconds since the epoch, after the step. `tokens` counts
+memory_reserved_bytes, mfu, val_loss; busiest_expert idlest_expert dropped of models with experts. `time`: seconds since the epoch, after the step. `tokens` counts
 from the start of the run, batch_size x seq_len a step, padding included.
 """
 
@@ -29,6 +29,9 @@ class Sink(Protocol):
 
     def note(self, name: str, text: str) -> None:
         """Take a text on the whole run, where there is a place for it."""
+
+    def table(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
+        """Take a table of a step, where there is a place for it."""
 
     def flush(self) -> None:
         """Make the records durable, where a resumed run continues the file."""
@@ -59,6 +62,9 @@ class JsonlSink:
 
     def note(self, name: str, text: str) -> None:
         """Nothing: events.jsonl has it."""
+
+    def table(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
+        """Nothing: it has a file of its own."""
 
     def flush(self) -> None:
         self._file.sync()
@@ -119,6 +125,10 @@ class TensorBoardSink:
     def note(self, name: str, text: str) -> None:
         self._writer.add_text(name, text)
 
+    def table(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
+        text = "\n\n".join("\n".join(f"    {line}" for line in _cell(row)) for row in rows)
+        self._writer.add_text(name, text, global_step=step)
+
     def flush(self) -> None:
         """Nothing: a resumed run does not read it."""
 
@@ -127,6 +137,11 @@ class TensorBoardSink:
 
     def close(self, status: str) -> None:
         self._writer.close()
+
+
+def _cell(row: dict[str, Any]) -> list[str]:
+    """A row's texts, as lines."""
+    return "".join(text for text in row.values() if isinstance(text, str)).splitlines()
 
 
 def open_sinks(

@@ -19,6 +19,7 @@ import shlex
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,22 @@ _NOT_NAMED = (
     *("run_dir=", "logger", "sweep.", "hydra", "launch.", "log_every=", "value=", "checkpoint."),
 )
 EXIT_CODES = {"completed": 0, "failed": 1, "interrupted": 255}  # 255 is W&B's code for Ctrl-C
+
+
+@dataclass(frozen=True)
+class _Table:
+    name: str
+    step: int
+    rows: list[dict[str, Any]]
+
+    def made(self) -> Any:
+        import wandb
+
+        columns = [*self.rows[0]] if self.rows else []
+        return wandb.Table(columns=columns, data=[[*row.values()] for row in self.rows])
+
+
+_Item = dict[str, Any] | tuple[str, str] | _Table
 
 
 class WandbSink:
@@ -55,7 +72,7 @@ class WandbSink:
         self._settings, self._config, self._say = settings, config, say
         self._run_dir = Path(run_dir).resolve()
         self._name = name_of(overrides) or self._run_dir.name
-        self._queue: queue.Queue[dict[str, Any] | tuple[str, str] | int] = queue.Queue(BACKLOG)
+        self._queue: queue.Queue[_Item | int] = queue.Queue(BACKLOG)
         self._notes: queue.SimpleQueue[str] = queue.SimpleQueue()  # the thread's lines for `say`
         self._opened = threading.Event()
         self._stopped = threading.Event()
@@ -74,7 +91,11 @@ class WandbSink:
         """A text in the W&B run's summary."""
         self._put((name, text))
 
-    def _put(self, item: dict[str, Any] | tuple[str, str]) -> None:
+    def table(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
+        """A table of this step."""
+        self._put(_Table(name, step, rows))
+
+    def _put(self, item: _Item) -> None:
         if self._stopped.is_set():
             return self._print_notes()
         try:
@@ -130,6 +151,8 @@ class WandbSink:
                     break
                 if isinstance(item, tuple):
                     run.summary[item[0]] = item[1]
+                elif isinstance(item, _Table):
+                    run.log({item.name: item.made()}, step=item.step)
                 else:
                     run.log(with_prefixes(item), step=item["step"])
         except BaseException as error:  # SystemExit too

@@ -22,7 +22,7 @@ def model_problems(model: nn.Module, config: Config) -> list[Problem]:
     if hasattr(model, "initial"):
         problems += _initial_problems(config, model)
     scalars = [name for name, p in model.named_parameters() if p.dim() == 0]
-    if scalars and (config.dp > 1 or config.fsdp.cpu_offload):
+    if scalars and (config.dp * config.cp > 1 or config.fsdp.cpu_offload):
         reason = f"its parameter {scalars[0]} has no dimension, so FSDP cannot shard it"
         wrong("model.name", config.model.name, reason, "a parameter of shape [1]")
     unregistered = _unregistered_tensor(model)

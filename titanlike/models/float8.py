@@ -45,11 +45,15 @@ def use_float8(model: nn.Module, config: Config, device: torch.device) -> Float8
     """Replace linear layers of a model in place, if `precision` is float8.
 
     device: on which it will compute. Raises ConfigError where torchao is missing, where a pattern of
-    `precision.skip` names no layer, and where no layer is left.
+    `precision.skip` names no layer, where no layer is left, and with tensor parallelism: a scale
+    would be that of a rank's part of a weight, so that each tp would train another model.
     """
     settings = config.precision
     if not isinstance(settings, Float8Precision):
         return None
+    if config.tp > 1:
+        reason = f"its scales would be those of a rank's part of each weight under tp={config.tp}"
+        raise ConfigError([Problem("precision", settings.name, reason, f"{_BF16}, or tp=1")])
     torchao = _import_torchao()
     chosen = _choose(model, settings)
     emulated = not multiplies_float8(device)

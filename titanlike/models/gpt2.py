@@ -5,10 +5,13 @@ Shapes: B batch, T tokens, D dim, H heads, E = D // H head dim, V vocab_size.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlike.models.attention import attention
+from titanlike.models.cache import KeyValueCache
 from titanlike.models.documents import Documents
 from titanlike.models.packing import attention_inputs
 from titanlike.models.sizes import not_positive
@@ -31,15 +34,19 @@ class Attention(nn.Module):
 
     def __init__(self, dim: int, heads: int):
         super().__init__()
-        self.heads = heads
+        self.head_dim = dim // heads
         self.qkv = nn.Linear(dim, 3 * dim)
         self.out = nn.Linear(dim, dim)
 
-    def forward(self, x: Tensor, mask: Tensor | Documents | None) -> Tensor:
+    def forward(
+        self, x: Tensor, mask: Tensor | Documents | None, cache: KeyValueCache | None = None
+    ) -> Tensor:
         q, k, v = (  # [B, T, D] -> [B, T, 3 * D] -> 3 x [B, T, H, E] -> 3 x [B, H, T, E]
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for part in self.qkv(x).chunk(3, dim=-1)
         )
+        if cache is not None:
+            k, v = cache.extend(self, k, v)  # [B, H, S, E]
         y = attention(q, k, v, mask)
         return self.out(y.transpose(1, 2).flatten(-2))  # [B, H, T, E] -> [B, T, D]
 
@@ -55,8 +62,11 @@ class Block(nn.Module):
         self.up = nn.Linear(dim, 4 * dim)
         self.down = nn.Linear(4 * dim, dim)
 
-    def forward(self, x: Tensor, mask: Tensor | Documents | None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), mask)
+    def forward(
+        self, x: Tensor, mask: Tensor | Documents | None, cache: KeyValueCache | None = None
+    ) -> Tensor:
+        more = () if cache is None else (cache,)
+        x = x + self.attention(self.attention_norm(x), mask, *more)
         hidden = F.gelu(self.up(self.ffn_norm(x)), approximate="tanh")  # [B, T, 4 * D]
         return x + self.down(hidden)
 
@@ -87,7 +97,7 @@ class Gpt2(nn.Module):
             fit = -(-dim // heads) * heads
             raise ValueError(f"heads={heads}: does not divide dim={dim}; write model.dim={fit}")
         super().__init__()
-        self.depth, self.max_seq_len = layers, max_seq_len
+        self.depth, self.max_seq_len, self.head_dim = layers, max_seq_len, dim // heads
         self.embedding = Embedding(vocab_size, max_seq_len, dim)
         self.layers = nn.ModuleList(Block(dim, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(dim)
@@ -102,13 +112,36 @@ class Gpt2(nn.Module):
         document_ids: Tensor | None = None,
         positions: Tensor | None = None,
         mask: Tensor | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """document_ids, positions, mask: see `attention_inputs` in `packing.py`."""
-        positions, mask = attention_inputs(ids, document_ids, positions, mask, True)
+        """document_ids, positions, mask: see `attention_inputs` in `packing.py`; cache: of the tokens
+        before, which then gives positions and mask."""
+        if cache is None:
+            positions, mask = attention_inputs(ids, document_ids, positions, mask, True)
+        else:
+            positions, mask = cache.inputs(ids)
         x = self.embedding(ids, positions)  # [B, T] -> [B, T, D]
+        more = () if cache is None else (cache,)  # blocks of a user's own know none
         for block in self.layers:
-            x = block(x, mask)
+            x = block(x, mask, *more)
         return self.head(self.norm(x))  # [B, T, D] -> [B, T, V]
+
+    def tp_plan(self) -> dict[str, Any]:
+        """How tensor parallelism divides it, see `parallel/tp/plan.py`."""
+        block = "layers.*"
+        return {
+            "embedding.tokens": "vocab",
+            "embedding.positions": "split",
+            f"{block}.attention_norm": "sequence",
+            f"{block}.attention": "gather",
+            f"{block}.attention.qkv": {"packed_colwise": 3, "head": self.head_dim},
+            f"{block}.attention.out": "rowwise",
+            f"{block}.ffn_norm": "sequence",
+            f"{block}.up": "colwise",
+            f"{block}.down": "rowwise",
+            "norm": "sequence",
+            "head": "vocab",
+        }
 
     def initial(self, name: str) -> tuple[float, float]:
         """(mean, standard deviation) of the normal distribution of a parameter's initial values.

@@ -29,10 +29,13 @@ from torch import Tensor, nn
 from titanlike.models import hf_attention
 from titanlike.models.documents import Documents, sequence_spans
 from titanlike.models.hf_config import needs_eager, routes, settings_of
+from titanlike.models.hf_experts import sort_tokens
 from titanlike.models.hf_init import ScratchWeights
-from titanlike.models.hf_weights import INDEX, SINGLE, FolderWeights, has_weights, other_weights
+from titanlike.models.hf_tensor_plan import set_local_sizes
+from titanlike.models.hf_weights import FolderWeights
 from titanlike.models.packing import attention_inputs, takes_documents
 from titanlike.models.quiet_import import quiet_import
+from titanlike.models.safetensors_folder import INDEX, SINGLE, has_weights, other_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -138,6 +141,10 @@ class Decoder(nn.Module):
     def warn_if_padding_and_no_attention_mask(self, *_: Any) -> None:
         """Does nothing: transformers would read the batch's values to find padding."""
 
+    def folder_weights(self) -> FolderWeights | None:
+        """Where the initial weights are stored; None = they are drawn."""
+        return None if self._folder is None else FolderWeights(self, self._folder)
+
     def initial_weights(self, seed: int) -> InitialWeights:
         """See `titanlike.parallel.initialize`."""
 
@@ -147,6 +154,10 @@ class Decoder(nn.Module):
         scratch = ScratchWeights(build, seed, everything=self._folder is None)
         folder = self._folder
         return scratch if folder is None else FolderWeights(self, folder, scratch.buffer)
+
+    def tp_divided(self) -> None:
+        """See `parallel/tp/styles.py`."""
+        set_local_sizes(self)
 
     def flops_per_token(self, tokens: int) -> float:
         """FLOPs of forward and backward per token, see `Llama.flops_per_token`.
@@ -191,6 +202,8 @@ def _construct(settings: PreTrainedConfig, attention: str) -> Any:
     for module in model.modules():  # GPT-2 calls it of its inner model
         if hasattr(module, "warn_if_padding_and_no_attention_mask") and module is not model:
             module.warn_if_padding_and_no_attention_mask = lambda *_: None
+    if routes(settings):
+        sort_tokens(model, settings.num_experts_per_tok)
     return model
 
 

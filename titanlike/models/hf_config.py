@@ -44,7 +44,7 @@ def settings_of(
 ) -> PreTrainedConfig:
     """transformers' config for `hf`'s arguments. Raises ValueError with one argument per problem."""
     if path is not None and family is None:
-        settings = _from_folder(transformers, path)
+        settings = read_config(transformers, path)
     elif family is not None and path is None:
         settings = _from_family(transformers, family, config, vocab_size, max_seq_len)
     else:
@@ -63,7 +63,8 @@ def settings_of(
     return _checked(settings, path, vocab_size, max_seq_len)
 
 
-def _from_folder(transformers: Any, path: str) -> PreTrainedConfig:
+def read_config(transformers: Any, path: str) -> PreTrainedConfig:
+    """A folder's config, of a model with images its text model's. Raises ValueError."""
     folder = Path(path)
     if not (folder / "config.json").is_file():
         raise ValueError(_no_folder(path))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from titanlike.parallel.initialize import draw, drawing_threads, parameters_on_meta, seeded
+from titanlike.parallel.tp.part import Slices
 
 _CONSTANT = {"zero_": 0.0, "zeros_": 0.0, "ones_": 1.0}
 
@@ -53,10 +54,10 @@ class ScratchWeights:
         self._custom = {name: values[name].detach() for name in custom}
         self._buffers = dict(real.named_buffers(remove_duplicate=False))
 
-    def rows(self, name: str, shape: torch.Size, rows: slice) -> Tensor:
+    def block(self, name: str, shape: torch.Size, place: Slices) -> Tensor:
         if name in self._custom:
-            value = self._custom[name]
-            return value[rows] if value.dim() else value
+            return self._custom[name][place]
+        rows, *inside = place or (slice(0, 1),)
         out = torch.empty(0)
         for write in self._writes[name]:
             if write.row is None:
@@ -64,7 +65,7 @@ class ScratchWeights:
                 out = draw(shape, rows, self._seed, name, write.mean, write.std, threads)
             elif rows.start <= write.row < rows.stop:
                 out[write.row - rows.start] = write.mean
-        return out
+        return out[:, *inside] if inside else out
 
     def buffer(self, name: str) -> Tensor:
         return self._buffers[name]

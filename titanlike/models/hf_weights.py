@@ -1,36 +1,23 @@
 """Initial weights of a transformers model from a folder's safetensors, slice by slice.
 
-A rank reads only the rows of its shards. Names in the files are those of the transformers version
-that wrote them, and are mapped by transformers' own conversion rules; experts that are stored one
-by one are merged.
+A rank reads only the rows of its shards, and of its tensor-parallel part of them. Names in the files
+are those of the transformers version that wrote them, and are mapped by transformers' own conversion
+rules; experts that are stored one by one are merged.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-_MAX_SHOWN = 3  # names in a message
-
-
-def has_weights(folder: Path) -> bool:
-    return (folder / INDEX).is_file() or (folder / SINGLE).is_file()
-
-
-def other_weights(folder: Path) -> list[str]:
-    """Files with weights in formats that are not read here."""
-    kinds = (".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".safetensors")
-    return sorted(path.name for path in folder.glob("*") if path.suffix in kinds)
-
+from titanlike.models.safetensors_folder import SafetensorsFolder, first_names
+from titanlike.parallel.tp.part import Slices
 
 # Where a parameter is stored: its name in the files; or, of a parameter [experts, out, in] that is
 # merged from matrices [part of out, in], the names of each expert's matrices, in order.
@@ -49,23 +36,29 @@ class FolderWeights:
         """
         self._folder, self._model, self._buffer = folder, model, buffer
         self.origin = f"from {folder}"
-        self._files = _files(folder)  # name in the files -> file
-        self._open: dict[str, Any] = {}
+        self.files = SafetensorsFolder(folder)
         self._sources = self._find_sources()
 
-    def rows(self, name: str, shape: torch.Size, rows: slice) -> Tensor:
+    @property
+    def sources(self) -> Mapping[str, Sources]:
+        """Parameter or buffer, every name of a tied one -> where it is stored."""
+        return self._sources
+
+    def block(self, name: str, shape: torch.Size, place: Slices) -> Tensor:
         source = self._sources[name]
         if isinstance(source, list):
-            parts = [torch.cat([self._slice(key)[:] for key in keys]) for keys in source[rows]]
-            return torch.stack(parts).float() if parts else torch.empty(0, *shape[1:])
+            rows, *inside = place
+            parts = [torch.cat([self.files.slice(key)[:] for key in keys]) for keys in source[rows]]
+            whole = torch.stack(parts) if parts else torch.empty(0, *shape[1:])
+            return whole[:, *inside].float()
         if not shape:
-            return self._handle(source).get_tensor(source).float()
-        return self._slice(source)[rows.start : rows.stop].float()
+            return self.files.handle(source).get_tensor(source).float()
+        return self.files.slice(source)[place].float()
 
     def buffer(self, name: str) -> Tensor:
         """From the files where they contain it."""
         if name in self._sources:
-            return self._handle(self._sources[name]).get_tensor(self._sources[name])
+            return self.files.handle(self._sources[name]).get_tensor(self._sources[name])
         assert self._buffer is not None
         return self._buffer(name)
 
@@ -78,37 +71,17 @@ class FolderWeights:
                 wrong.append(f"{name} is {found} in the files and {needed} in the model")
         if wrong:
             remedy = "use the sizes of its config.json, or model.weights=scratch"
-            raise ValueError(f"path={self._folder}: {_first_names(wrong)}; {remedy}")
+            raise ValueError(f"path={self._folder}: {first_names(wrong)}; {remedy}")
 
     def _shape(self, name: str) -> list[int]:
         source = self._sources[name]
         if not isinstance(source, list):
-            return self._slice(source).get_shape()
+            return self.files.slice(source).get_shape()
         shapes = set()
         for keys in source:
-            parts = [self._slice(key).get_shape() for key in keys]
+            parts = [self.files.slice(key).get_shape() for key in keys]
             shapes.add((sum(part[0] for part in parts), *parts[0][1:]))
         return [len(source), *shapes.pop()] if len(shapes) == 1 else []
-
-    def _handle(self, key: str) -> Any:
-        name = self._files[key]
-        if name not in self._open:
-            try:
-                self._open[name] = safe_open(self._folder / name, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise ValueError(
-                    f"path={self._folder}: {name} cannot be read: {error}; copy the file again"
-                ) from None
-        return self._open[name]
-
-    def _slice(self, key: str) -> Any:
-        try:
-            return self._handle(key).get_slice(key)
-        except SafetensorError:
-            raise ValueError(
-                f"path={self._folder}: {self._files[key]} has no {key}, which {INDEX} says it has; "
-                "copy the files again"
-            ) from None
 
     def _find_sources(self) -> dict[str, Sources]:
         """Parameter or buffer -> name in the files, or experts to merge. Raises ValueError."""
@@ -122,7 +95,7 @@ class FolderWeights:
         state = dict.fromkeys(model.state_dict(keep_vars=True), True)
         simple: dict[str, str] = {}
         merged: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-        for key in sorted(self._files, key=_natural):
+        for key in sorted(self.files.files, key=_natural):
             prefix = model.base_model_prefix
             name, pattern = loading.rename_source_key(key, renamings, converters, prefix, state)
             if pattern is None or key in state:
@@ -138,7 +111,7 @@ class FolderWeights:
                 sources.setdefault(first[id(parameter)], sources[name])
         if missing := [name for name in first.values() if name not in sources]:
             remedy = "write model.weights=scratch, or copy the files again"
-            raise ValueError(f"path={folder}: its files lack {_first_names(missing)}; {remedy}")
+            raise ValueError(f"path={folder}: its files lack {first_names(missing)}; {remedy}")
         self._check_unexpected([name for name in sources if name not in state])
         return sources
 
@@ -168,35 +141,9 @@ class FolderWeights:
         left = [name for name in names if not any(re.search(part, name) for part in ignored)]
         if left:
             raise ValueError(
-                f"path={self._folder}: the model has no {_first_names(left)}, which its files "
+                f"path={self._folder}: the model has no {first_names(left)}, which its files "
                 "have; use its own config.json, or model.weights=scratch"
             )
-
-
-def _files(folder: Path) -> dict[str, str]:
-    """Name of a tensor -> file. Raises ValueError."""
-    index = folder / INDEX
-    if index.is_file():
-        try:
-            files = json.loads(index.read_text())["weight_map"]
-        except (json.JSONDecodeError, KeyError) as error:
-            reason = f"path={folder}: {INDEX} is damaged ({error}); copy it again"
-            raise ValueError(reason) from None
-        lost = sorted({name for name in files.values() if not (folder / name).is_file()})
-        if lost:
-            raise ValueError(f"path={folder}: lacks {_first_names(lost)}; copy the files again")
-        return files
-    try:
-        with safe_open(folder / SINGLE, framework="pt") as opened:
-            return dict.fromkeys(opened.keys(), SINGLE)
-    except (OSError, SafetensorError) as error:
-        reason = f"path={folder}: {SINGLE} cannot be read: {error}; copy the file again"
-        raise ValueError(reason) from None
-
-
-def _first_names(names: list[str]) -> str:
-    more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
-    return ", ".join(names[:_MAX_SHOWN]) + more
 
 
 def _natural(key: str) -> list[tuple[bool, int, str]]:

@@ -6,11 +6,14 @@ V vocab_size. The model contains no parallelism.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlike.models.attention import attention
+from titanlike.models.cache import KeyValueCache
 from titanlike.models.documents import Documents
 from titanlike.models.packing import attention_inputs
 from titanlike.models.sizes import not_positive
@@ -48,20 +51,44 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal self-attention; K < H key/value heads are shared by groups of query heads."""
 
-    def __init__(self, dim: int, heads: int, kv_heads: int):
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int | None = None,
+        qk_norm_eps: float | None = None,
+    ):
+        """head_dim: E, if not dim // heads; qk_norm_eps: of the norms of each head's query and key,
+        None = there are none."""
         super().__init__()
-        self.head_dim = dim // heads
+        self.head_dim = head_dim or dim // heads
         self.wq = nn.Linear(dim, heads * self.head_dim, bias=False)
         self.wk = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
         self.wv = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(heads * self.head_dim, dim, bias=False)
+        self.normed = qk_norm_eps is not None
+        if qk_norm_eps is not None:
+            self.q_norm = RMSNorm(self.head_dim, qk_norm_eps)
+            self.k_norm = RMSNorm(self.head_dim, qk_norm_eps)
 
-    def forward(self, x: Tensor, table: Tensor, mask: Tensor | Documents | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        table: Tensor,
+        mask: Tensor | Documents | None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
         q, k, v = (  # [B, T, D] -> [B, T, H or K, E] -> q [B, H, T, E]; k, v [B, K, T, E]
             w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for w in (self.wq, self.wk, self.wv)
         )
-        y = attention(rotate(q, table), rotate(k, table), v, mask)  # [B, H, T, E]
+        if self.normed:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, table), rotate(k, table)
+        if cache is not None:
+            k, v = cache.extend(self, k, v)  # [B, K, S, E]
+        y = attention(q, k, v, mask)  # [B, H, T, E]
         return self.wo(y.transpose(1, 2).flatten(-2))  # [B, T, H, E] -> [B, T, H * E] -> [B, T, D]
 
 
@@ -88,8 +115,15 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(dim, norm_eps)
         self.ffn = FeedForward(dim, ffn_dim)
 
-    def forward(self, x: Tensor, table: Tensor, mask: Tensor | Documents | None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), table, mask)
+    def forward(
+        self,
+        x: Tensor,
+        table: Tensor,
+        mask: Tensor | Documents | None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        more = () if cache is None else (cache,)
+        x = x + self.attention(self.attention_norm(x), table, mask, *more)
         return x + self.ffn(self.ffn_norm(x))
 
 
@@ -153,14 +187,39 @@ class Llama(nn.Module):
         document_ids: Tensor | None = None,
         positions: Tensor | None = None,
         mask: Tensor | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """document_ids, positions, mask: see `attention_inputs` in `packing.py`."""
-        positions, mask = attention_inputs(ids, document_ids, positions, mask, True)
+        """document_ids, positions, mask: see `attention_inputs` in `packing.py`; cache: of the tokens
+        before, which then gives positions and mask."""
+        if cache is None:
+            positions, mask = attention_inputs(ids, document_ids, positions, mask, True)
+        else:
+            positions, mask = cache.inputs(ids)
         table = rotary_table(positions, self.head_dim, self.rope_theta)  # [2, (B,) T, E/2]
         x = self.embedding(ids)  # [B, T] -> [B, T, D]
+        more = () if cache is None else (cache,)  # blocks of a user's own know none
         for block in self.layers:
-            x = block(x, table, mask)
+            x = block(x, table, mask, *more)
         return self.head(self.norm(x))  # [B, T, D] -> [B, T, V]
+
+    def tp_plan(self) -> dict[str, Any]:
+        """How tensor parallelism divides it, see `parallel/tp/plan.py`."""
+        attention, ffn = "layers.*.attention", "layers.*.ffn"
+        return {
+            "embedding": "vocab",
+            f"{attention}_norm": "sequence",
+            attention: "gather",
+            f"{attention}.wq": {"colwise": self.head_dim},
+            f"{attention}.w[kv]": {"colwise_kv": self.head_dim},
+            f"{attention}.wo": "rowwise",
+            f"{ffn}_norm": "sequence",
+            ffn: "gather",
+            f"{ffn}.gate": "colwise",
+            f"{ffn}.up": "colwise",
+            f"{ffn}.down": "rowwise",
+            "norm": "sequence",
+            "head": "vocab",
+        }
 
     def initial(self, name: str) -> tuple[float, float]:
         """(mean, standard deviation) of the normal distribution of a parameter's initial values.

@@ -32,17 +32,21 @@ from titanlike.parallel import initialize
 MODELS = {
     "llama": "titanlike.models.llama.Llama",
     "gpt2": "titanlike.models.gpt2.Gpt2",
+    "moe": "titanlike.models.moe.Moe",
     "hf": "titanlike.models.hf.hf",
 }
 
 
-def resolve_model(config: Config) -> Custom:
-    """The model's name and arguments, with vocab_size and max_seq_len filled in where null."""
+def resolve_model(config: Config, vocabulary: int | None = None) -> Custom:
+    """The model's name and arguments, with vocab_size and max_seq_len filled in where null.
+
+    vocabulary: of the data, if they are open; None = the data are asked.
+    """
     args = dict(config.model.args)
     if config.model.name not in MODELS:
         args |= {key: None for key in _required(config.model.name) if key not in args}
     if args.get("vocab_size", 0) is None:
-        args["vocab_size"] = vocab_size(config)
+        args["vocab_size"] = vocab_size(config) if vocabulary is None else vocabulary
     if args.get("max_seq_len", 0) is None:
         args["max_seq_len"] = config.seq_len
     return Custom(config.model.name, args)
@@ -56,6 +60,14 @@ def _required(name: str) -> set[str]:
         return set()  # reported when it is built
     sizes = {"vocab_size", "max_seq_len"} & parameters.keys()
     return {size for size in sizes if parameters[size].default is inspect.Parameter.empty}
+
+
+def complete_arguments(model: Custom) -> dict[str, Any]:
+    """A model's arguments with the defaults of its constructor."""
+    parameters = inspect.signature(_import_family(model.name)).parameters.values()
+    return {
+        one.name: one.default for one in parameters if one.default is not one.empty
+    } | model.args
 
 
 def build_model(model: Custom, device: str = "meta") -> nn.Module:

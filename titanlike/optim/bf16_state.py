@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from titanlike.optim.fused import fused_adamw
 from titanlike.optim.skipping import SkippingOptimizer
-from titanlike.torch_private.dtensor import local_slices
+from titanlike.parallel.tp.part import Part, places
+from titanlike.torch_private.dtensor import local
 
 _MEANS = ("exp_avg", "exp_avg_sq")
 _CHUNK = 2**22  # elements that are widened at a time
@@ -34,15 +34,16 @@ class Bf16StateAdamW(SkippingOptimizer):
         self,
         groups: list[dict[str, Any]],
         seeds: Mapping[nn.Parameter, int],
+        parts: Mapping[nn.Parameter, Part | None] | None = None,
         *,
         lr: float,
         betas: tuple[float, float],
         eps: float,
     ) -> None:
-        """seeds: of the rounding, one for each parameter."""
+        """seeds: of the rounding, one for each parameter; parts: of those that are divided."""
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
-        self._seeds = seeds
-        self._first_rows: dict[nn.Parameter, int] = {}  # of this rank's part
+        self._seeds, self._parts = seeds, parts or {}
+        self._positions: dict[nn.Parameter, Positions] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
@@ -52,10 +53,10 @@ class Bf16StateAdamW(SkippingOptimizer):
                 if parameter.grad is not None:
                     self._update(parameter, group)
 
-    def _first_row(self, parameter: nn.Parameter) -> int:
-        if parameter not in self._first_rows:
-            self._first_rows[parameter] = local_slices(parameter)[0].start if parameter.dim() else 0
-        return self._first_rows[parameter]
+    def _positions_of(self, parameter: nn.Parameter) -> Positions:
+        if parameter not in self._positions:
+            self._positions[parameter] = Positions(parameter, self._parts.get(parameter))
+        return self._positions[parameter]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """torch casts state to the dtype of its parameter; here it is cast back."""
@@ -72,7 +73,7 @@ class Bf16StateAdamW(SkippingOptimizer):
             for key in _MEANS:
                 state[key] = torch.zeros_like(parameter, dtype=torch.bfloat16)
         tensors = (parameter, parameter.grad, *(state[key] for key in _MEANS))
-        rows = self._first_row(parameter)
+        positions, row = self._positions_of(parameter), 0
         locals_ = [_rows(tensor) for tensor in tensors]
         length = max(1, locals_[0][:1].numel())  # of a row
         each = max(1, _CHUNK // length)
@@ -84,10 +85,11 @@ class Bf16StateAdamW(SkippingOptimizer):
             step = [state["step"].clone()]  # counted up by each call
             fused_adamw([weights], [gradient], mean, square, step, group, skip)
             # what was not updated is in bf16 still, and rounded to itself
-            bits = random_bits(weights, rows * length, self._seeds[parameter], state["step"])
+            at = positions.of_rows(slice(row, row + len(weights)))
+            bits = random_bits(at, self._seeds[parameter], state["step"])
             for mean, exact, noise in zip(means, wide, (bits >> 16, bits & 0xFFFF), strict=True):
                 mean.copy_(round_stochastically(exact, noise))
-            rows += len(weights)
+            row += len(weights)
         state["step"] += 1 if skip is None else 1 - skip
 
 
@@ -99,17 +101,38 @@ def round_stochastically(values: Tensor, noise: Tensor) -> Tensor:
     return torch.where(values.isfinite(), rounded, values).bfloat16()
 
 
-def random_bits(like: Tensor, first: int, seed: int, step: Tensor) -> Tensor:
-    """32 random bits for each element, int64 in [0, 2^32), of `like`'s shape; the shards of a tensor
-    get what the whole one does.
+class Positions:
+    """Of the elements that this rank holds of a tensor: where they are in the whole one, counted from
+    its first."""
 
-    first: the position of the first element in the whole tensor; step: a scalar, on the device.
-    The mixing is MurmurHash3's, twice: of (seed, step), then of each position with it.
+    def __init__(self, tensor: Tensor, part: Part | None = None) -> None:
+        """tensor: FSDP's shards, a tensor-parallel rank's part, both, or the whole."""
+        self._strides = []  # of each dimension, what a step along it adds; the first is of rows
+        for size in reversed(tensor.shape[1:] if part is None else part.shape[1:]):
+            self._strides.insert(0, size * (self._strides[0] if self._strides else 1))
+        self._strides.append(1)
+        device = local(tensor).device
+        self._places = [place.to(device) for place in places(tensor, part)]
+        self._places = self._places or [torch.zeros(1, dtype=torch.int64, device=device)]
+
+    def of_rows(self, rows: slice) -> Tensor:
+        """int64, in the shape of these rows of what this rank holds."""
+        first, *others = self._places
+        found = first[rows] * self._strides[0]
+        for place, stride in zip(others, self._strides[1:], strict=True):
+            found = found.unsqueeze(-1) + place * stride
+        return found
+
+
+def random_bits(positions: Tensor, seed: int, step: Tensor) -> Tensor:
+    """32 random bits for each element of a tensor, int64 in [0, 2^32), by its position in the whole
+    tensor: in every layout the same.
+
+    step: a scalar, on the device. The mixing is MurmurHash3's, twice: of (seed, step), then of each
+    position with it.
     """
     start = _mix(step.to(torch.int64) * 0x9E3779B1 + (seed & _LOW_32))
-    positions = torch.arange(first, first + like.numel(), device=like.device)
-    mixed = _mix(_mix(positions + (positions >> 32) * 0x85EBCA6B) ^ start)
-    return mixed.view(like.shape)
+    return _mix(_mix(positions + (positions >> 32) * 0x85EBCA6B) ^ start)
 
 
 def _mix(bits: Tensor) -> Tensor:
@@ -122,5 +145,4 @@ def _mix(bits: Tensor) -> Tensor:
 
 def _rows(tensor: Tensor) -> Tensor:
     """This rank's part, at least 1-D."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return torch.atleast_1d(local.detach())
+    return torch.atleast_1d(local(tensor).detach())

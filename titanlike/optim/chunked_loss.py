@@ -26,6 +26,7 @@ from titanlike.graph.cut import StageGraph
 from titanlike.graph.pytree import tree_map
 from titanlike.graph.recording import DEVICE, Node, RecordError
 from titanlike.optim.loss import Loss, OutputError, logits_of
+from titanlike.parallel.tp.styles import gathered_parts, style_of
 
 _LINEAR = ("linear", "matmul", "__matmul__")
 _FIX = "loss=cross_entropy"
@@ -192,13 +193,32 @@ def find_head(graph: StageGraph, model: nn.Module, loss: Loss) -> ChunkedHead:
     if node not in graph.nodes or node.value is None:
         raise RecordError("its last linear layer is not in the last stage", _FIX)
     head = ChunkedHead(node, tuple(epilogue), loss.chunk, loss)
-    if head.x.value is None or head.x.value.shape[:-1] != logits.value.shape[:-1]:
+    if head.x.value is None or _tokens(head, model) != logits.value.shape[:-1]:
         raise RecordError("its last linear layer does not return logits for each token", _FIX)
+    style = _style(head, model)
+    if style not in ("", "vocab", "sequence", "replicate"):
+        reason = f"tensor parallelism divides its last linear layer as {style}"
+        raise RecordError(reason, f"vocab in its tp_plan, or {_FIX}")
     if epilogue and not _is_token_wise(head):
         names = ", ".join(dict.fromkeys(_name(node) for node in epilogue))
         reason = f"what it does after its last linear layer ({names}) is not done token by token"
         raise RecordError(reason, _FIX)
     return head
+
+
+def _style(head: ChunkedHead, model: nn.Module) -> str:
+    """How tensor parallelism divides the head; "" = not."""
+    if head.head.kind != "unit":
+        return ""
+    return style_of(model.get_submodule(head.head.target))
+
+
+def _tokens(head: ChunkedHead, model: nn.Module) -> torch.Size:
+    """The shape of the tokens that the head sees: all, of which a tensor-parallel rank has a part."""
+    tokens = list(head.x.value.shape[:-1])
+    if head.head.kind == "unit" and tokens:
+        tokens[-1] *= gathered_parts(model.get_submodule(head.head.target))
+    return torch.Size(tokens)
 
 
 def with_chunked_loss(graph: StageGraph, chunked: ChunkedHead) -> StageGraph:
@@ -228,7 +248,10 @@ def loss_of_output(loss: Loss, graph: StageGraph, output: Any, targets: Tensor) 
         same_kind = tensor.is_floating_point() == meta.is_floating_point()
         return tensor if same_kind else tensor.to(meta.dtype)
 
-    return loss(tree_map(graph.output, value), targets)
+    structure = graph.output
+    # a tensor alone, as nearly always, is no structure to walk through in each microbatch
+    found = value(structure) if isinstance(structure, Node) else tree_map(structure, value)
+    return loss(found, targets)
 
 
 def _call(function: Callable[..., Any], node: Node, given: dict[Node, Tensor]) -> Any:

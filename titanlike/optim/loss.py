@@ -27,6 +27,7 @@ from titanlike.config.schema import Custom
 from titanlike.data.sources import IGNORE
 from titanlike.graph.gradient_flow import used_by
 from titanlike.graph.pytree import describe, tree_flatten, tree_map
+from titanlike.optim.vocabulary_loss import DividedVocabulary
 
 Settings = schema.CrossEntropy | schema.ChunkedCrossEntropy | schema.Mse | Custom
 
@@ -77,11 +78,14 @@ class CrossEntropy(Loss):
     """Cross entropy in nats of logits [B, T, V] (computed in fp32) with targets [B, T].
 
     chunk: the pipeline computes it of so many tokens at a time, see `chunked_loss.py`.
+    vocabulary: logits are this rank's part [B, T, V / tp]; None = all.
     """
 
-    def __init__(self, chunk: int | None = None) -> None:
+    def __init__(
+        self, chunk: int | None = None, vocabulary: DividedVocabulary | None = None
+    ) -> None:
         super().__init__()
-        self.chunk = chunk
+        self.chunk, self._vocabulary = chunk, vocabulary
 
     def total(self, output: Any, targets: Tensor) -> Tensor:
         return self._cross_entropy(output, targets, "sum")
@@ -97,6 +101,9 @@ class CrossEntropy(Loss):
             given = f"logits {list(logits.shape)} and targets {list(targets.shape)} of {kind}"
             raise OutputError(f"it takes {takes}, not {given}")
         rows, goals = logits.flatten(0, -2).float(), targets.flatten()
+        if self._vocabulary is not None:
+            each = self._vocabulary.cross_entropy(rows, goals, IGNORE)
+            return each.sum() if reduction == "sum" else each
         return F.cross_entropy(rows, goals, ignore_index=IGNORE, reduction=reduction)
 
     def count(self, targets: Tensor) -> Tensor:
@@ -172,6 +179,19 @@ class TermsOf(Loss):
         return self.kept[-1].sum()
 
 
+class OutputsAt(Loss):
+    """No loss: keeps the logits at the places where the targets are 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []  # of each call
+
+    def total(self, output: Any, targets: Tensor) -> Tensor:
+        logits = logits_of(output)
+        self.kept.append(logits[targets == 1].detach())
+        return logits.new_zeros((), dtype=torch.float32)
+
+
 def logits_of(output: Any) -> Any:
     """The tensor that a built-in loss is computed of: the output, or what is called logits in it."""
     named = isinstance(output, dict) and "logits" in output
@@ -184,14 +204,26 @@ def logits_of(output: Any) -> Any:
     raise OutputError(f"the model's forward returns {found}, in which nothing is called logits")
 
 
-def build_loss(config: Settings, device: torch.device | None = None) -> Loss:
-    """The loss that a config names. Raises ConfigError where it is the user's own and wrong."""
+def build_loss(
+    config: Settings,
+    device: torch.device | None = None,
+    vocabulary: DividedVocabulary | None = None,
+) -> Loss:
+    """The loss that a config names. Raises ConfigError where it is the user's own and wrong.
+
+    vocabulary: of logits that tensor-parallel ranks share, see `takes_divided_logits`.
+    """
     if isinstance(config, Custom):
         return _own(config, device)
     if isinstance(config, schema.Mse):
         return Mse()
     chunked = isinstance(config, schema.ChunkedCrossEntropy)
-    return CrossEntropy(config.chunk if chunked else None)
+    return CrossEntropy(config.chunk if chunked else None, vocabulary)
+
+
+def takes_divided_logits(config: Settings) -> bool:
+    """Whether tensor-parallel ranks can compute the loss from a part of the vocabulary each."""
+    return isinstance(config, schema.CrossEntropy | schema.ChunkedCrossEntropy)
 
 
 def check_loss(config: Settings, output: Any, targets: Tensor, rows: int) -> list[Problem]:

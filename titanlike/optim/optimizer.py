@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlike.config.schema import Config, Muon, OwnOptimizer, Sgd
 from titanlike.optim import fused, muon
 from titanlike.optim.bf16_state import Bf16StateAdamW
 from titanlike.optim.own import own_optimizer
-from titanlike.optim.skipping import local
 from titanlike.parallel.initialize import piece_seed
 from titanlike.parallel.mesh import Mesh
 from titanlike.parallel.sharding import compute_dtype
+from titanlike.parallel.tp.part import Part
+from titanlike.parallel.tp.styles import Placement
+from titanlike.torch_private.dtensor import local
 from titanlike.torch_private.foreach import norms, scale
 
 
@@ -29,11 +32,20 @@ class StageState:
     # parameter in the stage -> its name in the whole model, one for all copies of a tied one
     names: dict[str, str]
     owned: frozenset[str]  # names in the whole model; each parameter is owned by one stage
+    # name in the whole model -> where a parameter is among tensor-parallel ranks; {} without any
+    placements: Mapping[str, Placement] = field(default_factory=dict)
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """All of the stage's, by the name in the whole model."""
         for name, parameter in self.stage.named_parameters():
             yield self.names[name], parameter
+
+    def part(self, name: str) -> Part | None:
+        """Which part of a parameter, by its name in the whole model, this rank has; None = all."""
+        return self.placements[name].part if name in self.placements else None
+
+    def placed_parameters(self) -> Iterator[tuple[nn.Parameter, Placement]]:
+        return ((parameter, self.placements[name]) for name, parameter in self.parameters())
 
     def zero_grad(self) -> None:
         for optimizer in self.optimizers:
@@ -58,26 +70,39 @@ def optimizer_state(
 
 
 def build_optimizers(
-    parameters: Mapping[str, nn.Parameter], model: nn.Module, config: Config
+    parameters: Mapping[str, nn.Parameter],
+    model: nn.Module,
+    config: Config,
+    placements: Mapping[str, Placement] | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> list[torch.optim.Optimizer]:
     """Of some parameters of a model, by name: each by one optimizer, whose choice does not depend on
     the layout. Vectors (norms, biases) are not decayed. A group's `initial_lr` is its peak.
 
-    model: the whole one, which may be on meta.
+    model: the whole one, which may be on meta; placements: of parameters among tensor-parallel
+    ranks; group: the ranks that hold the parameters together, where these are not FSDP's alone.
+    Collective over these ranks.
     """
     choice = config.optimizer
     rest, optimizers = dict(parameters), []
+    parts = {
+        parameters[name]: placement.part
+        for name, placement in (placements or {}).items()
+        if name in parameters
+    }
     hidden = muon.hidden_matrices(model, choice)
     if matrices := [rest.pop(name) for name in parameters if name in hidden]:
         # in bf16 only where gradients are no more exact
-        optimizers = [muon.Muon(matrices, choice, compute_dtype(config))]
+        optimizers = [muon.Muon(matrices, choice, compute_dtype(config), parts, group)]
     if rest or not optimizers:  # neither: a stage of buffers alone
-        optimizers.append(_elementwise_optimizer(rest, config))
+        optimizers.append(_elementwise_optimizer(rest, config, parts))
     return optimizers
 
 
 def _elementwise_optimizer(
-    parameters: Mapping[str, nn.Parameter], config: Config
+    parameters: Mapping[str, nn.Parameter],
+    config: Config,
+    parts: Mapping[nn.Parameter, Part | None],
 ) -> torch.optim.Optimizer:
     choice = config.optimizer
     matrices = [p for p in parameters.values() if p.dim() >= 2]
@@ -98,7 +123,7 @@ def _elementwise_optimizer(
     options = {"lr": lr, "betas": tuple(choice.betas), "eps": choice.eps}
     if choice.state_dtype == "bf16":
         seeds = {p: piece_seed(config.seed, f"rounding of {n}", 0) for n, p in parameters.items()}
-        return Bf16StateAdamW(groups, seeds, **options)
+        return Bf16StateAdamW(groups, seeds, parts, **options)
     return fused.AdamW(groups, **options)
 
 
@@ -120,15 +145,29 @@ def gradient_norms(parameters: Sequence[Tensor]) -> Tensor:
     return torch.stack(found) if found else torch.zeros(0)
 
 
+def square_sum(norms: Tensor, shares: Tensor | None) -> Tensor:
+    """What this rank adds to the square of the norm of all gradients: a scalar.
+
+    shares: of each gradient, 1 / the tensor-parallel ranks that have the same; None = 1.
+    """
+    squares = norms.square()
+    return (squares if shares is None else squares * shares).sum()
+
+
 def norm_of_squares(squares: Tensor, config: Config) -> Tensor:
-    """The 2-norm of all gradients of the whole model, from the squares of `gradient_norms` summed over
-    all ranks: replicas of a shard count once."""
+    """The 2-norm of all gradients of the whole model, from `square_sum` summed over all ranks:
+    replicas of a shard count once."""
     return (squares / config.replicate).sqrt()
 
 
-def gradient_norm(parameters: Sequence[Tensor], mesh: Mesh, config: Config) -> Tensor:
-    """The 2-norm of all gradients of the whole model: a scalar, the same on every rank."""
-    squares = gradient_norms(parameters).to(mesh.device).square().sum()
+def gradient_norm(
+    parameters: Sequence[Tensor], mesh: Mesh, config: Config, shares: Tensor | None = None
+) -> Tensor:
+    """The 2-norm of all gradients of the whole model: a scalar, the same on every rank.
+
+    shares: see `square_sum`.
+    """
+    squares = square_sum(gradient_norms(parameters).to(mesh.device), shares)
     return norm_of_squares(mesh.sum(squares) if mesh.world_size > 1 else squares, config)
 
 

@@ -1,10 +1,12 @@
-"""Orthogonalized matrices for Muon, whole or in shards.
+"""Orthogonalized matrices for Muon, whole or in parts.
 
-Newton-Schulz needs whole matrices, of which each rank of an FSDP mesh holds some rows:
+Newton-Schulz needs whole matrices, of which each rank of an FSDP mesh holds some rows, and each
+tensor-parallel one a part of these:
 
-1. Each matrix gets an owner among the ranks of the shard axis, so that all have equal work.
-2. One all-to-all brings the rows of each matrix to its owner, which orthogonalizes it.
-3. Another takes each rank's rows of the results back.
+1. Each matrix gets an owner among the ranks that hold it together, so that all have equal work.
+2. One all-to-all brings the elements of each matrix to its owner, which orthogonalizes it; of ranks
+   that hold the same ones, the first sends them.
+3. Another takes what each rank holds of the results back.
 
 Two messages whatever the number of matrices, and no rank repeats another's work; replicas (HSDP) do
 the same each, with equal results.
@@ -13,12 +15,16 @@ the same each, with equal results.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
+
+from titanlike.parallel.tp.part import Part, Slices, pieces
+from titanlike.torch_private.dtensor import local
 
 # of the quintic iteration, and the least norm that is divided by: as in torch.optim.Muon
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -26,72 +32,134 @@ _LEAST_NORM = 1e-7
 
 
 def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
-    """Nearly the orthogonal factor of a matrix [rows, columns]: singular values of about 1.
+    """Nearly the orthogonal factor of a matrix [rows, columns]: singular values of about 1; of each
+    of some matrices [number, rows, columns].
 
     Computed in the dtype of `matrix`. Source: Keller Jordan, https://kellerjordan.github.io/posts/muon
     """
     a, b, c = _COEFFICIENTS
-    tall = matrix.shape[0] > matrix.shape[1]
-    wide = matrix.T if tall else matrix
-    wide = wide / wide.norm().clamp(min=_LEAST_NORM)
+    tall = matrix.shape[-2] > matrix.shape[-1]
+    wide = matrix.mT if tall else matrix
+    if matrix.dim() == 2:
+        norm, add_product = wide.norm(), torch.addmm
+    else:
+        norm, add_product = wide.norm(dim=(-2, -1), keepdim=True), torch.baddbmm
+    wide = wide / norm.clamp(min=_LEAST_NORM)
     for _ in range(steps):
-        gram = wide @ wide.T  # [short side, short side]
-        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        wide = torch.addmm(wide, polynomial, wide, beta=a)
-    return wide.T if tall else wide
+        gram = wide @ wide.mT  # [short side, short side]
+        polynomial = add_product(gram, gram, gram, beta=b, alpha=c)
+        wide = add_product(wide, polynomial, wide, beta=a)
+    return wide.mT if tall else wide
 
 
-def orthogonalize(
-    parameters: Sequence[Tensor], updates: Sequence[Tensor], steps: int
-) -> list[Tensor]:
-    """`newton_schulz` of each update. Collective over the ranks that share the parameters.
+@dataclass(frozen=True)
+class _Held:
+    """What one rank has of a matrix."""
 
-    parameters: the matrices, whole or FSDP's shards. updates: this rank's rows of what is
-    orthogonalized for each, all of one dtype and device; the results are the same rows.
-    """
-    group = shard_group(parameters[0])
-    if group is None:
-        return [newton_schulz(update, steps) for update in updates]
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    shapes = [(parameter.shape[0], parameter.shape[1]) for parameter in parameters]
-    rows = [_rows_of_ranks(shape[0], size) for shape in shapes]
-    owned: list[list[int]] = [[] for _ in range(size)]  # matrices of each rank
-    for matrix, owner in enumerate(deal(shapes, size)):
-        owned[owner].append(matrix)
+    shape: torch.Size  # of its local tensor
+    places: list[tuple[Slices, Slices]]  # see `pieces`
+    sends: bool = True  # no rank before it has the same
 
-    def shape(matrix: int, of: int) -> tuple[int, int]:
-        """Of the rows that a rank has."""
-        return rows[matrix][of], shapes[matrix][1]
+    def of(self, whole: Tensor) -> Tensor:
+        if len(self.places) == 1:
+            return whole[self.places[0][1]]
+        mine = whole.new_empty(self.shape)
+        for here, there in self.places:
+            mine[here] = whole[there]
+        return mine
 
-    mine = owned[rank]
-    received = _exchange(
-        [[updates[matrix] for matrix in matrices] for matrices in owned],
-        [[shape(matrix, other) for matrix in mine] for other in range(size)],
-        updates[0],
-        group,
-    )
-    results = [
-        newton_schulz(torch.cat([received[other][at] for other in range(size)]), steps).split(
-            rows[matrix]
+    def put(self, mine: Tensor, whole: Tensor) -> None:
+        for here, there in self.places:
+            whole[there] = mine[here]
+
+
+class Orthogonalizer:
+    """`newton_schulz` of matrices that ranks hold together."""
+
+    def __init__(
+        self,
+        matrices: Sequence[Tensor],
+        parts: Mapping[Tensor, Part | None],
+        group: dist.ProcessGroup | None,
+        steps: int,
+    ) -> None:
+        """matrices: parameters, the same on all ranks of the group, whole, FSDP's shards, or
+        tensor-parallel parts of either; group: the ranks that hold them; None = all are whole.
+        Collective over the group.
+        """
+        self._group, self._steps = group, steps
+        self.shapes = {matrix: _shape(matrix, parts.get(matrix)) for matrix in matrices}
+        self._held: dict[Tensor, list[_Held]] = {}  # by rank
+        if group is None:
+            return
+        mine = [(local(matrix).shape, [*pieces(matrix, parts.get(matrix))]) for matrix in matrices]
+        of_ranks = [mine] * dist.get_world_size(group)
+        dist.all_gather_object(of_ranks, mine, group=group)
+        for matrix, *found in zip(matrices, *of_ranks, strict=True):
+            wholes = [[there for _, there in places] for _, places in found]
+            self._held[matrix] = [
+                _Held(shape, places, wholes[at] not in wholes[:at])
+                for at, (shape, places) in enumerate(found)
+            ]
+
+    def __call__(self, matrices: Sequence[Tensor], updates: Sequence[Tensor]) -> list[Tensor]:
+        """Collective over the group; the results are in the form of the updates.
+
+        matrices: some of those given before; updates: what this rank has of what is orthogonalized
+        for each, all of one dtype and device.
+        """
+        group = self._group
+        if group is None:
+            return [newton_schulz(update, self._steps) for update in updates]
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        held = [self._held[matrix] for matrix in matrices]
+        shapes = [self.shapes[matrix] for matrix in matrices]
+        owned: list[list[int]] = [[] for _ in range(size)]  # matrices of each rank
+        for matrix, owner in enumerate(deal(shapes, size)):
+            owned[owner].append(matrix)
+        mine = owned[rank]
+        received = _exchange(
+            [[updates[at] for at in ats if held[at][rank].sends] for ats in owned],
+            [
+                [held[at][other].shape for at in mine if held[at][other].sends]
+                for other in range(size)
+            ],
+            updates[0],
+            group,
         )
-        for at, matrix in enumerate(mine)
-    ]
-    returned = _exchange(
-        [[result[other] for result in results] for other in range(size)],
-        [[shape(matrix, rank) for matrix in matrices] for matrices in owned],
-        updates[0],
-        group,
-    )
-    of_matrix = {
-        matrix: result
-        for matrices, results_of_owner in zip(owned, returned, strict=True)
-        for matrix, result in zip(matrices, results_of_owner, strict=True)
-    }
-    return [of_matrix[matrix] for matrix in range(len(parameters))]
+        from_rank = [iter(tensors) for tensors in received]
+        results = []
+        for at in mine:
+            whole = updates[0].new_empty(shapes[at])
+            for other, own in enumerate(held[at]):
+                if own.sends:
+                    own.put(next(from_rank[other]), whole)
+            results.append(newton_schulz(whole, self._steps))
+        returned = _exchange(
+            [
+                [held[at][other].of(result) for at, result in zip(mine, results, strict=True)]
+                for other in range(size)
+            ],
+            [[held[at][rank].shape for at in ats] for ats in owned],
+            updates[0],
+            group,
+        )
+        of_matrix = {
+            at: result
+            for ats, results_of_owner in zip(owned, returned, strict=True)
+            for at, result in zip(ats, results_of_owner, strict=True)
+        }
+        return [of_matrix[at] for at in range(len(matrices))]
+
+
+def _shape(matrix: Tensor, part: Part | None) -> tuple[int, int]:
+    """Of the whole one."""
+    rows, columns = matrix.shape if part is None else part.shape
+    return rows, columns
 
 
 def shard_group(parameter: Tensor) -> dist.ProcessGroup | None:
-    """The ranks that hold the rows of a matrix; None where each holds all of them."""
+    """The ranks of FSDP's mesh that hold the rows of a matrix; None where each holds all of them."""
     if not isinstance(parameter, DTensor):
         return None
     mesh = parameter.device_mesh
@@ -121,15 +189,9 @@ def deal(shapes: Sequence[tuple[int, int]], ranks: int) -> list[int]:
     return owners
 
 
-def _rows_of_ranks(rows: int, ranks: int) -> list[int]:
-    """As torch.chunk deals rows: the last ranks may have fewer, or none."""
-    each = -(-rows // ranks)
-    return [max(0, min(each, rows - rank * each)) for rank in range(ranks)]
-
-
 def _exchange(
     tensors: list[list[Tensor]],
-    shapes: list[list[tuple[int, int]]],
+    shapes: list[list[torch.Size]],
     like: Tensor,
     group: dist.ProcessGroup,
 ) -> list[list[Tensor]]:
@@ -138,7 +200,7 @@ def _exchange(
     like: a tensor of the dtype and device of all.
     """
     item = like.element_size()
-    counts = [[rows * columns for rows, columns in of_rank] for of_rank in shapes]
+    counts = [[shape.numel() for shape in of_rank] for of_rank in shapes]
     flat = [tensor.flatten() for to_rank in tensors for tensor in to_rank]
     sent = torch.cat(flat) if flat else like.new_empty(0)
     received = like.new_empty(sum(map(sum, counts)))

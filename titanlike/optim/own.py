@@ -21,6 +21,8 @@ from titanlike.config.errors import ConfigError, Problem, nearest, override_text
 from titanlike.config.imports import import_object
 from titanlike.config.schema import Config, Custom, OwnOptimizer
 
+Ranks = Sequence[Sequence[tuple[int, tuple[slice, ...]]]]
+
 
 def own_optimizer(
     config: OwnOptimizer, matrices: list[nn.Parameter], vectors: list[nn.Parameter]
@@ -81,19 +83,24 @@ def _check_optimizer(config: OwnOptimizer) -> None:
 def _check_parts(config: Config, choice: OwnOptimizer) -> None:
     """Raise ConfigError for an optimizer that is not elementwise, where it would see parts of the
     model: it is tried on two tensors whole, and on the parts that two ranks would have."""
-    sharded, staged = config.dp > config.replicate, config.pp > 1
+    sharded, staged, divided = config.shards > 1, config.pp > 1, config.tp > 1
     says_so = getattr(import_object(choice.name), "exact_on_shards", False)
-    if choice.exact_on_shards or says_so or not (sharded or staged):
+    if choice.exact_on_shards or says_so or not (sharded or staged or divided):
         return
     choice = replace(choice, lr=0.01)  # the smallest ones change nothing in a few steps
-    everything, upper, lower = slice(0, 6), slice(0, 3), slice(3, 6)
-    in_parts = []
+    everything, upper, lower = (slice(0, 6),), (slice(0, 3),), (slice(3, 6),)
+    left, right = (slice(0, 6), slice(0, 2)), (slice(0, 6), slice(2, 4))
+    by_rows: Ranks = [[(0, rows), (1, rows)] for rows in (upper, lower)]
+    in_parts: list[tuple[str, Ranks, str]] = []
+    whole = " cp=1" if config.cp > 1 else ""
     if sharded:
-        ranks = [[(0, rows), (1, rows)] for rows in (upper, lower)]
-        in_parts.append(("the shards of two ranks", ranks, f"replicate={config.dp}"))
+        in_parts.append(("the shards of two ranks", by_rows, f"replicate={config.dp}{whole}"))
     if staged:
         ranks = [[(0, everything)], [(1, everything)]]
         in_parts.append(("two stages", ranks, "pp=1"))
+    if divided:
+        by_columns: Ranks = [[(0, left), (1, upper)], [(0, right), (1, lower)]]
+        in_parts += [("the parts of two tp ranks", cut, "tp=1") for cut in (by_rows, by_columns)]
     before = _trained(choice, [])
     whole = _tried("optimizer", choice, _trained, choice, [[(0, everything), (1, everything)]])
     for where, ranks, fix in in_parts:
@@ -106,9 +113,9 @@ def _check_parts(config: Config, choice: OwnOptimizer) -> None:
             raise _wrong("optimizer", choice, reason, fix)
 
 
-def _trained(choice: OwnOptimizer, ranks: Sequence[Sequence[tuple[int, slice]]]) -> Tensor:
+def _trained(choice: OwnOptimizer, ranks: Ranks) -> Tensor:
     """A matrix and a vector of six rows after some steps, flat; each rank has an optimizer of its own
-    for the rows (tensor 0 or 1, which) that it holds."""
+    for the elements (tensor 0 or 1, which) that it holds."""
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(shape, generator=generator) for shape in ((6, 4), (6,))]
     size = torch.arange(1.0, 7.0)  # of each row's gradient
@@ -117,18 +124,18 @@ def _trained(choice: OwnOptimizer, ranks: Sequence[Sequence[tuple[int, slice]]])
         drawn = [torch.randn(weight.shape, generator=generator) for weight in weights]
         steps.append([(size * gradient.movedim(0, -1)).movedim(-1, 0) for gradient in drawn])
     for held in ranks:
-        parameters = [nn.Parameter(weights[tensor][rows].clone()) for tensor, rows in held]
+        parameters = [nn.Parameter(weights[tensor][place].clone()) for tensor, place in held]
         matrices = [parameter for parameter in parameters if parameter.dim() == 2]
         vectors = [parameter for parameter in parameters if parameter.dim() == 1]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             optimizer = own_optimizer(choice, matrices, vectors)
             for gradients in steps:
-                for parameter, (tensor, rows) in zip(parameters, held, strict=True):
-                    parameter.grad = gradients[tensor][rows].clone()
+                for parameter, (tensor, place) in zip(parameters, held, strict=True):
+                    parameter.grad = gradients[tensor][place].clone()
                 optimizer.step()
-        for parameter, (tensor, rows) in zip(parameters, held, strict=True):
-            weights[tensor][rows] = parameter.detach()
+        for parameter, (tensor, place) in zip(parameters, held, strict=True):
+            weights[tensor][place] = parameter.detach()
     return torch.cat([weight.flatten() for weight in weights])
 
 

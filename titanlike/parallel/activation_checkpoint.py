@@ -25,6 +25,9 @@ from titanlike.config.errors import ConfigError, Problem
 from titanlike.parallel.weight_gradient_operator import DEFERRED_LINEAR
 from titanlike.torch_private import pytree
 
+# operators of our own that are matrix products: the second is that of `models/expert_linear.py`
+PRODUCTS = (DEFERRED_LINEAR, "titanlike.expert_linear")
+
 
 def checkpoint_blocks(stage: nn.Module, blocks: Iterable[str], save: Sequence[str]) -> None:
     """Recompute these blocks of a stage in the backward; call it before `fully_shard`.
@@ -66,7 +69,7 @@ class _Kept:
 
     def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = str(getattr(operator, "overloadpacket", operator))  # "aten.mm", of all its overloads
-        name = "aten.mm" if name == DEFERRED_LINEAR else name
+        name = "aten.mm" if name in PRODUCTS else name
         if operator not in self._saved:
             self._saved[operator] = any(fnmatchcase(name, pattern) for pattern in self._save)
         if not context.is_recompute:

@@ -110,7 +110,7 @@ class BatchNorms:
         centers = [module.running_mean.to(m.mean) for module, m in collected]
         parts = [m.sums_about(center) for (_, m), center in zip(collected, centers, strict=True)]
         flat = torch.cat(parts)
-        if self._mesh.dp > 1:
+        if self._mesh.stage_copies > 1:
             for axis in ("shard", "replicate"):
                 self._mesh.sum(flat, axis)
         sums = flat.split([len(part) for part in parts])

@@ -37,13 +37,23 @@ class CompiledBlocks:
         compiler.allow_graphs(MOST_GRAPHS)
         compiler.hide_checkpoint_warning()
 
-    def add(self, stage: nn.Module, blocks: Iterable[str]) -> None:
+    def add(
+        self,
+        stage: nn.Module,
+        blocks: Iterable[str],
+        why_not: Callable[[str], str] = lambda block: "",
+    ) -> None:
         """Compile these blocks of a stage when they run first; call it before `fully_shard`, after
-        all else that replaces forwards."""
+        all else that replaces forwards.
+
+        why_not: says of a block why it is not to be compiled, if so.
+        """
         for name in blocks:
             block = stage.get_submodule(name)
             if any(map(has_statistics, block.modules())):
                 self.eager[name] = "its batch norm collects statistics"
+            elif reason := why_not(name):
+                self.eager[name] = reason
             else:
                 block.forward = self._forward(name, type(block), block.forward)
 

@@ -23,11 +23,11 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from titanlike.launch.environment import available_cores
 from titanlike.metrics import units
-from titanlike.torch_private.dtensor import local_slices
+from titanlike.parallel.tp.part import Part, Slices, pieces
+from titanlike.torch_private.dtensor import local
 
 _PIECE = 2**18  # numbers in a piece: small beside a shard, large beside seeding a generator
 
@@ -96,8 +96,9 @@ class InitialWeights(Protocol):
 
     origin: str  # for the opening table
 
-    def rows(self, name: str, shape: torch.Size, rows: slice) -> Tensor:
-        """Rows of a parameter, fp32 on the CPU; `name` is its name in the whole model."""
+    def block(self, name: str, shape: torch.Size, place: Slices) -> Tensor:
+        """A block of a parameter of this shape, fp32 on the CPU; `name` is its name in the whole
+        model, `place` has a slice a dimension."""
 
     def buffer(self, name: str) -> Tensor:
         """A buffer, on the CPU."""
@@ -112,8 +113,10 @@ class SeededWeights:
     seed: int
     buffers: dict[str, Tensor]
 
-    def rows(self, name: str, shape: torch.Size, rows: slice) -> Tensor:
-        return draw(shape, rows, self.seed, name, *self.initial(name), drawing_threads())
+    def block(self, name: str, shape: torch.Size, place: Slices) -> Tensor:
+        rows, *others = place or (slice(0, 1),)
+        drawn = draw(shape, rows, self.seed, name, *self.initial(name), drawing_threads())
+        return drawn[:, *others] if others else drawn
 
     def buffer(self, name: str) -> Tensor:
         return self.buffers[name]
@@ -128,9 +131,8 @@ class ConstructedWeights:
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._buffers = dict(model.named_buffers(remove_duplicate=False))
 
-    def rows(self, name: str, shape: torch.Size, rows: slice) -> Tensor:
-        value = self._parameters[name].detach()
-        return value[rows] if value.dim() else value
+    def block(self, name: str, shape: torch.Size, place: Slices) -> Tensor:
+        return self._parameters[name].detach()[place]
 
     def buffer(self, name: str) -> Tensor:
         return self._buffers[name]
@@ -180,13 +182,15 @@ def initialize(
     device: torch.device,
     names: Mapping[str, str] | None = None,
     say: Callable[[str], object] = lambda _: None,
+    parts: Mapping[str, Part | None] | None = None,
 ) -> None:
     """Allocate a meta stage on `device` and fill its parameters and buffers.
 
     names: what a parameter of the stage is called in the whole model, where that differs; say: called
-    with a line every `PROGRESS` seconds, by another thread.
+    with a line every `PROGRESS` seconds, by another thread; parts: of parameters, by their names in
+    the whole model, of which this rank has a part.
     """
-    names = names or {}
+    names, parts = names or {}, parts or {}
     shared: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in stage.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -195,21 +199,17 @@ def initialize(
     for (first, name), *others in shared.values():  # to_empty makes two tensors of a tied one
         for module, other in others:
             module.register_parameter(other, first._parameters[name])
-    numbers = [_local(parameter).numel() for parameter in stage.parameters()]
+    numbers = [local(parameter).numel() for parameter in stage.parameters()]
     with _progress(sum(numbers), say) as done:
         for (name, parameter), count in zip(stage.named_parameters(), numbers, strict=True):
-            rows, *others = local_slices(parameter) or (slice(0, 1),)
-            values = weights.rows(names.get(name, name), parameter.shape, rows)
-            if others:
-                values = values[:, *others]
-            _local(parameter).copy_(values)
+            whole_name = names.get(name, name)
+            part = parts.get(whole_name)
+            shape = parameter.shape if part is None else part.shape
+            for here, place in pieces(parameter, part):
+                local(parameter)[here].copy_(weights.block(whole_name, shape, place))
             done(count)
     for name, buffer in stage.named_buffers():
         buffer.copy_(weights.buffer(name))
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 @contextlib.contextmanager

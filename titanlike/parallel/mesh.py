@@ -1,14 +1,17 @@
-"""The device mesh: pipeline x replicate x shard, in this order over the ranks.
+"""The device mesh: pipeline x replicate x shard x tensor, in this order over the ranks.
 
-Ranks that are neighbours share a stage, so FSDP's traffic, the heaviest, stays inside a machine
-where it can; pipeline neighbours are dp ranks apart. `dp` is replicate x shard.
+Ranks that are neighbours share the layers (tp), then the sequences (cp), then a stage (dp): the heaviest
+traffic stays inside a machine where it can; pipeline neighbours are dp x cp x tp ranks apart. FSDP
+shards weights over the ranks of dp in one replica and of cp: together they are the axis shard, in
+which those of cp are neighbours. All arithmetic of ranks is here.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +28,8 @@ from titanlike.torch_private.process_groups import pipeline_backend, set_timeout
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place; `axes` has the mesh axes pp, replicate and shard."""
+    """This rank's place; `axes` has the mesh axes pp, replicate and shard, and tp where that is more
+    than one: each axis has torch make a group for every rank, one after the other."""
 
     axes: DeviceMesh
     device: torch.device
@@ -34,12 +38,59 @@ class Mesh:
     # plain numbers: to ask a DeviceMesh for them takes longer than a small kernel
     pp: int
     dp: int
+    cp: int
+    tp: int
     pp_rank: int
     dp_rank: int
+    cp_rank: int
+    tp_rank: int
+    # of experts, whose weights are sharded over fewer ranks: expert_shard, and replicate where that
+    # is more than one; None without expert parallelism
+    expert_axes: DeviceMesh | None = None
+    expert_group: dist.ProcessGroup | None = None  # the ranks that have all experts together
 
     @property
     def world_size(self) -> int:
-        return self.pp * self.dp
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def layers_rank(self) -> int:
+        """The rank, if those that share layers (tp) were one."""
+        return (self.pp_rank * self.dp + self.dp_rank) * self.cp + self.cp_rank
+
+    @property
+    def stage_copies(self) -> int:
+        """Ranks that have this rank's stages, or shards of them: those of dp and cp."""
+        return self.dp * self.cp
+
+    def context_ranks(self) -> list[int]:
+        """The ranks that have the sequences of this rank, in order."""
+        pp_rank, replica, shard, *others = self.axes.get_coordinate()
+        start = shard // self.cp * self.cp
+        return self.axes.mesh[(pp_rank, replica, slice(start, start + self.cp), *others)].tolist()
+
+    def pipeline_ranks(self) -> list[int]:
+        """The ranks of this rank's pipeline, by pipeline rank."""
+        _, *others = self.axes.get_coordinate()
+        return self.axes.mesh[(slice(None), *others)].tolist()
+
+    def stage_ranks(self, pp_rank: int) -> list[int]:
+        """All ranks that have a pipeline rank's stages, in order."""
+        return self.axes.mesh[pp_rank].flatten().tolist()
+
+    def tensor_ranks(self, count: int) -> list[int]:
+        """The ranks of the block of `count` neighbours along tp that this one is in."""
+        *others, mine = self.axes.get_coordinate()
+        start = mine // count * count
+        return self.axes.mesh[(*others, slice(start, start + count))].tolist()
+
+    def weight_ranks(self) -> list[int]:
+        """The ranks that have a replica of this rank's stages together."""
+        return (
+            self.axes.mesh[self.axes.get_local_rank("pp"), self.axes.get_local_rank("replicate")]
+            .flatten()
+            .tolist()
+        )
 
     def sum(self, values: Tensor, axis: str | None = None) -> Tensor:
         """Sum over all ranks, or along one axis, in place."""
@@ -77,8 +128,10 @@ def open_mesh(config: Config, worker: Worker) -> Mesh:
         world_size=worker.world_size,
         timeout=timedelta(seconds=config.launch.timeout),
     )
-    shape = (config.pp, config.replicate, config.dp // config.replicate)
-    names = ("pp", "replicate", "shard")
+    shape = (config.pp, config.replicate, config.shards, config.tp)
+    names = ("pp", "replicate", "shard", "tp")
+    if config.tp == 1:
+        shape, names = shape[:3], names[:3]
     messages = pipeline_backend(collectives) if config.pp > 1 else None
     axes = init_device_mesh(
         device.type,
@@ -88,9 +141,34 @@ def open_mesh(config: Config, worker: Worker) -> Mesh:
     )
     for name in names:
         set_timeout(axes.get_group(name), config.launch.timeout)
-    pp_rank, replica, shard = (axes.get_local_rank(name) for name in names)
-    dp_rank = replica * shape[2] + shard
-    return Mesh(axes, device, backend, reason, config.pp, config.dp, pp_rank, dp_rank)
+    pp_rank, replica, shard = (axes.get_local_rank(name) for name in names[:3])
+    tp_rank = axes.get_local_rank("tp") if config.tp > 1 else 0
+    in_replica, cp_rank = divmod(shard, config.cp)
+    dp_rank = replica * (config.dp // config.replicate) + in_replica
+    sizes = config.pp, config.dp, config.cp, config.tp
+    place = pp_rank, dp_rank, cp_rank, tp_rank
+    mesh = Mesh(axes, device, backend, reason, *sizes, *place)
+    return mesh if config.ep == 1 else _with_experts(mesh, config)
+
+
+def _with_experts(mesh: Mesh, config: Config) -> Mesh:
+    """The ranks of the axis shard are ep neighbours, so many times. Collective."""
+    coordinate, every = mesh.axes.get_coordinate(), mesh.axes.mesh
+    pp_rank, _, shard, *others = coordinate
+    first = shard // config.ep * config.ep
+    together = every[(*coordinate[:2], slice(first, first + config.ep), *others)]
+    alike = every[(pp_rank, slice(None), slice(shard % config.ep, None, config.ep), *others)]
+    options: dict[str, Any] = {"timeout": timedelta(seconds=config.launch.timeout)}
+    options["use_local_synchronization"] = True
+    group = dist.new_group(together.tolist(), **options)
+    shards = dist.new_group(alike[coordinate[1]].tolist(), **options)
+    if config.replicate == 1:
+        names, groups, ranks = ("expert_shard",), shards, alike[0]
+    else:
+        names, ranks = ("replicate", "expert_shard"), alike
+        groups = [mesh.axes.get_group("replicate"), shards]
+    axes = DeviceMesh.from_group(groups, mesh.device.type, mesh=ranks, mesh_dim_names=names)
+    return replace(mesh, expert_axes=axes, expert_group=group)
 
 
 def close_mesh() -> None:

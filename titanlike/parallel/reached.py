@@ -41,7 +41,7 @@ class Reached:
         for stage in stages:
             parameters = [*stage.named_parameters()]
             self._trained += [(canonical[name], p) for name, p in parameters if p.requires_grad]
-            if isinstance(stage, FSDPModule) and mesh.dp > 1:
+            if isinstance(stage, FSDPModule) and mesh.stage_copies > 1:
                 self._sharded |= {p for _, p in parameters}
                 reduce_missing_gradients(stage, self._reached, zero)
 

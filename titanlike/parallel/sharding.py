@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from titanlike.config.schema import Config
 from titanlike.device.accelerator import is_accelerator
+from titanlike.parallel.expert_balance import experts_of
 from titanlike.parallel.mesh import Mesh
 
 
@@ -27,7 +28,7 @@ def compute_dtype(config: Config) -> torch.dtype:
 
 def wrapped_in_fsdp(config: Config) -> bool:
     """Whether stages are, to be sharded, replicated or offloaded."""
-    return config.dp > 1 or config.fsdp.cpu_offload
+    return config.dp * config.cp > 1 or config.fsdp.cpu_offload
 
 
 def shard_stage(
@@ -50,6 +51,14 @@ def shard_stage(
     options = {"mesh": mesh.axes[axes], "reshard_after_forward": zero == 3, "mp_policy": precision}
     if config.fsdp.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=is_accelerator(mesh.device))
+    if mesh.expert_axes is not None:  # before the blocks that they are in
+        for experts in experts_of(stage).values():
+            fully_shard(experts, **(options | {"mesh": mesh.expert_axes}))
     for group in groups:
         fully_shard([stage.get_submodule(name) for name in group], **options)
     fully_shard(stage, **options)
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            # sums, not averages: the loss is scaled by 1 / (global count)
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo and others know no PreMulSum

@@ -13,10 +13,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from titanlike.parallel.mesh import Mesh
+from titanlike.torch_private.dtensor import local
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,16 @@ class Tied:
         for parameters, group in self.copies:
             if not parameters[0].requires_grad:
                 continue
-            mine = [_local(p.grad) for p in parameters if p.grad is not None]
+            mine = [local(p.grad) for p in parameters if p.grad is not None]
             if group is None and (not mine or len(parameters) < 2):
                 continue
-            total = torch.stack(mine).sum(0) if mine else torch.zeros_like(_local(parameters[0]))
+            total = torch.stack(mine).sum(0) if mine else torch.zeros_like(local(parameters[0]))
             if group is not None:
                 dist.all_reduce(total, group=group)
             for parameter in parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                _local(parameter.grad).copy_(total)
+                local(parameter.grad).copy_(total)
 
 
 def tie(
@@ -77,13 +77,10 @@ def _group(pp_ranks: tuple[int, ...], mesh: Mesh, timeout: float) -> dist.Proces
     """
     holds = mesh.pp_rank in pp_ranks
     members = pp_ranks if holds else tuple(r for r in range(mesh.pp) if r not in pp_ranks)
+    ranks = mesh.pipeline_ranks()
     group = dist.new_group(
-        [rank * mesh.dp + mesh.dp_rank for rank in members],
+        [ranks[member] for member in members],
         timeout=timedelta(seconds=timeout),
         use_local_synchronization=True,  # the other pipelines' groups are none of this rank's
     )
     return group if holds else None
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -15,11 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titanlike.parallel.tp.styles import adds_bias_later
 from titanlike.parallel.weight_gradient_operator import address, linear, take_waiting
 from titanlike.torch_private.autograd import accumulates, in_functorch, shaped
 
@@ -35,8 +37,11 @@ class DeferredWeightGradients:
         alive = torch.zeros(1, device=device, requires_grad=True)
         self._queue: list[tuple[Tensor, Tensor, nn.Parameter, nn.Parameter | None]] = []
         self._layers: list[nn.Linear] = []
+        self._before: list[Any] = []  # of each the forward that it had, None = that of its class
         for module in stage.modules():
-            if type(module) is nn.Linear and "forward" not in vars(module):
+            own = vars(module).get("forward")
+            if type(module) is nn.Linear and (own is None or adds_bias_later(module)):
+                self._before.append(own)
                 # not a closure: of blocks whose layers have other functions each is compiled
                 module.forward = MethodType(_forward, module)
                 vars(module)[_OWNER], vars(module)[_ALIVE] = self, alive
@@ -44,18 +49,20 @@ class DeferredWeightGradients:
 
     def undo(self) -> None:
         """Give the linear layers their own forward back."""
-        for layer in self._layers:
+        for layer, before in zip(self._layers, self._before, strict=True):
             for name in ("forward", _OWNER, _ALIVE):
                 del vars(layer)[name]
+            if before is not None:
+                layer.forward = before
 
     def take(self) -> Callable[[], None]:
         """What computes the queued gradients and adds them to `.grad`; the queue is empty then."""
         queued, self._queue = self._queue, []
         if compiled := take_waiting():
-            layers = {address(layer.weight, layer.bias): layer for layer in self._layers}
+            layers = {address(layer.weight, _bias(layer)): layer for layer in self._layers}
             for inputs, gradient, of_layer in compiled:
                 layer = layers[of_layer]
-                queued.append((inputs, gradient, layer.weight, layer.bias))
+                queued.append((inputs, gradient, layer.weight, _bias(layer)))
         return partial(_add_gradients, queued)
 
     def check_all_taken(self) -> None:
@@ -68,8 +75,13 @@ class DeferredWeightGradients:
 _OWNER, _ALIVE = "weight_gradients", "weight_gradients_alive"
 
 
+def _bias(layer: nn.Linear) -> nn.Parameter | None:
+    """What the layer itself adds."""
+    return None if adds_bias_later(layer) else layer.bias
+
+
 def _forward(module: nn.Linear, input: Tensor) -> Tensor:
-    weight, bias = module.weight, module.bias
+    weight, bias = module.weight, _bias(module)
     own = [weight] if bias is None else [weight, bias]
     # not of weights that are computed from others or frozen, nor in other dtypes by autocast
     trained = all(isinstance(p, nn.Parameter) and p.requires_grad for p in own)

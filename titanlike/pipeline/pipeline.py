@@ -19,12 +19,15 @@ from titanlike.graph.cut import StageGraph, messages, same_messages
 from titanlike.graph.model_graph import Fields, ModelGraph, fields_of, shapes
 from titanlike.graph.stage import Stage
 from titanlike.optim.chunked_loss import loss_of_output
-from titanlike.optim.loss import Loss, TermsOf
+from titanlike.optim.loss import Loss, OutputsAt, TermsOf
 from titanlike.parallel.batchnorm import BatchNorms
 from titanlike.parallel.cast_parameters import CastParameters
+from titanlike.parallel.cp.context_parallel import ContextParallel
+from titanlike.parallel.expert_balance import ExpertBalance
 from titanlike.parallel.mesh import Mesh
 from titanlike.parallel.reached import Reached
 from titanlike.parallel.tied import Tied
+from titanlike.parallel.tp.tensor_parallel import TensorParallel
 from titanlike.parallel.weight_gradients import DeferredWeightGradients
 from titanlike.pipeline.order import Order
 from titanlike.torch_private.pipeline_runtime import OrderRuntime
@@ -50,20 +53,26 @@ class Pipeline:
         zero: int,
         tied: Tied,
         norms: BatchNorms,
+        balance: ExpertBalance,
         reached: Reached,
         deferred: Mapping[int, DeferredWeightGradients],
         casts: Sequence[CastParameters],
+        tensor: TensorParallel | None,
+        context: ContextParallel | None,
     ) -> None:
         """stages: of this rank, by index; zero: see `parallel/sharding.py`; deferred: of the stages
         that compute weight gradients later, in a schedule that splits the backward; casts: of stages that
-        compute in another dtype than their parameters have."""
+        compute in another dtype than their parameters have; tensor, context: None without
+        tensor parallelism, and context parallelism."""
         self._order, self._model_graph, self._stages = order, model_graph, stages
         self._loss, self._mesh, self._zero = loss, mesh, zero
         self._tied, self._norms, self._reached, self._deferred = tied, norms, reached, deferred
-        self._casts = casts
+        self._casts, self._tensor, self._context = casts, tensor, context
+        self._balance = balance
         # of the last step, over all ranks: how many reached each parameter of the model
         self._reached_counts = torch.zeros(0)
         self._runtimes: OrderedDict[Any, OrderRuntime] = OrderedDict()
+        self._kind = "loss"  # what the last stage computes of its output
         self._on_action: Callable[[Any], None] | None = None
         self._on_queued: Callable[[Any, bool], None] | None = None
 
@@ -107,20 +116,23 @@ class Pipeline:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `train`; thirdly what `measure` returns once there are gradients, an fp32 vector, summed
         over all ranks: in one message with the loss."""
+        batch = self._own(batch)
         runtime, mesh = self._runtime(batch), self._mesh
-        count = self._count(batch)
-        with self._norms.collecting(), self._computing():
+        count, tokens = self._count(batch)
+        with self._norms.collecting(), self._balance.collecting(tokens), self._computing():
             losses = runtime.train(batch)
         for deferred in self._deferred.values():
             deferred.check_all_taken()
         reached = self._reached.flags()
         self._tied.add_gradients()
+        if self._tensor is not None:
+            self._tensor.partial.sum()
         measured = measure().to(mesh.device)
         sums = torch.cat([_sum_of(losses, count).view(1), measured, reached])
         if mesh.world_size > 1:
             mesh.sum(sums)
         loss, measured, self._reached_counts = sums.split([1, len(measured), len(reached)])
-        return loss[0] / mesh.dp, count, measured
+        return loss[0] / mesh.tp, count, measured
 
     def unreached(self) -> dict[nn.Parameter, Tensor]:
         """Parameters whose gradients, zeros, the last `train` perhaps reached on no rank, with a flag
@@ -131,16 +143,18 @@ class Pipeline:
 
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """As `train`, forward alone; gradients are left as they are."""
+        batch = self._own(batch)
         runtime, mesh = self._runtime(batch), self._mesh
-        count = self._count(batch)
+        count, _ = self._count(batch)
         with self._computing():
             losses = runtime.evaluate(batch)
         loss = _sum_of(losses, count)
-        return (mesh.sum(loss) if mesh.world_size > 1 else loss) / mesh.dp, count
+        return (mesh.sum(loss) if mesh.world_size > 1 else loss) / mesh.tp, count
 
     def evaluate_each(self, batch: Batch) -> list[Tensor]:
         """As `evaluate`; on the rank with the last stage the terms of each microbatch's loss, or
         their sum where the stage computes it in chunks. Elsewhere an empty list."""
+        batch = self._own(batch)
         runtime, loss = self._runtime(batch), self._loss
         each = self._loss = TermsOf(loss)
         try:
@@ -154,6 +168,7 @@ class Pipeline:
         """Run each of this rank's stages alone on a microbatch, with made-up messages: forward, and
         backward where gradients are on. Nothing is sent between stages; collective over dp, whose
         ranks gather and reduce. Gradients are dropped."""
+        batch = self._own(batch)
         runtime, fields = self._runtime(batch), fields_of(batch)
         microbatch = {n: value[: self._model_graph.microbatch_size] for n, value in batch.items()}
         for index, stage in self._stages.items():
@@ -168,6 +183,24 @@ class Pipeline:
                 runtime.run_alone(index, received, microbatch)
             stage.zero_grad()
         self._reached.flags()
+
+    def for_outputs(self) -> Pipeline:
+        """Over the same stages, for `outputs` of as many microbatches of one sample each."""
+        other = copy.copy(self)
+        graph = other._model_graph = self._model_graph.with_microbatches_of(1)
+        graph.last_stage = lambda last: last  # without a loss in chunks
+        other._kind, other._loss, other._runtimes = "outputs", OutputsAt(), OrderedDict()
+        return other
+
+    def outputs(self, batch: Batch) -> Tensor | None:
+        """On ranks with the last stage what the model returns at the places where "targets" is 1, a row
+        each, of all microbatches; elsewhere None. Forward alone. Of `for_outputs`."""
+        runtime, loss = self._runtime(batch), self._loss
+        assert isinstance(loss, OutputsAt)
+        loss.kept = []
+        with self._computing():
+            runtime.evaluate(batch)
+        return torch.cat(loss.kept) if loss.kept else None
 
     def with_microbatches_of(self, size: int, fields: Fields) -> Pipeline | None:
         """For batches of as many microbatches of another size, over the same stages; None where the
@@ -184,17 +217,28 @@ class Pipeline:
             return None
         return other
 
-    def _count(self, batch: Batch) -> Tensor:
-        """How many terms the loss of the global batch has; gives the loss its scale."""
+    def _own(self, batch: Batch) -> Batch:
+        """Of a batch of a dp rank, what this rank computes with."""
+        return batch if self._context is None else self._context.batch(batch)
+
+    def _count(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """How many terms the loss of the global batch has, which gives the loss its scale, and how
+        many tokens it has, padding included."""
         mesh = self._mesh
         # counted where the last stage is: the other ranks of a pipeline need no targets
         last = self._order.stages - 1 in self._stages
-        count = self._terms(batch).float() if last else torch.zeros((), device=mesh.device)
+        counts = torch.zeros(2, device=mesh.device)
+        if last:
+            counts[0] = self._terms(batch)
+            of_sequences = bool(self._model_graph.fields["inputs"].shape)
+            tokens = batch["inputs"].shape[1] // mesh.cp if of_sequences else 1
+            counts[1] = len(batch["targets"]) * tokens
         if mesh.world_size > 1:
-            count = mesh.sum(count)
-        # FSDP averages gradients over dp: dp times each rank's share makes of the average a sum
-        self._loss.scale = mesh.dp / count
-        return count
+            counts = (
+                mesh.sum(counts) / mesh.tp
+            )  # whose ranks have the same batch, and the same loss
+        self._loss.scale = 1.0 / counts[0]
+        return counts[0], counts[1]
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
@@ -220,6 +264,8 @@ class Pipeline:
         """The runtime for a batch of this shape; the stages' forwards are those for it."""
         fields = fields_of(batch)
         key = self._key(fields)
+        if self._tensor is not None:
+            self._tensor.prepare(fields)
         if key in self._runtimes:
             self._runtimes.move_to_end(key)
         else:
@@ -236,7 +282,7 @@ class Pipeline:
 
     def _key(self, fields: Fields) -> Hashable:
         """Of runtimes, and of the stages' forwards."""
-        return self._model_graph.microbatch_size, shapes(fields)
+        return self._kind, self._model_graph.microbatch_size, shapes(fields)
 
     def _make_runtime(self, fields: Fields) -> OrderRuntime:
         """Add the forwards of such a batch to the stages; the runtime that calls them.

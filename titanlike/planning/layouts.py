@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from titanlike.config.groups import Bytes
+from titanlike.config.keys import Bytes
 from titanlike.config.overrides import key_of
 from titanlike.config.schema import Config, CsvSchedule, LoopedSchedule
 from titanlike.pipeline.from_config import derive_microbatches, microbatch_problem
 from titanlike.pipeline.schedules import SCHEDULES
+from titanlike.planning.tensor_sizes import TensorSizes
 
 Compose = Callable[[list[str]], Config]  # overrides -> config; raises ConfigError
 
@@ -34,41 +35,62 @@ class Candidate:
 
     overrides: list[str]
     config: Config
+    refused: str = ""  # why it cannot be
 
 
 def candidates(
-    combination: list[str], compose: Compose, ranks: int, space: SearchSpace
+    combination: list[str],
+    compose: Compose,
+    ranks: int,
+    space: SearchSpace,
+    sizes: TensorSizes = lambda _: {1: ""},
 ) -> Iterator[Candidate]:
     """Every layout of so many ranks that agrees with the overrides in `combination`.
 
     Without a pipeline there is one schedule, 1f1b, whose microbatches are gradient accumulation.
-    What the command line fixes is kept, even where it is invalid: a check gives the reason.
+    What the command line fixes is kept, even where it is invalid: a check gives the reason. A tp that
+    `sizes` refuses is one candidate.
     Raises ConfigError where the overrides alone are invalid.
     """
     given = {key_of(text) for text in combination}
     base = compose(combination)
     composed = cache(lambda name: compose([*combination, f"schedule={name}"]))
     own_schedule = bool(given & {"schedule", "schedule.name"})
-    for pp, dp in _meshes(base, given, ranks):
+    tensor = {base.tp: ""} if "tp" in given else sizes(base)
+    for tp in (tp for tp, refused in tensor.items() if refused):
+        yield Candidate([*combination, f"tp={tp}"], replace(base, tp=tp), tensor[tp])
+    for pp, dp, tp in _meshes(
+        base, given, ranks, [n for n, refused in tensor.items() if not refused]
+    ):
         mesh = [f"{key}={size}" for key, size in (("pp", pp), ("dp", dp)) if key not in given]
+        mesh += [f"tp={tp}"] if tp != base.tp else []
         names = [None] if own_schedule else ["1f1b"] if pp == 1 else space.schedules
         for name in dict.fromkeys(names):
-            config = replace(base if name is None else composed(name), pp=pp, dp=dp)
+            config = replace(base if name is None else composed(name), pp=pp, dp=dp, tp=tp)
             words = [*combination, *mesh, *([] if name is None else [f"schedule={name}"])]
             for schedule, more in _schedules(config, given, space):
                 yield Candidate([*words, *more], replace(config, schedule=schedule))
 
 
-def _meshes(base: Config, given: Collection[str], ranks: int) -> list[tuple[int, int]]:
-    """(pp, dp) with pp * dp = ranks, as far as they are not given."""
-    match "pp" in given, "dp" in given:
-        case True, True:
-            return [(base.pp, base.dp)]
-        case True, False:
-            return [(base.pp, max(1, ranks // max(1, base.pp)))]
-        case False, True:
-            return [(max(1, ranks // max(1, base.dp)), base.dp)]
-    return [(pp, ranks // pp) for pp in range(1, ranks + 1) if ranks % pp == 0]
+def _meshes(
+    base: Config, given: Collection[str], ranks: int, tensor: Iterable[int]
+) -> Iterator[tuple[int, int, int]]:
+    """(pp, dp, tp) with pp * dp * cp * tp = ranks, as far as they are not given; tensor: tp to try."""
+    ranks //= base.cp
+    for tp in tensor:
+        left = max(1, ranks // max(1, tp))
+        match "pp" in given, "dp" in given:
+            case True, True:
+                meshes = [(base.pp, base.dp)]
+            case True, False:
+                meshes = [(base.pp, max(1, left // max(1, base.pp)))]
+            case False, True:
+                meshes = [(max(1, left // max(1, base.dp)), base.dp)]
+            case _:
+                meshes = [(pp, left // pp) for pp in range(1, left + 1) if left % pp == 0]
+        for pp, dp in meshes:
+            if tp == base.tp or pp * dp * tp == ranks:
+                yield pp, dp, tp
 
 
 def _schedules(

@@ -14,6 +14,7 @@ from titanlike.device.accelerator import count
 from titanlike.device.memory import free_memory, resident_memory
 from titanlike.launch.environment import available_cores
 
+_USUAL_GPUS = 8  # of a machine
 _LIBRARIES = 64 << 20  # bytes that libraries allocate in a CPU rank once it trains
 
 
@@ -21,6 +22,7 @@ _LIBRARIES = 64 << 20  # bytes that libraries allocate in a CPU rank once it tra
 class Machine:
     ranks: int
     memory: int | None  # bytes that training may take on each; None = unknown
+    together: int | None = None  # ranks of one machine; None = all
 
 
 def find_machine(
@@ -37,9 +39,12 @@ def find_machine(
         fix = f"hydra.sweeper.ranks={gpus}, or device=cpu"
         raise ConfigError([Problem("hydra.sweeper.ranks", ranks, reason, fix)])
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if started else ranks
+    together = here
+    if config.sweep.submit is not None:  # to machines like this one, if it has GPUs
+        together = min(ranks, gpus or _USUAL_GPUS)
     if memory is None:
         memory = free_memory() if gpus else _free_on_cpu(here)
-    return Machine(ranks, memory)
+    return Machine(ranks, memory, together)
 
 
 def _free_on_cpu(ranks: int) -> int | None:

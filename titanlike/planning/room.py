@@ -9,6 +9,7 @@ from typing import Any
 
 from titanlike.config import validate
 from titanlike.config.errors import ConfigError
+from titanlike.config.hardware import Hardware
 from titanlike.config.schema import (
     ChunkedCrossEntropy,
     Config,
@@ -26,18 +27,23 @@ _SECONDS = 8.0  # of this process; after them no other choice is tried
 Choice = tuple[dict[str, Any], Config] | None
 
 
-def memory_warning(config: Config, drafted: Draft) -> str:
+def memory_warning(
+    config: Config, drafted: Draft, room: int | None = None, seconds: float = _SECONDS
+) -> str:
     """What a rank would take and has, and overrides with which it fits; "" where it fits.
+
+    room: bytes that training may take on a rank; None = by the config, or what this machine has;
+    seconds: of this process, after which no other choice is tried.
 
     Nothing is said where memory is unknown, and of a run on CPUs with more ranks than there are
     cores: it is meant for another machine.
     """
-    room = _room(config)
+    room = _room(config) if room is None else room
     needed = None if room is None else _most(drafted)
     if room is None or needed is None or needed <= room:
         return ""
     text = f"a rank would take about {units.size(needed)}, and has {units.size(room)}"
-    end = time.process_time() + _SECONDS
+    end = time.process_time() + seconds
     changed: dict[str, Any] = {}
     for choose in _CHOICES:
         if time.process_time() > end:
@@ -69,7 +75,12 @@ def _room(config: Config) -> int | None:
     how = config.activation_checkpoint
     if isinstance(how, FitActivationCheckpoint) and how.memory is not None:
         return how.memory
-    if first_device(config.device).type == "cpu" and config.world_size > available_cores():
+    planned = isinstance(config.hardware, Hardware)
+    if (
+        not planned
+        and first_device(config.device).type == "cpu"
+        and config.world_size > available_cores()
+    ):
         return None
     return memory_for_training(config)
 
@@ -105,7 +116,7 @@ def _recomputation(config: Config, _: Draft) -> Choice:
 
 
 def _sharded_parameters(config: Config, drafted: Draft) -> Choice:
-    shards = config.dp > config.replicate
+    shards = config.shards > 1
     if not shards or drafted.order.splits_backward or drafted.zero == 3:
         return None
     return {"fsdp.zero": 3}, replace(config, fsdp=replace(config.fsdp, zero=3))

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from titanlike.torch_private.dtensor import local_slices
+from titanlike.parallel.tp.part import Part, local_of
+from titanlike.torch_private.dtensor import local
 
 LOSS_TOLERANCE = 1e-6  # relative, fp32
 GRADIENT_TOLERANCE = 1e-6  # absolute at gradients of order one, fp32
@@ -110,29 +110,34 @@ def compare(
     *,
     base: Tensor | None = None,
     mask: Tensor | None = None,
+    part: Part | None = None,
 ) -> Comparison:
     """This rank's part of a tensor against the same part of the reference.
 
     base: differences are relative to reference - base (an update), not to the reference.
-    in_bf16: the reference's tensor computed in bf16; mask: of the elements that are compared.
+    in_bf16: the reference's tensor computed in bf16; mask: of the elements that are compared; part:
+    of a parameter of which a tensor-parallel rank has a part.
     """
+
+    def here(whole: Tensor) -> Tensor:
+        return local_of(mine, part, whole.__getitem__)
+
     if mine is None:
         rounding = None if in_bf16 is None else 0.0
         lost = (math.nan, math.inf, math.inf, 1.0, math.inf)
         return Comparison(kind, name, reference.numel(), *lost, rounding, 0.0)
-    part = local_slices(mine)
-    local = (mine.to_local() if isinstance(mine, DTensor) else mine).detach().cpu().double()
-    right = reference[part].double()
-    scale = right - base[part].double() if base is not None else right
-    difference = local - right
-    rounding = None if in_bf16 is None else in_bf16[part].double() - right
+    own = local(mine).detach().cpu().double()
+    right = here(reference).double()
+    scale = right - here(base).double() if base is not None else right
+    difference = own - right
+    rounding = None if in_bf16 is None else here(in_bf16).double() - right
     if mask is not None:
-        difference = difference * mask[part]
-        rounding = None if rounding is None else rounding * mask[part]
+        difference = difference * here(mask)
+        rounding = None if rounding is None else rounding * here(mask)
     return Comparison(
         kind,
         name,
-        local.numel(),
+        own.numel(),
         right.abs().max().item() if right.numel() else 0.0,
         _largest(difference),
         difference.square().sum().nan_to_num(math.inf).item(),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import cycle
+from math import prod
 
 KINDS = ("verify", "determinism", "hangs", "kills", "speed")
 _SPLIT = ("interleavedzerobubble", "zbvzerobubble", "dualpipev")  # the backward: ZeRO 1 alone
@@ -28,6 +29,11 @@ _MESHES = {  # by the number of devices: (pp, dp, replicate)
     2: [(2, 1, 1), (1, 2, 1), (1, 2, 2)],
     4: [(2, 2, 1), (4, 1, 1), (1, 4, 2)],
     8: [(4, 2, 1), (2, 4, 2), (8, 1, 1), (1, 8, 1)],
+}
+_TENSOR = {  # the same with tensor parallelism
+    2: ["tp=2"],
+    4: ["tp=4", "dp=2 tp=2", "pp=2 tp=2 schedule=zbvzerobubble"],
+    8: ["pp=2 dp=2 tp=2 schedule=interleaved1f1b", "dp=4 replicate=2 tp=2"],
 }
 
 
@@ -62,9 +68,9 @@ def plan(devices: int, kinds: tuple[str, ...] = KINDS, *, cpu: bool = False) -> 
 def _cell(kind: str, name: str, words: str, cpu: bool, timeout: float = 600.0) -> Cell:
     common = f"{_TINY if cpu else _SMALL} {_BATCH} device={'cpu' if cpu else 'auto'}"
     overrides = (*(common if kind != "speed" or cpu else "").split(), *words.split())
-    mesh = dict(word.split("=") for word in overrides if word.startswith(("pp=", "dp=")))
-    ranks = int(mesh.get("pp", 1)) * int(mesh.get("dp", 1))
-    return Cell(kind, name, overrides, ranks, timeout)
+    axes = ("pp=", "dp=", "tp=")
+    sizes = [int(word.partition("=")[2]) for word in overrides if word.startswith(axes)]
+    return Cell(kind, name, overrides, prod(sizes), timeout)
 
 
 def _mesh(pp: int, dp: int, replicate: int) -> str:
@@ -91,6 +97,10 @@ def _verify(sizes: list[int], cpu: bool) -> Iterator[Cell]:
                     words += ["compile=true"] * (not cpu and next(compiled))
                     text = " ".join(filter(None, words))
                     yield _cell("verify", text or "one process", text, cpu)
+    for words in (words for size in sizes for words in _TENSOR.get(size, ())):
+        ways = ("", " precision=bf16 compile=true", " compile=true tp_async=true")
+        for more in ways[: 1 if cpu else 3]:
+            yield _cell("verify", words + more, words + more, cpu)
     if not cpu:
         for words in (
             "activation_checkpoint=selective precision=bf16",
@@ -140,6 +150,10 @@ def _speed(sizes: list[int], cpu: bool) -> Iterator[Cell]:
             microbatches = 4 * pp if pp > 1 else 2  # of one sequence
             batch = f"batch_size={microbatches * dp} schedule.microbatches={microbatches} steps=12"
             for model, least in (("llama3_1b", 1), ("llama3_8b", 4)):
+                if size >= 2 and pp == 1 and dp == size and replicate == 1:
+                    tp = f"dp={dp // 2} tp=2 tp_async=true activation_checkpoint=selective"
+                    words = f"model={model} {tp} batch_size={dp} schedule.microbatches=2 steps=12"
+                    yield _cell("speed", f"model={model} {tp}", f"{words} {_BIG}", cpu, 1200.0)
                 for recomputed in ("selective", "fit")[pp > 1 :]:
                     if size >= least:
                         chosen = f"model={model} {layout} activation_checkpoint={recomputed}"

@@ -32,7 +32,9 @@ from titanlike.optim.optimizer import build_optimizers
 from titanlike.parallel.activation_checkpoint import checkpoint_blocks
 from titanlike.parallel.initialize import initialize
 from titanlike.parallel.mesh import Mesh
+from titanlike.proof.plain_tensor_parallel import divide_by_hand, loss_context
 from titanlike.split.rank_memory import saved_operators
+from titanlike.torch_private.dtensor import local
 from titanlike.training.draft import Draft
 
 
@@ -44,6 +46,8 @@ def why_no_plain_loop(config: Config, plan: Draft) -> str:
         return ""
     if config.fsdp.cpu_offload or config.precision.name == "float8":
         return "of several ranks without CPU offload and float8"
+    if config.tp > 1 and (config.pp > 1 or config.model.name != "llama" or config.precision.low):
+        return "of tensor parallelism for a Llama of ours, without a pipeline, in fp32"
     if config.pp > 1:
         model = plan.model_graph.model
         if not isinstance(model, Llama | Gpt2) or model.depth < config.pp:
@@ -88,14 +92,18 @@ def _several(config: Config, data: Data, plan: Draft, mesh: Mesh) -> Iterator[fl
     device, pipelined = mesh.device, config.pp > 1
     model = build_model(plan.model)
     part = _StageByHand(model, mesh.pp_rank, config.pp) if pipelined else model
+    if mesh.tp > 1:
+        divide_by_hand(model, mesh.axes["tp"])
     blocks = _recompute_and_compile(part, config, plan)
     low = torch.bfloat16 if config.precision.low else None
-    if mesh.dp > 1 or low:
+    # in a pipeline, and where the command line says so, parameters stay gathered within a step
+    stay = pipelined or config.fsdp.zero == 1
+    if mesh.dp > 1 or low or mesh.tp > 1:  # for gradients divided as their parameters are
         axes = ("replicate", "shard") if config.replicate > 1 else ("shard",)
         options: dict[str, Any] = {
             "mesh": mesh.axes[axes],
             "mp_policy": MixedPrecisionPolicy(low, torch.float32),
-            "reshard_after_forward": not pipelined,
+            "reshard_after_forward": not stay,
         }
         for block in blocks:
             fully_shard(block, **options)
@@ -111,23 +119,30 @@ def _several(config: Config, data: Data, plan: Draft, mesh: Mesh) -> Iterator[fl
     for step in range(1, config.steps + 1):
         batch = next(stream)
         if schedule is None:
-            loss = _accumulated(part, batch, plan, device)
+            with loss_context(mesh.tp > 1)():
+                loss = _accumulated(part, batch, plan, device, stay)
         else:
             loss = _pipelined(schedule, batch, mesh)
         _clip(part, config, mesh)
         _update(optimizers, config, step)
         dist.all_reduce(loss)
-        yield loss.item() / mesh.dp
+        yield loss.item() / (mesh.dp * mesh.tp)
 
 
-def _accumulated(model: nn.Module, batch: Any, plan: Draft, device: torch.device) -> Tensor:
-    """Forward and backward of each microbatch; gradients are reduced in the last one."""
+def _accumulated(
+    model: nn.Module, batch: Any, plan: Draft, device: torch.device, stay: bool
+) -> Tensor:
+    """Forward and backward of each microbatch; gradients are reduced in the last one, and until then
+    parameters stay gathered, or are gathered twice in each."""
     loss = torch.zeros((), device=device)
     for index, (inputs, targets, fields) in enumerate(_microbatches(batch, plan, device)):
-        model.set_requires_gradient_sync(index == plan.microbatches - 1)
+        last = index == plan.microbatches - 1
+        model.set_requires_gradient_sync(last)
+        model.set_reshard_after_backward(last or not stay)
         share = _cross_entropy(model(inputs, **fields), targets) / plan.microbatches
         share.backward()
-        loss += share.detach()
+        share = share.detach()
+        loss += local(share)
     return loss
 
 

@@ -22,6 +22,7 @@ from titanlike.models.registry import build_model, initial_weights_of, resolve_m
 from titanlike.optim.learning_rate import set_lr
 from titanlike.optim.loss import build_loss
 from titanlike.optim.optimizer import build_optimizers, optimizer_state
+from titanlike.parallel.expert_balance import experts_of
 from titanlike.parallel.initialize import initialize
 from titanlike.proof.comparison import compare, reliable
 from titanlike.torch_private.autocast import watch_autocast
@@ -46,7 +47,8 @@ class Reference:
     updated: dict[str, Tensor]  # after the last step
     state: dict[str, Tensor]  # of the optimizer after the last step, by "PARAMETER KEY"
     losses: dict[str, float]  # "loss", "loss of step 2", ..., "validation loss", "loss after ..."
-    buffers: dict[str, Tensor]  # of batch norms, after the first step
+    # of batch norms, and of layers that keep the balance of experts; after the first step
+    buffers: dict[str, Tensor]
     groups: int  # equal parts of the batch that were computed one after the other
 
 
@@ -165,16 +167,20 @@ def _single_process(
     validation = mean_over(validation_batches(data.validation, config, dp_rank=0))
     stream = batches(data.train, config, dp_rank=0)
     model.train()
-    norms = _WholeBatchStatistics(model)
+    norms, experts = _WholeBatchStatistics(model), _WholeBatchCounts(model)
     optimizers = build_optimizers(dict(model.named_parameters()), model, config)
     losses = {VALIDATION_LOSS: validation}
     first: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     masks: dict[str, Tensor] = {}
     for step in range(1, config.verify.steps + 1):
-        total, count = loss_of(next(stream))
+        batch = next(stream)
+        experts.begin(batch["targets"].numel())
+        total, count = loss_of(batch)
         losses[loss_name(step)] = total.item() / count
-        buffers = buffers or norms.buffers()  # before a recomputation in the backward
+        # before a recomputation in the backward
+        buffers = buffers or norms.buffers()
+        counts = experts.counts()
         (total / count).backward()
         gradients = copy_of((name, gradient_of(p)) for name, p in model.named_parameters())
         if step == 1:
@@ -189,6 +195,7 @@ def _single_process(
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+        buffers = experts.balance(counts) | buffers
     losses["loss after the last step"] = mean_over(iter([next(stream)]))
     updated = copy_of(model.named_parameters())
     state = copy_of(
@@ -265,3 +272,46 @@ class _WholeBatchStatistics:
             for name, norm in self._copies.items()
             for key, value in norm.named_buffers()
         }
+
+
+class _WholeBatchCounts:
+    """How many tokens the experts of a model that runs in one process had."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._counts: dict[str, Tensor] = {}
+        for name, experts in experts_of(model).items():
+            experts.register_forward_pre_hook(self._count(name))
+
+    def _count(self, name: str) -> Any:
+        def hook(experts: nn.Module, args: tuple[Tensor, ...]) -> None:
+            if experts.training:
+                self._counts[name] = self._counts.get(name, 0) + args[1]
+
+        return hook
+
+    def _holder(self, name: str) -> tuple[str, Any]:
+        holder = name.rpartition(".")[0]
+        return holder, self._model.get_submodule(holder)
+
+    def begin(self, tokens: int) -> None:
+        """A step on so many tokens."""
+        self._counts = {}
+        for name in experts_of(self._model):
+            _, holder = self._holder(name)
+            if hasattr(holder, "token_share"):
+                holder.token_share = torch.tensor(1 / tokens)
+
+    def counts(self) -> dict[str, Tensor]:
+        return dict(self._counts)
+
+    def balance(self, counts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Tell the layers that hold experts; their buffers then, by name."""
+        found = {}
+        for name, of_experts in counts.items():
+            path, holder = self._holder(name)
+            if hasattr(holder, "balance"):
+                holder.balance(of_experts)
+                named = holder.named_buffers(recurse=False)
+                found |= {f"{path}.{key}": b.detach().cpu().clone() for key, b in named}
+        return found

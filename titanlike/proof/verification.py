@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import reduce
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from titanlike.config.schema import Config
 from titanlike.data.loader import batches
@@ -33,8 +33,9 @@ from titanlike.data.sources import Data
 from titanlike.device.choose import choose_device
 from titanlike.launch.worker import Worker, barrier
 from titanlike.metrics.console import Console
-from titanlike.optim.optimizer import gradient_norm
+from titanlike.optim.optimizer import StageState, gradient_norm
 from titanlike.parallel.mesh import close_mesh, open_mesh
+from titanlike.parallel.tp.part import Part
 from titanlike.proof.comparison import Comparison, compare, merge
 from titanlike.proof.reference import (
     EARLY_LOSSES,
@@ -47,6 +48,7 @@ from titanlike.proof.reference import (
     reference_steps,
     state_of,
 )
+from titanlike.torch_private.dtensor import local
 from titanlike.training.build import Run, build
 from titanlike.training.compiling import compile_blocks
 from titanlike.training.feed import to_device
@@ -58,8 +60,10 @@ KINDS = (
     "loss",
     "initial",
     "gradient",
+    "tp gradient",
     "buffer",
     "update",
+    "tp update",
     "state",
 )  # of comparisons, causes before effects
 
@@ -88,6 +92,9 @@ def verify(config: Config, worker: Worker) -> dict[str, Any]:
         rows = _explain(rows, config, data, exact, worker, mesh.device)
     copies = Counter(name for names in run.draft.stage_parameters for name in names)
     # each element once a replica, and once a copy of a tied weight
+    placements = run.draft.tensor.placements if run.draft.tensor else {}
+    for name, placement in placements.items():  # and once for each tensor-parallel rank that has it
+        copies[name] *= placement.copies
     wanted = {n: t.numel() * config.replicate * copies[n] for n, t in exact.initial.items()}
     compared = {row.name: row.elements for row in rows if row.kind == "initial"}
     missing = [
@@ -140,12 +147,18 @@ def _compare_layout(
 ) -> Iterator[Comparison]:
     """This rank's part of each tensor against the reference, in fp32 (exact) and bf16 (rounded)."""
 
-    def parameters() -> Iterator[tuple[str, nn.Parameter]]:
+    def parameters() -> Iterator[tuple[str, nn.Parameter, Part | None]]:
         for state in run.stage_states:
-            yield from state.parameters()
+            for name, parameter in state.parameters():
+                if name in exact.initial:
+                    yield name, parameter, state.part(name)
 
-    for name, parameter in parameters():
-        yield compare("initial", name, parameter, exact.initial[name])
+    for state in run.stage_states:
+        for name, _ in state.parameters():
+            if name not in exact.initial:  # in one process it is tied to another
+                yield compare("initial", name, None, torch.zeros(1))
+    for name, parameter, part in parameters():
+        yield compare("initial", name, parameter, exact.initial[name], part=part)
     losses = {VALIDATION_LOSS: validate(run, config, data)}
 
     stream = batches(data.train, config, dp_rank=run.mesh.dp_rank)
@@ -153,19 +166,22 @@ def _compare_layout(
         loss, _ = run.pipeline.train(to_device(next(stream), run.mesh, config))
         losses[loss_name(step)] = loss.item()
         if step == 1:
-            for name, parameter in parameters():
+            for name, parameter, part in parameters():
                 in_bf16 = rounded and rounded.gradients[name]
                 reference = exact.gradients[name]
                 mine = parameter.grad if reference.any() else gradient_of(parameter)
-                yield compare("gradient", name, mine, reference, in_bf16)
-        optimizer_step(run, config, step, gradient_norm(run.owned, run.mesh, config))
+                yield compare("gradient", name, mine, reference, in_bf16, part=part)
+        if step == 1:
+            yield from _compare_copies(run, "tp gradient", lambda parameter: parameter.grad)
+        optimizer_step(run, config, step, gradient_norm(run.owned, run.mesh, config, run.shares))
         drop_gradients(run)
         if step == 1:
             yield from _compare_buffers(run, exact, rounded)
-    for name, parameter in parameters():
+    for name, parameter, part in parameters():
         in_bf16 = rounded and rounded.updated[name]
-        options = {"base": exact.initial[name], "mask": exact.reliable[name]}
+        options = {"base": exact.initial[name], "mask": exact.reliable[name], "part": part}
         yield compare("update", name, parameter, exact.updated[name], in_bf16, **options)
+    yield from _compare_copies(run, "tp update", lambda parameter: parameter)
     yield from _compare_states(run, exact, rounded)
 
     after, _ = run.pipeline.evaluate(to_device(next(stream), run.mesh, config))
@@ -174,6 +190,29 @@ def _compare_layout(
         reference = torch.tensor([exact.losses[name]], dtype=torch.float64)
         in_bf16 = rounded and torch.tensor([rounded.losses[name]], dtype=torch.float64)
         yield compare("loss", name, torch.tensor([value], dtype=torch.float64), reference, in_bf16)
+
+
+def _compare_copies(
+    run: Run, kind: str, tensor_of: Callable[[nn.Parameter], Tensor | None]
+) -> Iterator[Comparison]:
+    """What several tensor-parallel ranks have of the same elements, against the first of them, which
+    it is equal to: else what they compute alike has come apart, as with other dropout masks."""
+    mesh, tensor = run.mesh, run.draft.tensor
+    if tensor is None:
+        return
+    for state in run.stage_states:
+        for name, parameter in state.parameters():
+            copies = tensor.placements[name].copies
+            if copies == 1:
+                continue
+            value = tensor_of(parameter)
+            value = torch.zeros_like(parameter) if value is None else value
+            mine = value.detach()
+            mine = local(mine).contiguous()
+            every = [torch.empty_like(mine) for _ in range(mesh.tp)]
+            dist.all_gather(every, mine, group=mesh.axes.get_group("tp"))
+            first = every[mesh.tp_rank // copies * copies]
+            yield compare(kind, name, mine, first.cpu())
 
 
 def _compare_buffers(run: Run, exact: Reference, rounded: Reference | None) -> Iterator[Comparison]:
@@ -196,11 +235,20 @@ def _compare_states(run: Run, exact: Reference, rounded: Reference | None) -> It
                 value = mine.get(name.removeprefix(of_parameter))
                 reference = exact.state.get(name)
                 if reference is None:
-                    reference = torch.zeros(value.shape)
+                    reference = torch.zeros(_whole_shape(stage, parameter_name, value))
                 in_bf16 = rounded and rounded.state.get(name, torch.zeros(reference.shape))
                 if value is not None and value.dtype == torch.bfloat16 and in_bf16 is None:
                     in_bf16 = reference  # kept in bf16: it agrees to the last digit of that
-                yield compare("state", name, value, reference, in_bf16)
+                # not of a count of steps
+                like = value is not None and value.shape == parameter.shape
+                part = stage.part(parameter_name) if like else None
+                yield compare("state", name, value, reference, in_bf16, part=part)
+
+
+def _whole_shape(stage: StageState, name: str, value: Tensor) -> torch.Size:
+    """Of the state of a parameter of which this rank may have a part."""
+    part = stage.part(name)
+    return value.shape if part is None or value.dim() == 0 else part.shape
 
 
 def _print(

@@ -16,18 +16,20 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from typing import NamedTuple
 
 from torch import Tensor
 
 from titanlike.config.schema import Config, SelectiveActivationCheckpoint, TraceSplit
 from titanlike.graph.cut import messages
 from titanlike.graph.model_graph import ModelGraph
-from titanlike.optim.loss import build_loss
+from titanlike.optim.loss import Loss
 from titanlike.optim.muon import hidden_matrices
+from titanlike.parallel.expert_balance import experts_of
 from titanlike.parallel.sharding import compute_dtype
-from titanlike.pipeline.order import Order
+from titanlike.pipeline.order import Act, Order
 from titanlike.split.state_bytes import StateBytes
 from titanlike.split.unit_costs import CostError, UnitCosts, UnitPeak
 
@@ -59,6 +61,54 @@ class _Change:
     after: int
 
 
+@dataclass(frozen=True)
+class MemoryParts:
+    """Bytes on a rank, by what they are."""
+
+    weights: int = 0
+    optimizer: int = 0
+    gradients: int = 0
+    activations: int = 0  # of the microbatches in flight
+    queued: int = 0  # for weight gradients that wait
+    messages: int = 0  # between stages
+    gathered: int = 0  # parameters of whole stages
+    temporary: int = 0  # what a unit takes while it runs, with what is gathered for it alone
+
+    @property
+    def total(self) -> int:
+        return sum(vars(self).values())
+
+    def add(self, other: MemoryParts) -> MemoryParts:
+        return MemoryParts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+class Moment(NamedTuple):
+    """Memory of a rank during an action (None = the update), and when it is done."""
+
+    act: Act | None
+    most: MemoryParts
+    after: MemoryParts
+
+
+def _parts(changes: Mapping[str, _Change]) -> dict[str, MemoryParts]:
+    """What the actions of a stage leave in memory, by what it is."""
+    activations, queued = changes["F"].after, -changes["W"].after
+    gradients = changes["first I"].after - changes["I"].after
+    gathered = changes["gather"].after
+    backward = MemoryParts(activations=-activations)
+    first = replace(backward, gradients=gradients)
+    return {
+        "gather": MemoryParts(gathered=gathered),
+        "F": MemoryParts(activations=activations),
+        "first I": replace(first, queued=queued),
+        "I": replace(backward, queued=queued),
+        "first B": first,
+        "B": backward,
+        "W": MemoryParts(queued=-queued),
+        "reduce": MemoryParts(gathered=-gathered, gradients=changes["reduce"].after + gathered),
+    }
+
+
 class RankMemory:
     """Of stages that are known, for any choice of blocks that are recomputed."""
 
@@ -67,13 +117,14 @@ class RankMemory:
         config: Config,
         model_graph: ModelGraph,
         targets: Tensor,
+        loss: Loss,
         order: Order,
         zero: int,
         parameters: Sequence[Mapping[str, int]],
         deferred: Collection[int] = (),
     ) -> None:
-        """targets: of a microbatch, on meta; parameters: of each stage, name -> elements;
-        deferred: stages whose weight gradients wait.
+        """targets: of a microbatch, on meta; loss: of what the model returns; parameters: of each
+        stage, name -> elements; deferred: stages whose weight gradients wait.
 
         Units that cannot be run alone count only with their parameters.
         """
@@ -81,23 +132,25 @@ class RankMemory:
         self.unit_costs = None  # where units are not whole
         self.unknown = "split=trace takes its blocks apart"  # why activations are not counted
         if not isinstance(config.split, TraceSplit):
-            self.unit_costs = UnitCosts(model_graph, targets, build_loss(config.loss))
+            self.unit_costs = UnitCosts(model_graph, targets, loss)
             self.unknown = ""
-        self._order = order
-        self._parameters = [sum(stage.values()) for stage in parameters]
-        self._stages = model_graph.stages
-        self._deferred = frozenset(deferred)
-        self._zero, self._state = zero, StateBytes.of(config, zero)
         self._computing = compute_dtype(config).itemsize
+        self._deferred = frozenset(deferred)
         hidden = hidden_matrices(model_graph.model, config.optimizer)
         by_muon = [sum(stage[name] for name in hidden & stage.keys()) for stage in parameters]
-        muon = StateBytes.of(config, zero, True).kept
-        self._kept = [  # bytes of each stage's parameters and optimizer state
-            self._state.kept * (numel - own) + muon * own
-            for numel, own in zip(self._parameters, by_muon, strict=True)
+        numel = [sum(stage.values()) for stage in parameters]
+        self._arrange(config, order, zero, model_graph.stages, numel, by_muon)
+        # of experts a rank has a part, which is sharded over fewer ranks
+        of_experts = {
+            f"{path}.{name}"
+            for path, experts in experts_of(model_graph.model).items()
+            for name, _ in experts.named_parameters()
+        }
+        own = [sum(stage[name] for name in of_experts & stage.keys()) for stage in parameters]
+        self._kept = [
+            kept + self._state.kept * (config.ep - 1) * count
+            for kept, count in zip(self._kept, own, strict=True)
         ]
-        shards = self._state.shards
-        self._update = self._computing * _UPDATE * max(by_muon) // shards if shards > 1 else 0
         self._units = functools.cache(functools.partial(self._count_units, config))
         for stage in range(order.stages):
             self._units(stage in self._deferred)  # finds out what is unknown
@@ -105,7 +158,59 @@ class RankMemory:
         flows = [[sum(t.nbytes for t in flow) for flow in messages(graph)] for graph in graphs]
         self._received = [0, *(received for received, _ in flows[1:])]
         self._sent = [sent for _, sent in flows]
+
+    def _arrange(
+        self,
+        config: Config,
+        order: Order,
+        zero: int,
+        stages: Sequence[Sequence[str]],
+        parameters: Sequence[int],
+        by_muon: Sequence[int],
+    ) -> None:
+        """stages: names of their units; parameters, by_muon: how many each has, and updates by Muon."""
+        self._order, self._stages, self._parameters = order, stages, [*parameters]
+        self._zero, self._state = zero, StateBytes.of(config, zero)
+        muon = StateBytes.of(config, zero, True).kept
+        self._kept = [  # bytes of each stage's parameters and optimizer state
+            self._state.kept * (numel - own) + muon * own
+            for numel, own in zip(self._parameters, by_muon, strict=True)
+        ]
+        shards = self._state.shards
+        self._update = self._computing * _UPDATE * max(by_muon) // shards if shards > 1 else 0
         self._known: dict[tuple[int, bool, frozenset[str]], dict[str, _Change]] = {}
+
+    def arranged(
+        self,
+        config: Config,
+        order: Order,
+        zero: int,
+        stages: Sequence[Sequence[str]],
+        deferred: Collection[int],
+        message: int,
+        by_muon: bool = False,
+    ) -> RankMemory:
+        """The same units and microbatches in another layout; message: bytes between any two stages;
+        by_muon: whether Muon updates what is in blocks. Weights of several stages count in each."""
+        other = copy.copy(self)
+        other._deferred = frozenset(deferred)
+        units = other._units(False)
+        numel = [sum(units[name].parameters for name in names) for names in stages]
+        other._arrange(config, order, zero, stages, numel, numel if by_muon else [0] * len(numel))
+        other._received = [0, *([message] * (len(stages) - 1))]
+        other._sent = [*([message] * (len(stages) - 1)), 0]
+        return other
+
+    def recomputing(self, config: Config) -> RankMemory:
+        """The same, where blocks are recomputed as another config says."""
+        other = copy.copy(self)
+        other._units = functools.cache(functools.partial(self._count_units, config))
+        other._known = {}
+        return other
+
+    def unit_parameters(self) -> dict[str, int]:
+        """Of each unit."""
+        return {name: unit.parameters for name, unit in self._units(False).items()}
 
     def deferring(self, stages: Collection[int]) -> RankMemory:
         """The same, where the weight gradients of these stages wait."""
@@ -115,28 +220,60 @@ class RankMemory:
 
     def of_rank(self, rank: int, recomputed: Sequence[Collection[str]]) -> int:
         """Bytes on a pipeline rank; recomputed: blocks of each stage."""
-        order, local = self._order, self._order.local(rank)
+        base = self._base(rank)
+        most = now = sum(base)
+        for _, change, _ in self._walk(rank, recomputed):
+            most = max(most, now + change.most)
+            now += change.after
+        return max(most, now + self._update)
+
+    def moments(self, rank: int, recomputed: Sequence[Collection[str]]) -> list[Moment]:
+        """What is in memory during each action of a rank, and in the update; arguments as `of_rank`."""
+        kept, sent = self._base(rank)
+        weights = int(sum(self._state.weights * self._parameters[s] for s in self._local(rank)))
+        parts = MemoryParts(min(weights, kept), max(0, kept - weights), messages=sent)
+        found = []
+        for act, change, delta in self._walk(rank, recomputed):
+            at_most = replace(parts, temporary=change.most)
+            parts = parts.add(delta)
+            found.append(Moment(act, at_most if change.most > change.after else parts, parts))
+        found.append(Moment(None, replace(parts, temporary=self._update), parts))
+        return found
+
+    def _local(self, rank: int) -> tuple[int, ...]:
+        return self._order.local(rank)
+
+    def _base(self, rank: int) -> tuple[int, int]:
+        """Bytes of a rank's parameters and optimizer state, and of messages that are under way."""
+        local = self._local(rank)
+        received = sum(self._received[stage] for stage in local)
+        return int(sum(self._kept[stage] for stage in local)), _MESSAGES * received
+
+    def _walk(
+        self, rank: int, recomputed: Sequence[Collection[str]]
+    ) -> Iterator[tuple[Act, _Change, MemoryParts]]:
+        """Of each action: what it adds, and the same by what it is. The gathers before a stage's first
+        action and the reductions behind its last are of the same action."""
+        order, local = self._order, self._local(rank)
         changes = {stage: self._changes(stage, frozenset(recomputed[stage])) for stage in local}
+        parts = {stage: _parts(changes[stage]) for stage in local}
         left = dict.fromkeys(local, order.microbatches)
-        most = now = int(sum(self._kept[stage] for stage in local))
-        now += _MESSAGES * sum(self._received[stage] for stage in local)
         forwards: set[int] = set()
+        backwards: set[int] = set()
         for act in order.ranks[rank]:
             kinds = [act.kind]
             if act.kind == "F" and act.stage not in forwards:
                 forwards.add(act.stage)
                 kinds = ["gather", "F"]
-            elif act.kind in "BI" and left[act.stage] == order.microbatches:
+            elif act.kind in "BI" and act.stage not in backwards:
+                backwards.add(act.stage)
                 kinds = ["first " + act.kind]
             if act.kind in "BW":
                 left[act.stage] -= 1
                 if left[act.stage] == 0:
                     kinds.append("reduce")
             for kind in kinds:
-                change = changes[act.stage][kind]
-                most = max(most, now + change.most)
-                now += change.after
-        return max(most, now + self._update)
+                yield act, changes[act.stage][kind], parts[act.stage][kind]
 
     def of_ranks(self, recomputed: Sequence[Collection[str]]) -> list[int]:
         """As `of_rank`, of each pipeline rank."""

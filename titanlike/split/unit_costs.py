@@ -24,10 +24,14 @@ from titanlike.graph import node_cost
 from titanlike.graph.cut import cut, unit_starts
 from titanlike.graph.model_graph import ModelGraph
 from titanlike.graph.node_memory import NodePeak, peak_bytes
+from titanlike.graph.node_operators import NodeOperators, node_operators
+from titanlike.graph.node_times import Times, node_times
 from titanlike.graph.pytree import tree_map
 from titanlike.graph.recording import Node
+from titanlike.models.float8 import in_bf16
 from titanlike.optim.loss import Loss
 from titanlike.optim.muon import hidden_matrices
+from titanlike.parallel.tp.collectives import TensorRanks
 from titanlike.parallel.weight_gradients import DeferredWeightGradients
 from titanlike.pipeline.order import Order
 from titanlike.split.stage_costs import StageCosts
@@ -82,6 +86,15 @@ def _deferring(module: nn.Module) -> Iterator[None]:
         deferred.undo()
 
 
+@contextmanager
+def _waiting(module: nn.Module) -> Iterator[Callable[[], object]]:
+    deferred = DeferredWeightGradients(module, node_cost.META)
+    try:
+        yield lambda: deferred.take()()
+    finally:
+        deferred.undo()
+
+
 class UnitCosts:
     """The calls of each unit in the training forward of one microbatch, and their costs."""
 
@@ -105,6 +118,7 @@ class UnitCosts:
         self._calls[-1].append(end)
         self._end = end
         self._keys: dict[Node, str] = {}
+        self._operators: list[list[NodeOperators]] | None = None
         self.model.train()
 
     def parameter_table(self, size: Callable[[nn.Parameter], int]) -> np.ndarray:
@@ -162,6 +176,24 @@ class UnitCosts:
         free = _NodeMemory(0, 0, NodePeak(0, 0, 0))
         return [_unit_peak(nodes) for nodes in self._costs(cost, free)]
 
+    def operators(self, ranks: TensorRanks | None) -> list[list[NodeOperators]]:
+        """What each call of each unit computes, as it is on the first rank of `ranks`, on meta; those of
+        equal calls are one object. Linear layers in float8 are counted in bf16. Raises CostError.
+        """
+
+        if self._operators is not None:
+            return self._operators
+
+        def exchanged() -> tuple[int, ...]:
+            return (0, 0) if ranks is None else (ranks.exchanged, ranks.exchanges)
+
+        def cost(node: Node) -> NodeOperators:
+            with in_bf16(self.model.modules() if node.kind == "unit" else ()):
+                return node_operators(node, self.model, _waiting, exchanged)
+
+        self._operators = self._costs(cost, NodeOperators({}, {}, {}))
+        return self._operators
+
     def nanoseconds(self, device: torch.device) -> list[int]:
         """Measured times of each unit, forward and backward of a microbatch. Raises CostError.
 
@@ -175,6 +207,19 @@ class UnitCosts:
             return round(1e9 * node_cost.seconds(node, self.model, device))
 
         return self._sums(measured)
+
+    def times(self, device: torch.device) -> list[Times]:
+        """Measured seconds of each unit and a microbatch, see `node_times`. Raises CostError."""
+
+        def measured(node: Node) -> Times:
+            between = node.kind == "function" and node is not self._end
+            if between and node_cost.flops(node, self.model) == 0:
+                return 0.0, 0.0, 0.0
+            return node_times(node, self.model, device, _waiting)
+
+        found = self._costs(measured, (0.0, 0.0, 0.0))
+        sums = [[sum(part) for part in zip(*calls, strict=True)] for calls in found]
+        return [(forward, inputs, weights) for forward, inputs, weights in sums]
 
     @property
     def signature(self) -> str:

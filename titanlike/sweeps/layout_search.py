@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field
+from functools import partial
 from typing import Any, get_type_hints
 
 from titanlike.config import validate
@@ -24,6 +25,7 @@ from titanlike.models.registry import build_model, resolve_model
 from titanlike.planning.estimate import estimate, least_memory
 from titanlike.planning.layouts import Candidate, Compose, SearchSpace, candidates
 from titanlike.planning.machine import Machine, find_machine
+from titanlike.planning.tensor_sizes import tensor_sizes
 from titanlike.sweeps.sweep_run import SweepRun
 from titanlike.training.draft import draft
 
@@ -124,8 +126,9 @@ def filter_layouts(
     """All layouts, and which of them are skipped. Raises as `search` does."""
     found, layout_filter = SearchResult(), _LayoutFilter(on, runner)
     ranking: list[tuple[float, int, list[str]]] = []
+    sizes = partial(tensor_sizes, ranks=on.ranks, machine=on.together or on.ranks)
     for combination in combinations:
-        for candidate in candidates(combination, compose, on.ranks, space):
+        for candidate in candidates(combination, compose, on.ranks, space, sizes):
             try:
                 result = layout_filter(candidate, tuple(combination))
             except _Skipped as skipped:
@@ -160,8 +163,11 @@ class _LayoutFilter:
         others: the overrides besides the layout. Raises _Skipped.
         """
         config, ranks = candidate.config, self._on.ranks
+        if candidate.refused:
+            raise _Skipped(INVALID, candidate.refused)
         if config.world_size != ranks:
-            reason = f"pp={config.pp} dp={config.dp} is {config.world_size} ranks, not {ranks}"
+            mesh = f"pp={config.pp} dp={config.dp}" + (f" tp={config.tp}" if config.tp > 1 else "")
+            reason = f"{mesh} is {config.world_size} ranks, not {ranks}"
             raise _Skipped(INVALID, f"{reason}; write hydra.sweeper.ranks={config.world_size}")
         if problems := validate.problems(config, self._started):
             raise _Skipped(INVALID, str(problems[0]))
@@ -170,7 +176,7 @@ class _LayoutFilter:
             drafted = draft(config)
         except ConfigError as error:
             raise _Skipped(INVALID, str(error.problems[0])) from error
-        layout = (others, config.dp, drafted.order)
+        layout = (others, config.dp, config.tp, drafted.order)
         if layout in self._seen:
             return None
         self._seen.add(layout)

@@ -4,8 +4,9 @@ Each job is a process, as if the user had typed its command: a crash does not af
 One after another they share the terminal; several at a time, each writes to its own output.log, and
 a line says when it begins and ends.
 
-Several share the devices: each job gets as many GPUs as it has ranks (by the driver's variable, CUDA_VISIBLE_DEVICES for CUDA), or on
-the CPU a share of the threads. A job that needs more than there are runs alone.
+Several share the devices: each job gets as many GPUs as it has ranks (by the driver's variable,
+CUDA_VISIBLE_DEVICES for CUDA), or on the CPU a share of the threads. A job that needs more than there
+are runs alone.
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ from math import inf
 from pathlib import Path
 from typing import IO
 
-from titanlike.launch.environment import available_cores, import_path, without_rank_variables
+from titanlike.launch.environment import (
+    available_cores,
+    import_path,
+    interpreter,
+    without_rank_variables,
+)
 from titanlike.launch.failures import describe_exit
 from titanlike.launch.signals import Interrupted, interruptible
 from titanlike.launch.stop_request import StopRequest
@@ -131,7 +137,7 @@ class Processes:
             if self._parallel != 1:
                 running.output = (command.folder / OUTPUT).open("ab")
             running.process = subprocess.Popen(
-                [sys.executable, "-c", _program(command), *command.arguments],
+                [*interpreter(), "-c", _program(command), *command.arguments],
                 env=_environment(command, taken, self._parallel, total),
                 stdin=subprocess.DEVNULL,
                 stdout=running.output,

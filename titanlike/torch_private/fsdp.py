@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,21 +23,29 @@ def reduce_missing_gradients(module: nn.Module, reached: set[nn.Parameter], zero
         _fill_before_reduction(group, state, reached, zero)
 
 
-def gradients_in_one_dtype(module: nn.Module) -> None:
+def gradients_in_one_dtype(groups: Iterable[Any]) -> None:
     """Before gradients are reduced that waited in a schedule which splits the backward.
+
+    groups: of the stage, see `parameter_groups`.
 
     Symptom without it (2.11, 2.13), in bf16: torch accumulates in fp32 what each backward has left,
     and finds weight gradients that came after the last one in bf16: "expects uniform gradient
     dtype". Test: test_weight_gradients.py
     ::test_weight_gradients_may_all_come_after_the_last_backward
     """
-    for group, _ in _groups(module):
+    for group in groups:
         for parameter in group.fsdp_params:
             if not hasattr(parameter, "to_accumulated_grad_if_needed"):
                 return  # 2.15: all are in .grad, in fp32
             unsharded = hasattr(parameter, "_unsharded_param")
             if unsharded and parameter.unsharded_accumulated_grad is None:
                 parameter.to_accumulated_grad_if_needed()
+
+
+def parameter_groups(module: nn.Module) -> list[Any]:
+    """FSDP's groups of parameters in a module; [] where it is not wrapped. It walks through all
+    modules: to be called once, not in each step."""
+    return [group for group, _ in _groups(module)]
 
 
 def _groups(module: nn.Module) -> Iterator[tuple[Any, Any]]:

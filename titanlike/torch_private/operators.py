@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import torch
 from torch._ops import _higher_order_ops
@@ -17,3 +18,12 @@ def operator_names() -> set[str]:
     qualified = torch._C._dispatch_get_all_op_names()  # "aten::mm.out"
     names = {name.split(".")[0].replace("::", ".") for name in qualified}
     return names | set(_higher_order_ops)
+
+
+def in_parts(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of an operator that is made of others, by those; else NotImplemented.
+
+    Symptom without it: a TorchDispatchMode in inference mode sees aten.linear, and not its product.
+    Test: `test_fences.py::test_a_dispatch_mode_in_inference_mode_sees_whole_operators`.
+    """
+    return operator.decompose(*args, **kwargs)

@@ -190,6 +190,10 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         self.stage_index_to_group_rank = dict(enumerate(order.place))
         self._fields = list(fields)
         self._local = {stage.stage_index: stage for stage in stages}
+        self._gathered = {  # the units of each, found once: there are many modules
+            index: [part for part in stage.submod.modules() if isinstance(part, FSDPModule)]
+            for index, stage in self._local.items()
+        }
         for stage in stages:
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
         # all stages stay resident for a step: fewer gathers, and what the memory plan counts
@@ -233,9 +237,8 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         in memory beside its parameters. It waits for all of them before the first forward anyway.
         Test: `test_fences.py::test_torch_gathers_all_units_of_a_stage_at_once`.
         """
-        for module in self._local[index].submod.modules():
-            if isinstance(module, FSDPModule):
-                module.unshard()
+        for module in self._gathered[index]:
+            module.unshard()
         self.unsharded_stages.add(index)
 
     def run_alone(self, index: int, received: Sequence[Tensor], batch: dict[str, Tensor]) -> None:

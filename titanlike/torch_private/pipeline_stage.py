@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import _ComputationType
 
-from titanlike.torch_private.fsdp import gradients_in_one_dtype
+from titanlike.torch_private.fsdp import gradients_in_one_dtype, parameter_groups
 
 # 2.13; not 2.15, which waits for sends within a step, nor 2.11, which has no metadata of messages
 _TORCH_KEEPS_BUFFERS = hasattr(PipelineStage, "_setup_forward_recv_info") and not hasattr(
@@ -119,7 +120,9 @@ class _Stage(PipelineStage):
             super()._validate_fwd_input(*args)
 
     def _validate_fwd_outputs(self, *args: Any) -> None:
-        if self._runtime_validate:
+        # the last stage sends none: its logits may be another part of the vocabulary than the first
+        # tensor-parallel rank's, which is what it announces
+        if self._runtime_validate and not self.is_last:
             super()._validate_fwd_outputs(*args)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
@@ -152,8 +155,12 @@ class _Stage(PipelineStage):
     def _backward(self, kind: str, kwargs: dict[str, Any], last: bool) -> Any:
         return super().backward_maybe_with_nosync(kind, kwargs, last)
 
+    @cached_property
+    def _groups(self) -> list[Any]:
+        return parameter_groups(self.submod)
+
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        gradients_in_one_dtype(self.submod)
+        gradients_in_one_dtype(self._groups)
         super().perform_reduce_grad(grad_scale_factor)
 
 

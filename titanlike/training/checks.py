@@ -39,6 +39,14 @@ def norm_problems(config: Config, model: nn.Module) -> list[Problem]:
             key, value = "split", "trace"
             reason = f"the tracer cannot see that {name} is a batch norm and keeps statistics"
             fix = "split=points or split=even, which leave modules whole"
+        elif has_statistics(module) and config.cp > 1:
+            key, value = "cp", config.cp
+            reason = f"its {name} keeps statistics over all tokens, and a rank has a part of them"
+            fix = f"cp=1 dp={config.dp * config.cp}, or a group norm"
+        elif has_statistics(module) and config.tp > 1:
+            key, value = "tp", config.tp
+            reason = f"its {name} keeps running statistics, for which tp has no style"
+            fix = f"tp=1 dp={config.dp * config.tp}, or a group norm"
         elif has_statistics(module) and config.precision.low:
             key, value = "precision", config.precision.name
             reason = f"its {name} is a batch norm, whose running statistics are too fine for bf16"
@@ -91,7 +99,7 @@ def sharding_problems(config: Config, order: Order) -> list[Problem]:
         loses = "FSDP loses gradients when it reduces or reshards between the halves"
         reason = f"schedule={config.schedule.name} splits the backward in two, and {loses}"
         fix = "fsdp.zero=1, or a schedule with whole backwards such as interleaved1f1b"
-    elif config.dp == config.replicate:
+    elif config.shards == 1:
         reason = f"dp={config.dp} replicate={config.replicate} shards nothing"
         fix = f"fsdp.zero=auto, or dp={2 * config.replicate}"
     else:

@@ -18,10 +18,10 @@ from titanlike.training.unchanged import unchanged
 
 
 def compile_blocks(run: Run, config: Config, batch: Batch, worker: Worker) -> str:
-    """Compile the blocks of all stages for batches such as this one; what to say of it. Collective.
+    """Compile the blocks of all stages for batches such as this one. Collective.
 
-    Raises ConfigError where the compiler fails, BarrierTimeout where a rank has not compiled its
-    blocks in `launch.timeout`.
+    Returns what to say of it, on rank 0. Raises ConfigError where the compiler fails, BarrierTimeout
+    where a rank has not compiled its blocks in `launch.timeout`.
     """
     assert run.compiled is not None
     begin = time.perf_counter()
@@ -40,7 +40,11 @@ def compile_blocks(run: Run, config: Config, batch: Batch, worker: Worker) -> st
             raise ConfigError([Problem("compile", True, reason, "compile=false")]) from error
         raise
     mine = [run.compiled.new_graphs(), time.perf_counter() - begin, run.compiled.notes]
-    every = barrier(worker, "compile", config.launch.timeout, json.dumps(mine))
+    first = worker.rank == 0
+    told = barrier(worker, "compile", config.launch.timeout, json.dumps(mine), listens=first)
+    if not first:
+        return ""
+    every = [told[rank] for rank in range(worker.world_size)]
     graphs, seconds, notes = zip(*map(json.loads, every), strict=True)
     count = f"{max(graphs)} graph{'s' * (max(graphs) != 1)}" + " a rank" * (len(every) > 1)
     unique = dict.fromkeys(note for own in notes for note in own)

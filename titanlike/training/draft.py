@@ -15,15 +15,17 @@ from torch import Tensor, nn
 
 from titanlike.config import schema
 from titanlike.config.errors import ConfigError, Problem
+from titanlike.config.hardware import Hardware
 from titanlike.config.schema import Config, Custom
 from titanlike.data.errors import DataError, data_problem
 from titanlike.data.example_batch import example_batch, field_problems
-from titanlike.data.sources import Data
+from titanlike.data.sources import Batch, Data
 from titanlike.device.choose import choose_device, first_device
 from titanlike.device.memory import total_memory
 from titanlike.graph.cut import StageGraph, cut
 from titanlike.graph.model_graph import Fields, ModelGraph, fields_of
 from titanlike.graph.recording import RecordError
+from titanlike.graph.token_parts import UnknownTokens
 from titanlike.models.checks import model_problems
 from titanlike.models.float8 import Float8Layers, use_float8
 from titanlike.models.registry import build_model, constructed_buffers, resolve_model
@@ -32,7 +34,12 @@ from titanlike.optim.chunked_loss import HeadNested, find_head, with_chunked_los
 from titanlike.optim.loss import Loss, build_loss, check_loss, trained_outputs
 from titanlike.parallel.batchnorm import freeze_statistics
 from titanlike.parallel.compiled_blocks import compiler_problem
+from titanlike.parallel.cp.tokens import ContextRanks
+from titanlike.parallel.expert_balance import experts_of
+from titanlike.parallel.expert_parallel import ExpertRanks, divide_experts
 from titanlike.parallel.sharding import compute_dtype
+from titanlike.parallel.tp.collectives import TensorRanks
+from titanlike.parallel.tp.tensor_parallel import TensorDraft
 from titanlike.pipeline import from_config
 from titanlike.pipeline.order import Order
 from titanlike.split.auto_split import AutoSplitResult, MeasureTimes, find_auto_split
@@ -40,8 +47,11 @@ from titanlike.split.partition import SplitError, partition
 from titanlike.split.rank_memory import RankMemory
 from titanlike.split.unit_costs import UnitCosts
 from titanlike.training import checks
+from titanlike.training.context_draft import ContextDraft, context_draft
 from titanlike.training.memory_choices import choose_by_memory
 from titanlike.training.recomputed_blocks import Recomputed
+from titanlike.training.tensor_draft import async_problems, divide_model
+from titanlike.training.tensor_mistakes import check_draws
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,8 @@ class Draft:
     model_graph: ModelGraph  # the model, its units, and the graph of each stage
     stage_modules: list[tuple[list[str], list[str]]]  # see `ModelGraph.stage_modules`
     # of each stage: parameter (a tied one under its first name) -> number of elements
-    stage_parameters: list[dict[str, int]]
+    stage_parameters: list[dict[str, int]]  # of a tensor-parallel rank, the one with the most
+    whole_numel: int  # elements of the model's parameters, tied ones once
     unused: list[str]  # parameters that the forward does not use: they stay as they are
     flops_per_token: float | None
     recomputed: Recomputed
@@ -67,6 +78,8 @@ class Draft:
     variable: bool  # batches differ in length
     float8: Float8Layers | None = None  # of precision=float8
     auto_split: AutoSplitResult | None = None  # how the stages were found, of split=auto
+    tensor: TensorDraft | None = None  # how tp divides the model
+    context: ContextDraft | None = None  # how cp divides sequences
 
     @property
     def microbatches(self) -> int:
@@ -88,16 +101,8 @@ class Draft:
         return [name for name in self.stages[stage] if name in blocks]
 
     def stage_numel(self, stage: int) -> int:
-        """Elements of a stage's parameters."""
+        """Elements of a stage's parameters, of a tensor-parallel rank."""
         return sum(self.stage_parameters[stage].values())
-
-    @property
-    def numel(self) -> int:
-        """Elements of the model's parameters, tied ones once."""
-        sizes: dict[str, int] = {}
-        for parameters in self.stage_parameters:
-            sizes |= parameters
-        return sum(sizes.values())
 
 
 def draft(
@@ -105,23 +110,43 @@ def draft(
     data: Data | None = None,
     measure_times: MeasureTimes | None = None,
     device_memory: Callable[[], int | None] | None = None,
+    ranks: TensorRanks | None = None,
+    context_ranks: ContextRanks | None = None,
 ) -> Draft:
     """Decide stages, order and sharding. Raises ConfigError with every problem found.
 
     data: if it is open already; else a user's own data is opened for an example batch.
     measure_times: times units, for split.cost=time; without it FLOPs stand for times.
-    device_memory: as `memory_for_training`, the same on every rank.
+    device_memory: as `memory_for_training`, the same on every rank. ranks: the tensor-parallel ranks
+    among which this one computes the loss; context_ranks: those to whose tokens it attends. None in
+    the launcher.
     """
     resolved = resolve_model(config)
     model = build_model(resolved)
     order, why_microbatches = _choose_order(config, model)
     float8 = use_float8(model, config, first_device(config.device))
     zero, why_zero = _choose_zero(config, order.splits_backward)
-    model_graph, targets = _record_model(config, resolved, model, data, order.microbatches)
-    found = _cut_stages(config, model_graph, targets, order, zero, measure_times)
+    whole_numel = sum(parameter.numel() for parameter in model.parameters())
+    flops_per_token = _flops_per_token(config, model, data)
+    batch = example_batch(config, data)
+    if problems := field_problems(config, model, fields_of(batch)):
+        raise ConfigError(problems)
+    tensor, loss = divide_model(config, model, ranks, batch)
+    if config.ep > 1:
+        _divide_experts(config, model)
+    context = context_draft(config, context_ranks, batch)
+    whole = config, resolved, model, batch
+    recorded = _record_model(*whole, order.microbatches, loss, tensor, context)
+    model_graph, targets = recorded
+    variable = data is not None and bool(data.variable)
+    if context is not None and variable:
+        context.check_padding(model, fields_of(batch))
+    found = _cut_stages(config, model_graph, targets, order, zero, measure_times, loss)
     auto_split, graphs, evaluated = found
     if problems := checks.stage_problems(config, model_graph, graphs, evaluated):
         raise ConfigError(problems)
+    if tensor is not None:
+        check_draws(config, tensor, [unit.name for unit in model_graph.units])
     stage_modules = model_graph.stage_modules(graphs, evaluated)
     parameters = [
         {name: p.numel() for name, p in model_graph.parameters_of(*stage).items()}
@@ -130,7 +155,8 @@ def draft(
 
     limit = device_memory or functools.partial(memory_for_training, config)
     auto = zero, why_zero
-    chosen = choose_by_memory(config, model_graph, targets, graphs, order, parameters, auto, limit)
+    forward = model_graph, targets, loss
+    chosen = choose_by_memory(config, *forward, graphs, order, parameters, auto, limit)
     used = {
         name for graph in graphs for name in model_graph.parameters_of(graph.units, graph.weights)
     }
@@ -143,15 +169,18 @@ def draft(
         model_graph=model_graph,
         stage_modules=stage_modules,
         stage_parameters=parameters,
+        whole_numel=whole_numel,
         unused=[name for name, _ in model.named_parameters() if name not in used],
-        flops_per_token=_flops_per_token(config, model, data),
+        flops_per_token=flops_per_token,
         recomputed=chosen.recomputed,
         deferred=chosen.deferred,
         why_together=chosen.why_together,
         memory=chosen.memory,
-        variable=data is not None and bool(data.variable),
+        variable=variable,
         float8=float8,
         auto_split=auto_split,
+        tensor=tensor,
+        context=context,
     )
 
 
@@ -167,6 +196,7 @@ def preflight(config: Config, drafted: Callable[[Draft], object] = lambda _: Non
         problems += error.problems
     if config.compile and (problem := compiler_problem(first_device(config.device))):
         problems.append(problem)
+    problems += async_problems(config)
     problems += own.problems(config)
     try:  # before the model, whose problems would hide it
         build_loss(config.loss)
@@ -196,7 +226,9 @@ def _started_outside() -> bool:
 
 def memory_for_training(config: Config) -> int | None:
     """Bytes that training may take on a device, where that is not said: what it has, less 8% for
-    what the allocator loses and what communication takes."""
+    what the allocator loses and what communication takes; or what the planned hardware has."""
+    if isinstance(config.hardware, Hardware):
+        return config.hardware.usable
     ranks = _local_ranks(config)
     total = total_memory(first_device(config.device), ranks)
     return None if total is None else int(0.92 * total)
@@ -231,7 +263,7 @@ def _choose_zero(config: Config, splits_backward: bool) -> tuple[int, str]:
     """(1, 2 or 3, why) for `fsdp.zero`, see `titanlike.parallel.sharding`."""
     if config.fsdp.zero != "auto":
         return config.fsdp.zero, "asked for"
-    if config.dp == config.replicate:
+    if config.shards == 1:
         return 1, "nothing is sharded"
     if splits_backward:
         return 1, "the schedule splits the backward"
@@ -241,32 +273,95 @@ def _choose_zero(config: Config, splits_backward: bool) -> tuple[int, str]:
 
 
 def _record_model(
-    config: Config, resolved: Custom, model: nn.Module, data: Data | None, microbatches: int
+    config: Config,
+    resolved: Custom,
+    model: nn.Module,
+    batch: Batch,
+    microbatches: int,
+    loss: Loss,
+    tensor: TensorDraft | None,
+    context: ContextDraft | None,
 ) -> tuple[ModelGraph, Tensor]:
     """The model's forward on a microbatch, recorded on meta, and the microbatch's targets.
 
-    Raises ConfigError where model, data and loss do not fit each other.
+    batch: see `example_batch`. Raises ConfigError where model, data and loss do not fit each other.
     """
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(compute_dtype(config))
     freeze_statistics(model)  # meta tensors have none
-    batch = example_batch(config, data)
     fields = fields_of(batch)
-    if problems := field_problems(config, model, fields):
-        raise ConfigError(problems)
     size = config.batch_size // config.dp // microbatches
-    model_graph = _record(config, resolved, model, fields, size)
+    model_graph = _record(config, resolved, model, fields, size, loss, tensor, context)
     targets = batch["targets"].repeat_interleave(size, 0)
+    if context is not None:
+        targets = context.parallel.targets(targets)
     output = model_graph.meta_output(fields, True)
-    if problems := check_loss(config.loss, output, targets, size):
+    problems = check_loss(config.loss, output, targets, size)
+    if context is not None and not problems:
+        problems = context.loss_problems(loss, output, targets)
+    if problems:
         raise ConfigError(problems)
-    model_graph.trained_outputs = trained_outputs(build_loss(config.loss), output, targets)
+    model_graph.trained_outputs = trained_outputs(loss, output, targets)
+    if context is not None:
+        _check_tokens(config, resolved, context, batch, model_graph)
     return model_graph, targets
 
 
+def _divide_experts(config: Config, model: nn.Module) -> None:
+    """Divide a model's experts on meta in place, as its first rank has them. Raises ConfigError."""
+    found = experts_of(model)
+    if not found:
+        reason = "the model has no experts (in modules that take them sorted, see docs/models.md)"
+        raise ConfigError([Problem("ep", config.ep, reason, "ep=1")])
+    for name, experts in found.items():
+        shapes = [tuple(parameter.shape) for parameter in experts.parameters()]
+        own = [*experts.parameters(recurse=False)]
+        inside = len(own) < len(shapes) or next(experts.buffers(), None) is not None
+        if inside or any(shape[:1] != (experts.num_experts,) for shape in shapes):
+            reason = f"the parameters of {name} are not all its own, with its experts first"
+            fix = "ep=1, or experts as titanlike/models/experts.py says"
+            raise ConfigError([Problem("ep", config.ep, reason, fix)])
+    counts = {experts.num_experts for experts in found.values()}
+    if any(count % config.ep for count in counts):
+        shown = ", ".join(map(str, sorted(counts)))
+        fits = max(
+            n
+            for n in range(1, config.ep + 1)
+            if config.shards % n == 0 and not any(c % n for c in counts)
+        )
+        reason = f"does not divide the {shown} experts of a layer"
+        raise ConfigError([Problem("ep", config.ep, reason, f"ep={fits}")])
+    divide_experts(model, ExpertRanks(config.ep, 0), {})
+
+
+def _check_tokens(
+    config: Config,
+    resolved: Custom,
+    context: ContextDraft,
+    batch: Batch,
+    model_graph: ModelGraph,
+) -> None:
+    """Raise ConfigError where a forward does not compute each token by itself, but for attention."""
+    model = model_graph.model
+    if config.tp > 1:
+        model = build_model(resolved).to(compute_dtype(config))
+        freeze_statistics(model)
+    model.train()
+    size = model_graph.microbatch_size if config.tp == 1 else 2
+    fields = {n: x.repeat_interleave(size, 0) for n, x in batch.items() if n != "targets"}
+    context.check(model, fields, model_graph)
+
+
 def _record(
-    config: Config, resolved: Custom, model: nn.Module, fields: Fields, microbatch_size: int
+    config: Config,
+    resolved: Custom,
+    model: nn.Module,
+    fields: Fields,
+    microbatch_size: int,
+    loss: Loss,
+    tensor: TensorDraft | None,
+    context: ContextDraft | None,
 ) -> ModelGraph:
     points = config.split.points if isinstance(config.split, schema.PointSplit) else []
     chunked = isinstance(config.loss, schema.ChunkedCrossEntropy)
@@ -274,15 +369,27 @@ def _record(
     key = "model.name"
     buffers = functools.cache(lambda: constructed_buffers(resolved, config.seed))
     options = {"traced": traced, "device": first_device(config.device).type, "buffers": buffers}
+    if tensor is not None:
+        options["before"] = functools.partial(tensor.prepare, tensor.like)
+    if context is not None:
+        options["sequence"] = context
     try:
         graph = ModelGraph(model, fields, microbatch_size, points, **options)
-        while chunked and (nested := _chunk_loss(graph, build_loss(config.loss))):
+        while chunked and (nested := _chunk_loss(graph, loss)):
             points = [*points, *nested]
             graph = ModelGraph(model, fields, microbatch_size, points, **options)
         graph.recording(fields, False)
+        for unit in graph.units if context is not None else ():
+            context.attention.around(model.get_submodule(unit.name))
         return graph
+    except ConfigError:
+        raise
     except RecordError as error:
         reason, fix = error.reason, error.fix
+    except UnknownTokens as error:
+        reason = f"{error.call} {error.reason}, and a cp rank has a part of the tokens"
+        fix = f"cp=1 dp={config.dp * config.cp}"
+        raise ConfigError([Problem("cp", config.cp, reason, fix)]) from None
     except TypeError as error:  # of the call, or of something inside
         given = ", ".join(fields)
         reason = f"its forward cannot be called with what the data gives ({given}): {error}"
@@ -320,6 +427,7 @@ def _cut_stages(
     order: Order,
     zero: int,
     measure_times: MeasureTimes | None,
+    loss: Loss,
 ) -> tuple[AutoSplitResult | None, list[StageGraph], list[StageGraph]]:
     """(how split=auto found the stages, each stage's graph in training, in evaluation).
 
@@ -329,7 +437,7 @@ def _cut_stages(
     auto = isinstance(config.split, schema.AutoSplit)
     try:
         if auto and order.stages > 1:
-            unit_costs = UnitCosts(model_graph, targets, build_loss(config.loss))
+            unit_costs = UnitCosts(model_graph, targets, loss)
             found = find_auto_split(config, unit_costs, units, order, zero, measure_times)
             model_graph.stages = found.stages(units)
         else:

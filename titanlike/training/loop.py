@@ -23,6 +23,7 @@ from titanlike.training.feed import batches_for
 from titanlike.training.garbage import collected_every
 from titanlike.training.guard import BadNumbers, Verdict
 from titanlike.training.mixing import refuse_mixed_samples
+from titanlike.training.samples import write_samples
 from titanlike.training.session import Session
 from titanlike.training.step import (
     drop_gradients,
@@ -79,7 +80,8 @@ def train_steps(s: Session) -> None:
             # 4. what follows needs this step's numbers now
             final = step == last  # completed whatever stop request comes
             save = _is_due(step, config.checkpoint.every, final and config.checkpoint.last)
-            if not (final or save or s.stop_code or _validation_is_due(s, step, final)):
+            sample = _samples_are_due(s, step, final)
+            if not (final or save or sample or s.stop_code or _validation_is_due(s, step, final)):
                 continue
             record = _settle(s, rollbacks)
             if record is None:
@@ -90,6 +92,8 @@ def train_steps(s: Session) -> None:
             if _validation_is_due(s, step, final):
                 _validate(s, step, record, final)
             _complete(s, record)
+            if sample:
+                _sample(s, step)
 
             # 6. checkpoint
             if s.stop_code or save:
@@ -125,6 +129,8 @@ def _complete(s: Session, record: dict[str, Any]) -> None:
     value = record.get("val_loss", record["loss"])
     s.progress = replace(s.progress, step=record["step"], value=value, guard=s.guard.state())
     s.run.ranges.begin("metrics")
+    if s.data.progress is not None:
+        record |= s.data.progress(record["step"] + s.progress.left_out)
     s.log(record)
     s.checkpointer.poll()
 
@@ -192,6 +198,20 @@ def _validation_is_due(s: Session, step: int, final: bool) -> bool:
     """After the last step, and every so many others that no stop request follows."""
     every = s.config.validation.every
     return _is_due(step, every, final and every > 0) and (final or not s.stop_code)
+
+
+def _samples_are_due(s: Session, step: int, final: bool) -> bool:
+    """After the last step, and every so many others that no stop request follows."""
+    every = s.config.sample.every
+    return _is_due(step, every, final and every > 0) and (final or not s.stop_code)
+
+
+def _sample(s: Session, step: int) -> None:
+    """Continue the prompts of `sample`."""
+    s.watchdog.enter_phase(step, "samples", s.config.launch.timeout)
+    assert s.sampler is not None
+    say = s.console.line if s.worker.rank == 0 else None
+    write_samples(s.sampler, s.config, step, s.sinks, s.worker.run_dir, say)
 
 
 def _validate(s: Session, step: int, record: dict[str, Any], final: bool) -> None:

@@ -13,6 +13,7 @@ from titanlike.config.schema import Config, FitActivationCheckpoint
 from titanlike.graph.cut import StageGraph
 from titanlike.graph.model_graph import ModelGraph
 from titanlike.metrics import units
+from titanlike.optim.loss import Loss
 from titanlike.pipeline.from_config import defers_weight_gradients
 from titanlike.pipeline.order import Order
 from titanlike.split.rank_memory import RankMemory
@@ -33,15 +34,16 @@ def choose_by_memory(
     config: Config,
     model_graph: ModelGraph,
     targets: Tensor,
+    loss: Loss,
     graphs: Sequence[StageGraph],
     order: Order,
     parameters: Sequence[Mapping[str, int]],
     zero: tuple[int, str],
     device_memory: Callable[[], int | None],
 ) -> MemoryChoices:
-    """targets: of a microbatch, on meta; graphs, parameters (name -> elements): of the stages;
-    zero: what `auto` means where no memory is known, and why; device_memory: bytes that training
-    may take. Raises ConfigError as `choose_recomputed` does.
+    """targets: of a microbatch, on meta; loss: of what the model returns; graphs, parameters (name ->
+    elements): of the stages; zero: what `auto` means where no memory is known, and why;
+    device_memory: bytes that training may take. Raises ConfigError as `choose_recomputed` does.
     """
     how = config.activation_checkpoint
     own = how.memory if isinstance(how, FitActivationCheckpoint) else None
@@ -52,7 +54,7 @@ def choose_by_memory(
 
     @functools.cache
     def memory_at(level: int) -> RankMemory:
-        return RankMemory(config, model_graph, targets, order, level, parameters, deferred)
+        return RankMemory(config, model_graph, targets, loss, order, level, parameters, deferred)
 
     def recomputed_with(memory: Callable[[], RankMemory]) -> Recomputed:
         return choose_recomputed(config, model_graph, graphs, order, memory, limit)

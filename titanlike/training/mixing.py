@@ -43,7 +43,7 @@ ROUNDING = 10.0  # times what the same rows at other positions of their microbat
 MOST_ROUNDING, MOST_ROUNDING_IN_BF16 = 1e-5, 1e-2  # if that is more, it is no rounding
 # of the same samples in microbatches of another size, for which kernels round in another order
 MOST_BY_SIZE, MOST_BY_SIZE_IN_BF16 = 1e-4, 1e-2
-KNOWN = ("llama", "gpt2")  # titanlike's own models mix nothing
+KNOWN = ("llama", "gpt2", "moe")  # titanlike's own models mix nothing
 
 
 def refuse_mixed_samples(run: Run, config: Config, stream: Iterator[Batch]) -> Iterator[Batch]:

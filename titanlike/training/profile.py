@@ -47,7 +47,9 @@ class Profile:
         self._over = not isinstance(settings, MemoryProfile)
         if isinstance(settings, MemoryProfile):
             self._first, self._last = settings.steps
-            chosen = sorted({*settings.ranks}) or [pp * config.dp for pp in range(config.pp)]
+            chosen = sorted({*settings.ranks}) or [
+                run.mesh.stage_ranks(pp)[0] for pp in range(run.mesh.pp)
+            ]
             # an elastic run may have fewer
             self._ranks = [rank for rank in chosen if rank < config.world_size]
             if self._rank in self._ranks:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from titanlike.config.program import train_program
 from titanlike.config.schema import Config
 from titanlike.metrics import units
 from titanlike.metrics.summary import summarize
 from titanlike.optim.muon import hidden_matrices
+from titanlike.parallel.expert_balance import experts_of
 from titanlike.split.auto_split import AutoSplitResult
 from titanlike.split.best_split import CostedSplit
+from titanlike.training.context_draft import length
 from titanlike.training.draft import Draft
 from titanlike.training.session import Session
 
@@ -23,6 +25,10 @@ def opening(session: Session) -> None:
     shape = f"pp {config.pp} x dp {config.dp}"
     if config.replicate > 1:
         shape += f" ({config.replicate} replicas)"
+    for axis, size in (("cp", config.cp), ("tp", config.tp)):
+        shape += f" x {axis} {size}" if size > 1 else ""
+    if config.ep > 1:
+        shape += f"; ep {config.ep}"
     shape += f"; ZeRO {draft.zero} ({draft.why_zero})"
     tokens = config.batch_size * config.seq_len
     most = "at most " if data.variable is not None else ""
@@ -30,9 +36,13 @@ def opening(session: Session) -> None:
     fields = [
         ("device", f"{mesh.device.type} with {mesh.backend} ({mesh.reason})"),
         ("mesh", shape if mesh.world_size > 1 else "one process"),
-        ("model", f"{config.model.name}, {units.count(draft.numel)} parameters"),
+        ("model", f"{config.model.name}, {units.count(draft.whole_numel)} parameters"),
         ("weights", "" if start or config.checkpoint.start_from else run.origin),
+        ("tensor parallel", tensor_parallel(config, draft)),
+        ("context parallel", _context_parallel(config, draft)),
+        ("expert parallel", _expert_parallel(config, draft)),
         ("not used", f"{_first(draft.unused)}: no gradient, no update" if draft.unused else ""),
+        ("not checked", _unchecked(draft)),
         ("precision", _precision(config, draft)),
         ("optimizer", _optimizer(config, draft)),
         ("recomputed", _recomputed(config, draft)),
@@ -51,6 +61,8 @@ def opening(session: Session) -> None:
     console.fields([field for field in fields if field[1]])
     console.line()
     found, headings, rows = draft.auto_split, ["rank", "stage", "modules", "parameters"], []
+    if mesh.tp > 1 or config.ep > 1:
+        headings[-1] += " of a tp rank" if config.ep == 1 else " of a rank's part"
     costed = found is not None and found.cost != "params"  # those have a column already
     if costed:
         headings.append("memory" if found.cost == "memory" else "one microbatch")
@@ -60,7 +72,7 @@ def opening(session: Session) -> None:
     if draft.why_together:
         headings.append("weight gradients")
     for rank in range(mesh.pp):
-        first, last = rank * mesh.dp, (rank + 1) * mesh.dp - 1
+        first, *_, last = 2 * mesh.stage_ranks(rank)
         ranks = str(first) if first == last else f"{first}-{last}"
         for stage in draft.order.local(rank):
             numel = units.count(draft.stage_numel(stage))
@@ -103,6 +115,62 @@ def closing(session: Session, start: int) -> None:
     console.line(f"{'resume' if stopped else 'continue'} with: {shlex.join(more)}")
 
 
+def tensor_parallel(config: Config, draft: Draft) -> str:
+    """What tp divides, and whether activations are divided, too; "" without it."""
+    tensor, tp = draft.tensor, config.tp
+    if tensor is None:
+        return ""
+    divided, repeated = (
+        {name: p for name, p in tensor.placements.items() if p.part is not None and wanted(p)}
+        for wanted in (lambda p: p.copies == 1, lambda p: p.copies > 1)
+    )
+    share = sum(p.part.shape.numel() for p in (divided | repeated).values()) / draft.whole_numel
+    text = f"{share:.0%} of the parameters divided: {_modules(divided)}"
+    if repeated:
+        most = max(p.copies for p in repeated.values())
+        text += f", and {_modules(repeated)} with each head on {most} ranks"
+    length = tensor.length(draft.fields)
+    if not config.tp_sequence:
+        activations = "whole (tp_sequence=false)"
+    elif not tensor.sequence:
+        activations = "whole: the plan has no style sequence"
+    elif draft.variable:
+        activations = f"divided along the sequence in batches whose length {tp} divides, else whole"
+    elif length % tp:
+        fits = -(-length // tp) * tp
+        activations = f"whole: {tp} does not divide {length} tokens (it would {fits})"
+    else:
+        activations = "divided along the sequence"
+    return f"{text}; activations between them {activations}"
+
+
+def _context_parallel(config: Config, draft: Draft) -> str:
+    """How cp divides sequences; "" without it."""
+    context = draft.context
+    if context is None:
+        return ""
+    text = {
+        "gather": "keys and values are gathered",
+        "ulysses": "heads are exchanged for tokens",
+        "ring": "keys and values go round",
+    }[context.ranks.method]
+    return f"{context.ranks.method}, {text} ({context.why}); {length(draft.fields) // config.cp} tokens a rank"
+
+
+def _expert_parallel(config: Config, draft: Draft) -> str:
+    """What ep divides; "" without it."""
+    if config.ep == 1:
+        return ""
+    experts = {module.num_experts for module in experts_of(draft.model_graph.model).values()}
+    counts = " or ".join(f"{count // config.ep} of {count}" for count in sorted(experts))
+    return f"each rank has {counts} experts of a layer"
+
+
+def _modules(parameters: Mapping[str, object]) -> str:
+    """The last names of their modules: wq, wk"""
+    return ", ".join(dict.fromkeys(name.split(".")[-2] for name in parameters if "." in name))
+
+
 _MANY_EPOCHS = 50
 
 _TEXT: dict[str, Callable[[float], str]] = {  # of a cost of split=auto, by `split.cost`
@@ -125,6 +193,16 @@ def _splits(found: AutoSplitResult) -> list[tuple[str, str]]:
         ("split", f"auto by {found.cost}: {heaviest_rank(found.chosen)}{proven}"),
         ("", f"even would give: {heaviest_rank(found.even)}"),
     ]
+
+
+def _unchecked(draft: Draft) -> str:
+    found = []
+    if draft.tensor is not None and draft.tensor.unchecked:
+        text = "the tensor-parallel plan against the whole model's forward, and dropout masks"
+        found.append(f"{text}: {draft.tensor.unchecked}")
+    if draft.context is not None and draft.context.unchecked:
+        found.append(f"whether a token sees others by attention alone: {draft.context.unchecked}")
+    return "; ".join(found)
 
 
 def _precision(config: Config, draft: Draft) -> str:

@@ -33,6 +33,7 @@ from titanlike.torch_private.process_groups import abort_groups
 from titanlike.training.build import Run, build
 from titanlike.training.guard import Guard
 from titanlike.training.profile import Profile
+from titanlike.training.samples import Sampler
 from titanlike.training.step import Launched
 
 DATA_TIMEOUT = 24 * 3600.0  # seconds for one process to tokenize while the others wait
@@ -56,6 +57,7 @@ class Session:
     owner: Owner | None
     files: RunFiles | None
     profile: Profile
+    sampler: Sampler | None  # with sample.every
     progress: Progress  # after the last step whose numbers are known
     pending: Launched | None = None  # the step after it, whose numbers are on their way
     stop_code: int = 0  # of the stop request that ends the run, the same on every rank; 0 = none
@@ -152,6 +154,7 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
                 owner,
                 run_files,
                 profile,
+                Sampler(run, config, data) if config.sample.every else None,
                 progress,
             )
             yield session

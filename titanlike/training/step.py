@@ -25,7 +25,7 @@ from titanlike.device.memory import peak_memory
 from titanlike.device.peaks import peak_flops
 from titanlike.launch.worker import Worker
 from titanlike.optim.learning_rate import learning_rate, set_lr
-from titanlike.optim.optimizer import clip_gradients, gradient_norms, norm_of_squares
+from titanlike.optim.optimizer import clip_gradients, gradient_norms, norm_of_squares, square_sum
 from titanlike.optim.skipping import step_unless
 from titanlike.parallel.late import Sent, Timer
 from titanlike.training.build import Run
@@ -76,7 +76,7 @@ def forward_backward(run: Run, config: Config, step: int, stream: Iterator[Batch
     def squares() -> Tensor:
         run.ranges.begin("gradient norm")
         norms.append(gradient_norms(run.owned))
-        return norms[0].square().sum().view(1)
+        return square_sum(norms[0], run.shares).view(1)
 
     loss, _, total = run.pipeline.train_and_measure(batch, squares)
     return Gradients(step, loss, norm_of_squares(total[0], config), norms[0], timer)
@@ -102,7 +102,8 @@ def update(
     largest = [stop_code, graphs, peak.allocated]
     if peak.reserved is not None:
         largest.append(peak.reserved)
-    sent = run.late.send([loss, norm, bad], largest)
+    loads = run.balance.loads.unbind() if run.balance.present else ()
+    sent = run.late.send([loss, norm, bad, *loads], largest)
     return Launched(gradients, sent, lr, time.time())
 
 
@@ -111,6 +112,7 @@ def settle(run: Run, config: Config, launched: Launched, guard: Guard) -> StepRe
     numbers = launched.sent.read()
     assert numbers is not None
     record = step_record(run, config, launched, numbers)
+    numbers, _ = _without_loads(run, numbers)
     bad, stop_code, graphs = numbers[2], int(numbers[3]), int(numbers[4])
     verdict = guard.judge(record, lambda: _first_bad(run, launched.gradients.norms))
     assert bool(bad) == (verdict is not None), "the device and the guard disagree on a step"
@@ -123,6 +125,7 @@ def step_record(
     run: Run, config: Config, launched: Launched, numbers: list[float]
 ) -> dict[str, Any]:
     """A record for metrics.jsonl from the numbers that `update` has sent."""
+    numbers, loads = _without_loads(run, numbers)
     step, seconds = launched.step, launched.gradients.timer.seconds()
     tokens = config.batch_size * config.seq_len
     record = {
@@ -136,6 +139,9 @@ def step_record(
         "step_seconds": seconds,
         "memory_bytes": int(numbers[5]),
     }
+    if loads:
+        busiest, idlest, dropped = loads
+        record |= {"busiest_expert": busiest, "idlest_expert": -idlest, "dropped": dropped}
     if len(numbers) > 6:  # on an accelerator
         record["memory_reserved_bytes"] = int(numbers[6])
     peak = peak_flops(run.mesh.device, config.precision.name)
@@ -143,6 +149,11 @@ def step_record(
         flops = record["tokens_per_second"] * run.draft.flops_per_token
         record["mfu"] = flops / (peak * run.mesh.world_size)
     return record | launched.more
+
+
+def _without_loads(run: Run, numbers: list[float]) -> tuple[list[float], list[float]]:
+    """The numbers that `update` has sent, and those of `ExpertBalance.loads` among them."""
+    return (numbers[:3] + numbers[6:], numbers[3:6]) if run.balance.present else (numbers, [])
 
 
 def measured_step(
@@ -164,8 +175,9 @@ def measured_step(
 def optimizer_step(
     run: Run, config: Config, step: int, norm: Tensor, skip: Tensor | None = None
 ) -> float:
-    """Clip by the global norm, update the parameters and the running statistics of batch norms;
-    returns the learning rate. A parameter that no rank's backward reached is left alone.
+    """Clip by the global norm, update the parameters, the running statistics of batch norms and the
+    balance of experts; returns the learning rate. A parameter that no rank's backward reached is left
+    alone.
 
     skip: a flag on the device, 1 = change nothing; None = 0.
     """
@@ -179,6 +191,7 @@ def optimizer_step(
         for optimizer in state.optimizers:
             step_unless(optimizer, skip, unreached)
     run.norms.update(skip)
+    run.balance.update(skip)
     return learning_rate(config, step)
 
 

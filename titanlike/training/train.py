@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from titanlike.checkpoint.discovery import checkpoint_folder
 from titanlike.config.schema import Config
 from titanlike.launch.worker import Worker
 from titanlike.metrics.summary import objective_value, summarize
 from titanlike.parallel.mesh import close_mesh
 from titanlike.training import report
 from titanlike.training.loop import train_steps
-from titanlike.training.session import open_session
+from titanlike.training.session import Session, open_session
 
 STOPPED_EARLY = 75  # exit code of a run that was stopped and can be resumed (EX_TEMPFAIL)
 
@@ -44,6 +45,20 @@ def train(config: Config, worker: Worker) -> dict[str, Any]:
         if config.value is not None:
             value = objective_value(config.value, summarize(worker.run_dir))
     close_mesh()
+    if worker.rank == 0 and not stopped and config.checkpoint.export == "hf":
+        _export(session)
     if not stopped:
         return {"value": value}
     return {"value": value, "stopped": stopped, "exit_code": STOPPED_EARLY}
+
+
+def _export(session: Session) -> None:
+    """A folder for transformers of the last step. The other ranks have ended: it takes rank 0 alone."""
+    from titanlike.checkpoint.hf_export import export
+
+    step, config = session.progress.step, session.config
+    kind = "step" if config.checkpoint.model_only == "none" else "model"
+    out = session.worker.run_dir / f"hf-{step:08d}"
+    if not out.exists():  # of a start that had nothing left to do
+        source = checkpoint_folder(config).at(f"{kind}-{step:08d}")
+        export(str(source), str(out), say=session.console.line)

@@ -1,0 +1,117 @@
+"""A run of our own families starts from a folder of transformers, whatever its layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+from support.cells import cells
+from support.hf_tiny import folder_of
+from support.saved_runs import a_run, events, train_all
+from titanlike.checkpoint.hf_export import export
+from titanlike.config.schema import Config, Model, Validation
+from titanlike.data.loader import batches, open_data
+from titanlike.job.check import problems
+from titanlike.metrics.sinks import read_jsonl
+
+SIZES = {"vocab_size": None, "dim": 32, "layers": 4, "heads": 4}
+LLAMA = SIZES | {"kv_heads": 2, "ffn_dim": 64, "norm_eps": 1e-6}
+
+
+def the_folder(family: str, folder: Path, **changes: Any) -> Path:
+    if family == "gpt2":
+        changes |= {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 16}
+        changes |= {"bos_token_id": None, "eos_token_id": None}
+    folder_of(family, folder, **changes)
+    return folder
+
+
+def started(run_dir: Path, model: Model, folder: Path, **more: Any) -> Config:
+    config = replace(a_run(run_dir, steps=1, last=True, every=0), model=model, **more)
+    settings = replace(config.checkpoint, start_from=f"hf:{folder}")
+    optimizer = replace(config.optimizer, lr=1e-30)
+    return replace(config, checkpoint=settings, optimizer=optimizer, validation=Validation(every=0))
+
+
+def first_loss(config: Config, folder: Path) -> float:
+    """transformers' own, of the run's first batch."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    batch = next(batches(open_data(config).train, replace(config, dp=1), dp_rank=0))
+    with torch.no_grad():
+        logits = model.eval()(batch["inputs"]).logits
+    return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten()).item()
+
+
+TIED = {"tie_word_embeddings": True}
+CASES = cells(
+    {
+        "llama-pp2-dp2": ("llama", Model("llama", LLAMA), {"pp": 2, "dp": 2}, {}),
+        "gpt2-tp2": ("gpt2", Model("gpt2", SIZES | {"max_seq_len": 16}), {"tp": 2}, {}),
+    },
+    {
+        "llama-tp2": ("llama", Model("llama", LLAMA), {"tp": 2}, {}),
+        "llama-tied-pp2-tp2": (
+            *("llama", Model("llama", LLAMA | {"tied": True})),
+            *({"pp": 2, "tp": 2}, TIED),
+        ),
+        "gpt2-pp2-dp2": (
+            *("gpt2", Model("gpt2", SIZES | {"max_seq_len": 16})),
+            *({"pp": 2, "dp": 2}, {}),
+        ),
+    },
+)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_first_loss_is_that_of_transformers(case: Any, tmp_path: Path) -> None:
+    family, model, layout, changes = case
+    folder = the_folder(family, tmp_path / "in", **changes)
+    config = started(tmp_path / "run", model, folder, **layout)
+    assert list(problems(config)) == []
+    assert train_all(config) == [""]
+    [record] = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert abs(record["loss"] - first_loss(config, folder)) < 1e-6
+    [event] = events(tmp_path / "run", "warm_start")
+    assert str(folder) in event["text"]
+    export(config.run_dir, str(tmp_path / "out"))  # and back to where it came from
+    models = [
+        transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        for path in (folder, tmp_path / "out")
+    ]
+    for (name, one), other in zip(
+        models[0].named_parameters(), models[1].parameters(), strict=True
+    ):
+        assert torch.equal(one, other), name
+
+
+def told(config: Config) -> str:
+    return "\n".join(map(str, problems(config)))
+
+
+def test_a_model_of_other_sizes_is_told_each_of_them(tmp_path: Path) -> None:
+    folder = the_folder("llama", tmp_path / "in")
+    sizes = LLAMA | {"kv_heads": 4, "norm_eps": 1e-5, "layers": 2}
+    text = told(started(tmp_path / "run", Model("llama", sizes), folder))
+    for fix in ("model.kv_heads=2", "model.norm_eps=1e-06", "model.layers=4"):
+        assert f"write {fix}" in text, text
+    assert "model.dim" not in text
+
+
+def test_what_the_family_does_not_compute_is_refused(tmp_path: Path) -> None:
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    scaled = the_folder("llama", tmp_path / "scaled", rope_parameters=rope)
+    text = told(started(tmp_path / "run", Model("llama", LLAMA), scaled))
+    assert "rope_parameters.rope_type=linear" in text and f"model.path={scaled}" in text
+    other = the_folder("qwen3", tmp_path / "other")
+    text = told(started(tmp_path / "run", Model("llama", LLAMA), other))
+    assert "is a qwen3" in text and f"model=hf model.path={other}" in text
+    text = told(started(tmp_path / "run", Model("llama", LLAMA), tmp_path / "none"))
+    assert "no model of transformers" in text
+    text = told(started(tmp_path / "run", Model("gpt2", SIZES | {"max_seq_len": 16}), scaled))
+    assert "model.name=llama" in text

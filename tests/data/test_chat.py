@@ -1,0 +1,189 @@
+"""Instruction data: the template's text, loss on the answers alone, conversations packed whole."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+from support.cells import slow
+from support.exported import LLAMA, trained
+from support.models import tiny
+from support.saved_runs import numbers
+from titanlike.checkpoint.hf_export import export
+from titanlike.config.schema import ChatData, Config
+from titanlike.data import checks
+from titanlike.data.chat_template import BadConversation, ChatTemplate, find_template
+from titanlike.data.errors import DataError
+from titanlike.data.loader import open_data
+from titanlike.data.sources import IGNORE
+from titanlike.data.tokenizer import ByteTokenizer
+from titanlike.data.tokenizer_files import write_tokenizer
+from titanlike.generation.loaded_model import load_model
+
+CHATML = """
+{%- for message in messages -%}
+    <|{{ message.role }}|>{% if message.role == 'assistant' -%}
+        {% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}
+    {%- else %}{{ message.content | trim }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}
+"""
+
+
+def conversation(n: int, turns: int = 1) -> dict[str, Any]:
+    messages = [{"role": "system", "content": "be brief"}] if n % 2 else []
+    for turn in range(turns):
+        messages.append({"role": "user", "content": f"né {n} + {turn}?"})
+        messages.append({"role": "assistant", "content": f"it is {n + turn}"})
+    return {"messages": messages}
+
+
+def chat(folder: Path, rows: list[Any] | None = None, **changes: Any) -> Config:
+    rows = [conversation(n, 1 + n % 3) for n in range(60)] if rows is None else rows
+    (folder / "in").mkdir(exist_ok=True)
+    lines = "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    (folder / "in" / "a.jsonl").write_text(lines)
+    data = ChatData(path=str(folder / "in"), cache=str(folder / "cache"), validation_fraction=0.2)
+    return replace(tiny(), data=replace(data, **changes), seq_len=160, batch_size=4)
+
+
+def answers(sample: dict[str, torch.Tensor]) -> str:
+    """What is learned of a sequence; a | where a text ends."""
+    learned = sample["targets"][sample["targets"] != IGNORE].tolist()
+    return bytes(ord("|") if token == 256 else token for token in learned).decode()
+
+
+def test_loss_is_on_the_answers_alone_and_conversations_are_packed_whole(tmp_path: Path) -> None:
+    data = open_data(chat(tmp_path))
+    seen = "".join(
+        answers(source[i]) for source in (data.train, data.validation) for i in range(len(source))
+    )
+    expected = [
+        message["content"]
+        for n in range(60)
+        for message in conversation(n, 1 + n % 3)["messages"]
+        if message["role"] == "assistant"
+    ]
+    found = [text.strip() for text in seen.split("|") if text.strip()]
+    assert sorted(found) == sorted(expected)
+    together = 0
+    for sample in (data.train[i] for i in range(len(data.train))):
+        documents = sample["document_ids"]
+        assert (documents.diff() >= 0).all()
+        for number in documents.unique().tolist():
+            here = documents == number
+            text = ByteTokenizer().decode(sample["inputs"][here].tolist())
+            if number == 160:  # padding
+                assert (sample["targets"][here] == IGNORE).all() and not text
+                continue
+            together += number > 0
+            assert text.startswith(("<|user|>", "<|system|>"))
+            inputs, targets = sample["inputs"][here], sample["targets"][here]
+            learned = targets[:-1] != IGNORE
+            assert torch.equal(targets[:-1][learned], inputs[1:][learned])
+    assert together > 5, "no two conversations are in one sequence"
+
+
+def test_the_loss_of_a_packed_sequence_is_that_of_its_conversations_alone(tmp_path: Path) -> None:
+    config = trained(tmp_path / "run", LLAMA, data=chat(tmp_path).data, seq_len=160)
+    model = load_model(config.run_dir, torch.device("cpu"), torch.float32).model
+    source = open_data(config).train
+    sample = next(s for s in (source[i] for i in range(9)) if 1 in s["document_ids"])
+    documents, targets = sample["document_ids"], sample["targets"]
+    with torch.no_grad():
+        packed = model(sample["inputs"][None], document_ids=documents[None])[0]
+        whole = F.cross_entropy(packed, targets, ignore_index=IGNORE, reduction="sum")
+        alone = torch.zeros(())
+        for number in documents.unique():
+            here = documents == number
+            logits = model(sample["inputs"][here][None])[0]
+            alone += F.cross_entropy(logits, targets[here], ignore_index=IGNORE, reduction="sum")
+    assert abs(whole - alone) < 1e-4 * alone
+
+
+def test_text_and_answers_are_those_of_transformers(tmp_path: Path) -> None:
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    write_tokenizer("bytes", folder)
+    (folder / "chat_template.jinja").write_text(CHATML)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    config = chat(tmp_path, [conversation(n, 2) for n in range(8)], tokenizer=str(folder))
+    template = find_template(None, str(folder))
+    for n in range(8):
+        messages = conversation(n, 2)["messages"]
+        for ask in (False, True):
+            text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
+            assert template.render(messages, ask=ask) == text
+    rows = theirs.apply_chat_template(
+        [conversation(n, 2)["messages"] for n in range(8)],
+        return_assistant_tokens_mask=True,
+        return_dict=True,
+    )
+    expected = sorted(
+        [token for token, answer in zip(ids, mask, strict=True) if answer]
+        for ids, mask in zip(rows["input_ids"], rows["assistant_masks"], strict=True)
+    )
+    data = open_data(replace(config, seq_len=100))
+    found = []
+    for source in (data.train, data.validation):
+        for sample in (source[i] for i in range(len(source))):
+            for number in sample["document_ids"].unique().tolist():
+                of = sample["targets"][sample["document_ids"] == number]
+                found.append(of[of != IGNORE].tolist())
+    assert sorted(one for one in found if one) == expected
+
+
+def test_an_exported_run_has_the_template_and_talks_with_it(tmp_path: Path) -> None:
+    config = trained(tmp_path / "run", LLAMA, data=chat(tmp_path).data, seq_len=160)
+    export(config.run_dir, str(tmp_path / "out"))
+    messages = conversation(3)["messages"][:-1]
+    texts = []
+    for where in (config.run_dir, str(tmp_path / "out")):
+        one = load_model(where, torch.device("cpu"), torch.float32)
+        assert one.chat_template is not None and one.coder is not None
+        texts.append((one.chat_template(messages), one.coder.encode(one.chat_template(messages))))
+    assert texts[0] == texts[1] and texts[0][0].endswith("<|assistant|>\n")
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ("{broken", "line 2: is not JSON"),
+        ({"conversations": []}, "data.messages_key=conversations"),
+        ({"messages": [{"content": "no role"}]}, "no list of messages"),
+    ],
+)
+def test_a_bad_line_is_named(row: Any, told: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as error:
+        open_data(chat(tmp_path, [conversation(0), row]))
+    assert told in str(error.value)
+
+
+def test_a_template_that_cannot_tell_answers_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text("{{ messages[-1].content }}")
+    with pytest.raises(DataError, match="changes the text before answer"):
+        open_data(chat(tmp_path, template=str(tmp_path / "t.jinja")))
+    (tmp_path / "t.jinja").write_text("{% if %}")
+    [problem] = checks.problems(chat(tmp_path, template=str(tmp_path / "t.jinja")))
+    assert "is no Jinja template: line 1" in str(problem)
+    with pytest.raises(BadConversation, match="roles must alternate"):
+        ChatTemplate("{{ raise_exception('roles must alternate') }}").render([])
+    with pytest.raises(BadConversation):  # the sandbox
+        ChatTemplate("{{ messages.__class__.__mro__ }}{{ ''.__class__.mro() }}").render([])
+
+
+@pytest.mark.parametrize("layout", slow({"pp": 2, "dp": 2}, {"tp": 2}))
+def test_a_layout_trains_as_one_process_does(layout: Any, tmp_path: Path) -> None:
+    data = chat(tmp_path).data
+    found = []
+    for name, changes in (("one", {}), ("layout", layout)):
+        trained(tmp_path / name, LLAMA, data=data, seq_len=160, steps=3, **changes)
+        found.append(torch.tensor([loss for loss, *_ in numbers(tmp_path / name).values()]))
+    assert torch.allclose(*found, atol=1e-4)

@@ -1,0 +1,201 @@
+"""A mixture of experts: the published models by their sizes, routing, and products by expert."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from support.cells import cells, slow
+from support.command_lines import examined
+from support.hf_tiny import model_of, own, sizes, tiny_hf
+from support.models import tiny
+from support.proven import assert_proven
+from titanlike.config.schema import Config, Model
+from titanlike.graph.node_cost import EXPERTS_PRODUCT
+from titanlike.models.expert_linear import EXPERT_LINEAR, expert_linear, runs_grouped
+from titanlike.models.moe import Moe, RoutedFeedForward, Routing
+from titanlike.models.registry import build_model, resolve_model
+from titanlike.parallel.activation_checkpoint import PRODUCTS
+from titanlike.training.draft import preflight
+
+# --- the published models ------------------------------------------------------------------------
+
+LATENT_ATTENTION = (  # of a layer of DeepSeek-V3, with its two norms
+    7168 * 1536 + 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 + 512 * 128 * 256 + 128 * 128 * 7168
+)
+ORDINARY_ATTENTION = 2 * 7168 * 128 * 128 + 2 * 7168 * 8 * 128
+OTHER_ATTENTION = 61 * (ORDINARY_ATTENTION - LATENT_ATTENTION)
+PUBLISHED = {  # parameters; those of a token, without the embedding
+    "mixtral_8x7b": (46_702_792_704, 12.75e9),
+    "qwen3_30b_a3b": (30_532_122_624, 3.04e9),
+    # published with the routers' biases, which are buffers here
+    "deepseek_v3": (671_026_419_200 - 58 * 256 + OTHER_ATTENTION, 40.4e9),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_has_its_number_of_parameters(name: str) -> None:
+    checked = examined(f"model={name}")
+    assert checked.config is not None
+    model = build_model(resolve_model(checked.config))
+    total, active = PUBLISHED[name]
+    assert sum(parameter.numel() for parameter in model.parameters()) == total
+    assert model.flops_per_token(0) / 6 == pytest.approx(active, rel=0.01)
+
+
+SIZES = {"vocab_size": 64, "dim": 32, "layers": 4, "heads": 4, "kv_heads": 2, "experts": 4}
+SIZES |= {"norm_eps": 1e-6}
+NAMES = {  # transformers' -> ours
+    "model.embed_tokens": "embedding",
+    "model.": "",
+    "lm_head": "head",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "moe_norm",
+    "self_attn": "attention",
+    "mlp": "moe",
+    "moe.gate.": "moe.router.",
+    "experts.down_proj": "experts.down",
+    **{f"{x}_proj": f"w{x}" for x in "qkvo"},
+}
+
+
+def renamed(theirs: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, value in theirs.state_dict().items():
+        for old, new in NAMES.items():
+            name = name.replace(old, new)
+        if name.endswith("gate_up_proj"):
+            for part, matrix in zip(("gate", "up"), value.chunk(2, dim=1), strict=True):
+                found[name.replace("gate_up_proj", part)] = matrix
+        else:
+            found[name] = value
+    return found
+
+
+@pytest.mark.parametrize(
+    "family, args, more",
+    [
+        ("mixtral", {"expert_dim": 64}, {"sliding_window": None}),
+        ("qwen3_moe", {"expert_dim": 32, "qk_norm": True}, {"norm_topk_prob": True}),
+    ],
+)
+def test_it_computes_what_transformers_own_model_does(
+    family: str, args: dict[str, Any], more: dict[str, Any]
+) -> None:
+    theirs = own(build_model(model_of(family, rms_norm_eps=1e-6, **more), "cpu"))
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter, 0, 0.1)
+    theta = theirs.config.rope_parameters["rope_theta"]
+    mine = Moe(**SIZES, **args, rope_theta=theta)
+    mine.load_state_dict(renamed(theirs))
+    ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
+    difference = mine(ids) - theirs(ids, use_cache=False).logits
+    assert difference.abs().max() < 1e-5
+
+
+def test_it_routes_as_deepseek_v3_does() -> None:
+    more = {"num_local_experts": 8, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
+    settings = transformers.AutoConfig.for_model("deepseek_v3", **sizes("deepseek_v3", **more))
+    settings._experts_implementation = "eager"
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+
+    theirs = DeepseekV3MoE(settings)
+    routing = Routing(2, "sigmoid", True, settings.routed_scaling_factor, 4, 2, 0.1, 0.0, 0.0)
+    mine = RoutedFeedForward(32, 8, 32, 32, routing)
+    for tensor in [*theirs.parameters(), theirs.gate.e_score_correction_bias]:
+        nn.init.normal_(tensor, 0, 0.3)
+    names = {"gate.weight": "router.weight", "gate.e_score_correction_bias": "bias"}
+    names["experts.down_proj"] = "experts.down"
+    state = {}
+    for name, value in theirs.state_dict().items():
+        if name == "experts.gate_up_proj":
+            state["experts.gate"], state["experts.up"] = value.chunk(2, dim=1)
+        else:
+            shared = name.replace("shared_experts", "shared").replace("_proj", "")
+            state[names.get(name, shared)] = value
+    mine.load_state_dict(state)
+    x = torch.randn(3, 16, 32, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(mine(x), theirs(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "args, said",
+    [
+        ({"scores": "relu"}, "model.scores=relu: must be softmax or sigmoid"),
+        ({"top_k": 9}, "model.top_k=9: a token has the choice of 8 experts; write model.top_k=8"),
+        ({"groups": 3}, "model.groups=3: does not divide experts=8; write model.groups=2"),
+        ({"dense_layers": 4}, "model.dense_layers=4: leaves none of layers=4 with experts"),
+        ({"z_loss": -1.0}, "model.z_loss=-1.0: must not be negative; write model.z_loss=0"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_told_before_anything_starts(args: dict, said: str) -> None:
+    (problem,) = preflight(tiny(model=Model("moe", {"vocab_size": None, **args})))
+    assert said in str(problem)
+
+
+# --- products by expert ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [(8, 12), (7, 5)], ids=["grouped", "in a loop"])
+@pytest.mark.parametrize("counts", [(3, 0, 4, 3), (0, 0, 0, 0), (0, 10, 0, 0)])
+def test_rows_meet_the_matrix_of_their_expert(sizes: tuple, counts: tuple) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(sum(counts), sizes[0], generator=generator, requires_grad=True)
+    weight = torch.randn(4, sizes[1], sizes[0], generator=generator, requires_grad=True)
+    assert runs_grouped(rows, weight) == (sizes == (8, 12) and len(rows) > 0)
+    parts = zip(rows.split(counts), weight, strict=True)
+    truth = torch.cat([part @ matrix.t() for part, matrix in parts])
+    gradient = torch.randn(truth.shape, generator=generator)
+    expected = torch.autograd.grad(truth, (rows, weight), gradient, allow_unused=True)
+    found = expert_linear(rows, weight, torch.tensor(counts))
+    torch.testing.assert_close(found, truth)
+    for mine, right in zip(
+        torch.autograd.grad(found, (rows, weight), gradient), expected, strict=True
+    ):
+        torch.testing.assert_close(mine, right)
+
+
+def test_their_products_are_kept_and_counted_as_others() -> None:
+    assert EXPERT_LINEAR in PRODUCTS and EXPERT_LINEAR == EXPERTS_PRODUCT
+    rows = torch.empty(24, 16, device="meta", requires_grad=True)
+    weight = torch.empty(4, 8, 16, device="meta", requires_grad=True)
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        result = expert_linear(rows, weight, torch.empty(4, dtype=torch.int64, device="meta"))
+        result.backward(torch.empty_like(result))
+    assert counter.get_total_flops() == 3 * 2 * 24 * 16 * 8
+
+
+# --- transformers' families -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config",
+    cells(
+        {"mixtral": tiny_hf(model_of("mixtral", num_hidden_layers=2), 2, 2)},
+        {
+            "qwen3_moe": tiny_hf(model_of("qwen3_moe"), 2, 2, "zbvzerobubble"),
+            "deepseek_v3": tiny_hf(model_of("deepseek_v3"), 2, 2),
+            "qwen3_moe, compiled": tiny_hf(model_of("qwen3_moe"), dp=2, compile=True),
+        },
+    ),
+)
+def test_a_family_of_transformers_is_proven(config: Config, tmp_path: Any) -> None:
+    assert_proven(config, tmp_path, timeout=300)
+
+
+@pytest.mark.parametrize("family", ["mixtral", *slow("qwen3_moe", "deepseek_v3", "glm4_moe")])
+def test_its_experts_give_transformers_own_gradients(family: str) -> None:
+    model = build_model(model_of(family), "cpu")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 0, 0.1)
+    theirs = own(model)
+    theirs.set_experts_implementation("eager")
+    ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
+    model(ids).square().mean().backward()
+    theirs(ids, use_cache=False).logits.square().mean().backward()
+    for (name, mine), right in zip(model.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, right.grad, rtol=1e-5, atol=1e-6, msg=name)

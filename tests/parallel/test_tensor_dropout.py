@@ -1,0 +1,166 @@
+"""Dropout on tensor-parallel ranks: the same masks for activations that each rank has as a whole, other
+masks for its own part of them; and what is equal on all of them stays equal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from support.models import tiny
+from support.world import run_world
+from support.wrong_plans import PLAN
+from titanlike.config.groups import ActivationCheckpoint
+from titanlike.config.keys import Model
+from titanlike.config.schema import Checkpoint, Config, Schedule, Verify
+from titanlike.data.loader import batches
+from titanlike.launch.worker import Worker
+from titanlike.optim.optimizer import gradient_norm
+from titanlike.parallel.mesh import Mesh, close_mesh, open_mesh
+from titanlike.proof.verification import verify
+from titanlike.training.build import build
+from titanlike.training.draft import draft, preflight
+from titanlike.training.session import open_data_on_every_rank, open_session
+from titanlike.training.step import drop_gradients, optimizer_step
+from titanlike.training.train import train
+
+# of each forward: weights of attention, its result, hidden features, their result
+BLOCK = ["heads", "result", "features", "result"]
+OTHER = {"heads", "features"}  # a rank has a part of these
+
+
+def config(dropout: float = 0.5, attention: str = "Products", **changes: Any) -> Config:
+    args = {"attention": attention, "dropout": dropout}
+    model = Model("support.wrong_plans.Model", args, tp_plan=PLAN)
+    plain = {"tp": 2, "batch_size": 4, "model": model, "schedule": Schedule("1f1b", 1)}
+    return tiny(**{**plain, **changes})
+
+
+def test_a_plan_says_which_masks_are_for_parts() -> None:
+    def draws(**changes: Any) -> dict[str, set[bool]]:
+        tensor = draft(config(**changes)).tensor
+        assert tensor is not None
+        drawn = "draws random numbers for each tensor-parallel rank's part"
+        # compiled code cannot change the generator
+        assert (drawn in tensor.why_not_compiled("blocks.1")) == bool(tensor.draws)
+        return dict(tensor.draws)
+
+    whole, parts = {False}, {True}
+    first = {
+        "dropout": whole,
+        "blocks.0.attention": parts,
+        "blocks.0.attention.dropout": whole,
+        "blocks.0.mlp.hidden": parts,
+        "blocks.0.mlp.dropout": whole,
+    }
+    second = {name.replace("blocks.0", "blocks.1"): found for name, found in first.items()}
+    assert draws(tp_sequence=False) == first | second
+    assert draws(tp_sequence=True) == dict.fromkeys(first | second, parts)
+    assert draws(dropout=0.0) == {}
+
+
+def steps(config: Config, worker: Worker) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """(the masks of the first step, parameters that each rank has as a whole after three)."""
+    masks: list[Tensor] = []
+    real = F.dropout
+
+    def dropout(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if x.is_meta:
+            return real(x, *args, **kwargs)
+        kept = real(torch.ones_like(x), *args, **kwargs)
+        masks.append(kept.detach())
+        return x * kept
+
+    F.dropout = dropout
+    data = open_data_on_every_rank(config, worker)
+    mesh = open_mesh(config, worker)
+    run = build(config, mesh, data)
+    stream = batches(data.train, config, dp_rank=0)
+    first: list[Tensor] = []
+    for step in (1, 2, 3):
+        batch = next(stream)
+        if step == 2:  # a length that tp does not divide: activations are whole in it
+            batch = {name: field[:, :-1].contiguous() for name, field in batch.items()}
+        run.pipeline.train(batch)
+        first = first or list(masks)
+        optimizer_step(run, config, step, gradient_norm(run.owned, run.mesh, config, run.shares))
+        drop_gradients(run)
+    assert run.draft.tensor is not None
+    placements = run.draft.tensor.placements
+    (state,) = run.stage_states
+    found = {n: p.detach().clone() for n, p in state.parameters() if placements[n].part is None}
+    found["drawn next"] = torch.rand(3)
+    close_mesh()
+    return first, found
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+def test_masks_are_equal_where_activations_are(sequence: bool, tmp_path: Path) -> None:
+    case = config(tp_sequence=sequence, activation_checkpoint=ActivationCheckpoint("full"))
+    (masks, weights), (others, same) = run_world(steps, case, tmp_path)
+    forward = ["embedding", *BLOCK, *BLOCK]
+    for name, mine, other in zip(forward, masks, others, strict=False):
+        assert torch.equal(mine, other) == (not sequence and name not in OTHER), name
+        assert 0.3 < (mine == 0).float().mean() < 0.7
+    again = masks[len(forward) :]  # the backward computes the last block first
+    assert len(again) == 8
+    for mine, redrawn in zip(masks[1:9], again[4:] + again[:4], strict=True):
+        assert torch.equal(mine, redrawn)
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
+
+
+def drawn_after_resume(config: Config, worker: Worker) -> tuple[int, Tensor]:
+    with open_session(config, worker) as session:
+        return session.progress.step, torch.rand(3)
+
+
+def test_ranks_that_share_layers_draw_alike_after_a_checkpoint_of_ranks_that_do_not(
+    tmp_path: Path,
+) -> None:
+    case = replace(config(), steps=1, checkpoint=Checkpoint(last=True))
+    run_world(train, replace(case, tp=1, dp=2), tmp_path)
+    (step, mine), (_, other) = run_world(drawn_after_resume, replace(case, steps=2), tmp_path)
+    assert step == 1 and torch.equal(mine, other)
+
+
+def other_masks(config: Config, worker: Worker) -> Any:
+    """Verify, where each rank has a generator of its own."""
+    Mesh.layers_rank = property(lambda _: dist.get_rank())  # type: ignore[misc, assignment]
+    return verify(config, worker)
+
+
+def test_verify_tells_masks_that_differ_where_they_should_not(tmp_path: Path) -> None:
+    case = replace(config(tp_sequence=False), verify=Verify(steps=2))
+    told = {}
+    for job in (verify, other_masks):
+        run_world(job, case, tmp_path / job.__name__)
+        lines = (tmp_path / job.__name__ / "rank0.out").read_text().splitlines()
+        told[job] = [line for line in lines if line.strip(" │|").startswith("tp ")]
+        assert told[job]
+    assert not any("DIFFERS" in line for line in told[verify])
+    assert any("DIFFERS" in line for line in told[other_masks])
+
+
+MIXED = "draws random numbers both for whole activations and for a rank's part"
+BETWEEN = "draws random numbers for a rank's part (dropout) between the modules of stages"
+
+
+@pytest.mark.parametrize(
+    ("attention", "between", "sequence", "told"),
+    [("Mixed", "nothing", False, MIXED), ("Attention", "dropout", True, BETWEEN)],
+    ids=["in one module", "between blocks"],
+)
+def test_masks_that_cannot_be_told_apart_are_refused(
+    attention: str, between: str, sequence: bool, told: str
+) -> None:
+    args = {"attention": attention, "between": between, "dropout": 0.5}
+    model = Model("support.wrong_plans.Model", args, tp_plan=PLAN)
+    (problem,) = preflight(config(model=model, tp_sequence=sequence))
+    assert told in str(problem) and "nn.Dropout" in problem.fix, problem
+    assert not preflight(config(model=replace(model, args={**args, "dropout": 0.0})))

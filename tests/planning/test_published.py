@@ -1,0 +1,56 @@
+"""Plans of published runs beside what was measured of them: `pytest -m slow -s` prints all.
+
+Fitted to the whole table were five numbers that all rows share, whatever the device or program: which
+share of the peaks of matrix products, attention, memory and links is reached (the defaults of
+`config.hardware.Hardware`), and what compiling leaves of the bytes of operators that are no products.
+All else is of data sheets, or counted.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+
+import pytest
+
+from support.published import ROWS, Row, planned, predicted
+
+
+def error(row: Row) -> float:
+    return predicted(row, planned(row)) / row.measured - 1
+
+
+def row(name: str) -> Row:
+    return next(row for row in ROWS if row.name.endswith(name))
+
+
+def test_a_published_run_is_predicted() -> None:
+    assert abs(error(row("torchtitan 8B, 8"))) < 0.1
+
+
+@pytest.mark.slow
+def test_the_schedule_of_the_405b_gains_what_it_gained() -> None:
+    """100 tokens/s a GPU with 1F1B, 128 interleaved."""
+    one, loops = row("1f1b, float8"), row("interleaved, float8")
+    gain = predicted(loops, planned(loops)) / predicted(one, planned(one))
+    assert gain == pytest.approx(1.28, rel=0.05)
+
+
+@pytest.mark.slow
+def test_all_published_runs_are_predicted() -> None:
+    print(f"\n{'run':<42}{'published':>10}{'predicted':>11}{'error':>8}")
+    errors = []
+    for row in ROWS:
+        value = predicted(row, planned(row))
+        errors.append(value / row.measured - 1)
+        print(f"{row.name:<42}{row.measured:>10.1f}{value:>11.1f}{errors[-1]:>8.1%}")
+    median = statistics.median(map(abs, errors))
+    print(f"median of the errors' sizes: {median:.1%}")
+    assert median < 0.08 and max(map(abs, errors)) < 0.2
+
+
+@pytest.mark.slow
+def test_a_run_on_a_slower_device_is_slower() -> None:
+    chosen = row("torchtitan 8B, 8")
+    slow = replace(chosen, words=chosen.words.replace("h100_sxm", "h100_pcie"))
+    assert planned(slow).step_seconds > 1.2 * planned(chosen).step_seconds

@@ -1,0 +1,116 @@
+"""The simulated step of an order: bubbles, messages and waits as they are known by closed forms."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
+
+from support.cells import slow
+from support.message_streams import a_pair, makespan
+from support.models import LOOPED
+from titanlike.config.schema import LoopedSchedule, Schedule
+from titanlike.pipeline.from_config import build_order, microbatch_problem
+from titanlike.pipeline.order import Order
+from titanlike.pipeline.schedules import SCHEDULES
+from titanlike.planning.simulate import Duration, StageTimes, equal_stages, simulate
+from titanlike.torch_private.pipeline_runtime import _lower
+
+
+def order_of(name: str, pp: int, microbatches: int, stages_per_rank: int = 2) -> Order:
+    looped = name in LOOPED
+    schedule = LoopedSchedule(name, stages_per_rank=stages_per_rank) if looped else Schedule(name)
+    if microbatch_problem(schedule, pp, microbatches):
+        reject()
+    return build_order(schedule, pp, microbatches)
+
+
+@pytest.mark.parametrize("v", [1, 2, 4])
+@pytest.mark.parametrize("p", [1, 2, 4, 8])
+def test_bubbles_of_whole_backwards_are_the_closed_forms(p: int, v: int) -> None:
+    """(p - 1) / (v m + p - 1): arXiv 1811.06965, 2104.04473 section 2.2."""
+    for m in (p, 2 * p, 4 * p):
+        for name in ("gpipe", "1f1b") if v == 1 else ("interleaved1f1b", "loopedbfs"):
+            found = simulate(order := order_of(name, p, m, v), equal_stages(order)).bubble
+            assert found == pytest.approx((p - 1) / (v * m + p - 1)), (name, p, m, v)
+
+
+@pytest.mark.parametrize("p", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", ["interleavedzerobubble", "zbvzerobubble", "dualpipev"])
+def test_bubbles_of_split_backwards_are_the_closed_forms(name: str, p: int) -> None:
+    """With F = I = W all that is left is a third of interleaved 1f1b's: (p - 1) / (3 v m + p - 1).
+
+    Of dualpipev as torch runs it: a pair of a forward and a backward is one after the other.
+    """
+    for m in (2 * p, 4 * p):
+        for v in (2, 3) if name in LOOPED else (2,):
+            found = simulate(order := order_of(name, p, m, v), equal_stages(order)).bubble
+            assert found == pytest.approx((p - 1) / (3 * v * m + p - 1)), (p, m, v)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(sorted(SCHEDULES)),
+    st.sampled_from([1, 2, 4, 8]),
+    st.integers(1, 20),
+    st.integers(2, 3),
+    st.sampled_from([0.0, 0.1, 0.5]),
+)
+def test_events_are_those_of_the_lists_that_torch_runs(
+    name: str, pp: int, microbatches: int, stages_per_rank: int, message: float
+) -> None:
+    """By the longest path through torch's own lists, computed another way."""
+    order = order_of(name, pp, microbatches, stages_per_rank)
+    unit = pp / order.stages
+    times = StageTimes(
+        Duration(unit), Duration(2 * unit), Duration(unit), Duration(unit), message, message
+    )
+    lists = _lower(order, order.stages)
+    expected = makespan(lists, order.place, a_pair, message, waits_for_sends=False)
+    simulated = simulate(order, [times] * order.stages)
+    assert simulated.pipeline == pytest.approx(expected)
+    for acts, events in zip(order.ranks, simulated.events, strict=True):
+        assert [event[:3] for event in events] == [tuple(act) for act in acts]
+
+
+def test_gathers_reductions_and_updates_hold_up_their_rank() -> None:
+    order = order_of("gpipe", 2, 2)
+    base = {"forward": Duration(1), "backward": Duration(2)}
+    half = {"input_gradient": Duration(1), "weight_gradient": Duration(1)}
+    plain = StageTimes(**base, **half)
+    more = StageTimes(**base, **half, gather=5, reduce=7, update=3)
+    without = simulate(order, [plain, plain])
+    assert (without.pipeline, without.step) == (9, 9)
+    first = simulate(order, [more, plain])
+    # the second rank waits for the gather of the first, and nobody for its reduction
+    assert (first.pipeline, first.step) == (9 + 5 + 7, 9 + 5 + 7 + 3)
+    assert first.waits[1, 0] == pytest.approx(5 + 1)
+    second = simulate(order, [plain, more], agree=0.5)
+    assert second.pipeline == pytest.approx(max(5, 1) + 2 + 4 + 7) and second.step == 18 + 3.5
+
+
+def test_a_host_that_is_slower_than_the_device_holds_it_up() -> None:
+    order = order_of("1f1b", 1, 4)
+    quick, slow_host = Duration(1, 0.5), Duration(1, 2.0)
+    times = StageTimes(quick, quick, quick, quick)
+    assert simulate(order, [times]).step == pytest.approx(8)
+    assert simulate(order, [times], runs_ahead=False).step == pytest.approx(12)
+    late = StageTimes(slow_host, slow_host, quick, quick)
+    assert simulate(order, [late]).step == pytest.approx(16)
+
+
+def test_jitter_makes_steps_longer_and_is_repeatable() -> None:
+    order = order_of("1f1b", 4, 16)
+    exact = simulate(order, equal_stages(order)).step
+    steps = [simulate(order, equal_stages(order), jitter=0.1, seed=n).step for n in (1, 2, 1)]
+    assert steps[0] == steps[2] != steps[1] and min(steps) > exact
+
+
+@pytest.mark.parametrize("microbatches", [64, *slow(512)])
+def test_large_pipelines_are_simulated_in_seconds(microbatches: int) -> None:
+    order = order_of("interleaved1f1b", 16, microbatches, 4)
+    begin = time.process_time()
+    simulate(order, equal_stages(order))
+    assert time.process_time() - begin < 3

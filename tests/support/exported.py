@@ -1,0 +1,37 @@
+"""Small trained runs whose models transformers has, too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from support.saved_runs import a_run, train_all
+from titanlike.config.schema import Config, Model, TextData
+
+SIZES = {"dim": 32, "heads": 4, "layers": 2, "vocab_size": None}
+LLAMA = Model("llama", SIZES | {"kv_heads": 2, "ffn_dim": 64, "rope_theta": 500.0})
+GPT2 = Model("gpt2", SIZES | {"max_seq_len": None})
+
+
+def with_args(model: Model, **changes: Any) -> Model:
+    return replace(model, args=model.args | changes)
+
+
+def trained(
+    run_dir: Path, model: Any, pp: int = 1, dp: int = 1, tp: int = 1, steps: int = 1, **more: Any
+) -> Config:
+    """A run of a step that moves all weights far from where they began, or of more that learn."""
+    names = {"export", "model_only"} & more.keys()
+    saving = {"last": True, "every": 0} | {name: more.pop(name) for name in names}
+    config = replace(a_run(run_dir, pp, dp, steps=steps, **saving), model=model, tp=tp, **more)
+    config = replace(config, optimizer=replace(config.optimizer, lr=0.1 if steps == 1 else 0.01))
+    assert train_all(config) == [""]
+    return config
+
+
+def byte_text(folder: Path) -> TextData:
+    """Some text, in bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "text.txt").write_text("def größe():\n\treturn 'é'\n" * 300)
+    return TextData(path=str(folder / "text.txt"), cache=str(folder / "cache"))

@@ -1,0 +1,45 @@
+"""Collectives that torch.compile sees, and its pass that overlaps them with products."""
+
+from __future__ import annotations
+
+import torch
+import torch._inductor.config as inductor
+import torch.distributed as dist
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from support.models import tiny
+from support.world import run_world
+from titanlike.config.schema import Config
+from titanlike.launch.worker import Worker
+from titanlike.torch_private import functional_collectives
+
+
+def patterns(config: Config, worker: Worker) -> tuple[int, int]:
+    """How many products behind an all-gather and before a reduce-scatter torch's pass finds."""
+    from torch._inductor.fx_passes import micro_pipeline_tp
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    group = dist.group.WORLD
+
+    def layer(x: Tensor, into: Tensor, out: Tensor) -> Tensor:
+        whole = functional_collectives.run("all_gather", x, 1, group)
+        return functional_collectives.run("reduce_scatter", whole @ into @ out, 1, group)
+
+    sizes = torch.empty(2, 8, 16), torch.empty(16, 32), torch.empty(32, 16)
+    graph = make_fx(layer, tracing_mode="fake")(*sizes).graph
+    found = (
+        len(micro_pipeline_tp.find_all_gather_patterns(graph)),
+        len(micro_pipeline_tp.find_reduce_scatter_patterns(graph)),
+    )
+    dist.destroy_process_group()
+    return found
+
+
+def test_torchs_pass_recognizes_what_a_divided_layer_exchanges(tmp_path) -> None:
+    assert run_world(patterns, tiny(), tmp_path) == [(1, 1)]
+
+
+def test_asynchronous_tensor_parallelism_has_no_public_switch() -> None:
+    assert hasattr(inductor, "_micro_pipeline_tp") and not hasattr(inductor, "micro_pipeline_tp")

@@ -1,0 +1,155 @@
+"""What is decided, said and refused of tensor parallelism before anything starts."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from support.models import LLAMA, tiny
+from support.vision_configs import of_images
+from titanlike.config.schema import ChunkedCrossEntropy, Config, Custom, Model, SyntheticData
+from titanlike.graph.cut import message
+from titanlike.job.check import problems
+from titanlike.training.draft import draft, preflight
+from titanlike.training.report import tensor_parallel
+
+
+class Wide(nn.Module):
+    """A model of one's own without a plan."""
+
+    def __init__(self, vocab_size: int = 64) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab_size, 8)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2)
+        )
+        self.head = nn.Linear(8, vocab_size)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x = self.tokens(inputs)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+PLAN = {"layers.*.0": "colwise", "layers.*.2": "rowwise"}
+
+
+def own(plan: Any, **changes: Any) -> Config:
+    """tp=2 of the model above with a plan in its YAML."""
+    model = Model(f"{__name__}.Wide", {"vocab_size": 64}, tp_plan=plan)
+    return tiny(tp=2, model=model, **changes)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            tiny(tp=3, layers=1),
+            r"tp=3: layers.0.attention.wq has 4 heads, which 3 ranks cannot share "
+            r"\(nor \d more of the plan\); write tp=2",
+        ),
+        (
+            own(None, dp=2),
+            r"tp=2: .*Wide has no tensor-parallel plan; write tp=1 dp=4, or a plan \(docs/",
+        ),
+        (own({}), "tp=2: .* has no tensor-parallel plan"),
+        (
+            own({"layers.*.1": "colwise"}),
+            r"model.tp_plan.layers.\*.1=colwise: this style is for linear layers, and layers.0.1 is "
+            r"of class GELU; model.tp_plan.layers.\*.1=replicate",
+        ),
+        (own({"tokens": "colwise"}), "tokens is of class Embedding; write model.tp_plan.tokens=vocab"),
+        (own({"layer.*.0": "colwise"}), r"matches no module; model.tp_plan.layers.\*.0=colwise"),
+        (own({"layers.*.0": "colwis"}), r"no such style; colwise"),
+        (own({"layers.*.0": {"colwise": "x"}}), "needs the size of a head; {colwise: 64}"),
+        (own({**PLAN, "layers.1.0": "colwise"}), "layers.1.0 is also named by"),
+        (
+            own({**PLAN, "head": "rowwise_split"}, loss=ChunkedCrossEntropy(chunk=16)),
+            "divides its last linear layer as rowwise_split; vocab in its tp_plan, or loss=cross",
+        ),
+        (
+            tiny(tp=4, layers=1, data=SyntheticData(vocab_size=9)),
+            "embedding has 9 rows, which leave a rank none .*write tp=2",
+        ),
+        (own(["colwise"]), "must map names of modules to styles; {'layers"),
+        (of_images("ResNet", 1, 1, tp=2), "tp=2: its .* keeps running statistics.*write tp=1 dp=2"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_divided_is_refused_in_words_with_what_can(
+    config: Config, said: str
+) -> None:
+    found = preflight(config)
+    assert len(found) == 1
+    assert re.search(said, str(found[0])), str(found[0])
+
+
+def test_messages_flops_and_parameters_are_those_of_one_tensor_parallel_rank() -> None:
+    sizes = {**LLAMA, "kv_heads": 4, "layers": 2, "vocab_size": 64}
+    whole = tiny(2, model=Model("llama", sizes))
+    one = draft(whole)
+    flops, tokens, parameters = {}, {}, {}
+    for tp in (1, 2, 4):
+        plan = one if tp == 1 else draft(replace(whole, tp=tp))
+        (sent,) = plan.model_graph.graphs(plan.fields, True)[0].sends
+        tokens[tp] = message(sent).shape[1]
+        flops[tp] = sum(plan.memory().unit_costs.flops())
+        norms = sum(n for s in plan.stage_parameters for name, n in s.items() if "norm" in name)
+        parameters[tp] = sum(map(plan.stage_numel, (0, 1))) - norms
+        assert plan.whole_numel == one.whole_numel
+        assert plan.flops_per_token == one.flops_per_token, "of the whole model, for MFU"
+    assert tokens == {1: 16, 2: 8, 4: 4}
+    assert flops[1] == 2 * flops[2] == 4 * flops[4]
+    assert parameters[1] == 2 * parameters[2] == 4 * parameters[4]
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "support.losses.Smoothed"])
+def test_a_loss_of_ones_own_is_given_all_logits_of_all_tokens(loss: str) -> None:
+    config = tiny(tp=2, layers=1)
+    if loss != "cross_entropy":
+        config = replace(config, loss=Custom(loss, {"amount": 0.1}))
+    plan = draft(config)
+    output = plan.model_graph.meta_output(plan.fields, True)
+    assert list(output.shape[1:]) == [16, 32 if loss == "cross_entropy" else 64]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "embedding, wq, wk, wv, wo, gate, up, down, head; activations between them divided"),
+        ({"tp": 4}, ", and wk, wv with each head on 2 ranks; activations"),
+        ({"tp_sequence": False}, "activations between them whole (tp_sequence=false)"),
+        ({"seq_len": 15}, "whole: 2 does not divide 15 tokens (it would 16)"),
+    ],
+)
+def test_the_opening_table_says_what_is_divided(changes: dict[str, Any], said: str) -> None:
+    config = tiny(**{"tp": 2, "layers": 2, **changes})
+    text = tensor_parallel(config, draft(config))
+    assert said in text and "% of the parameters divided" in text
+
+
+def test_the_opening_table_of_a_plan_without_sequence_says_so() -> None:
+    config = own(PLAN)
+    text = tensor_parallel(config, draft(config))
+    assert "whole: the plan has no style sequence" in text and "divided: 0, 2" in text
+    alone = tiny(layers=1)
+    assert tensor_parallel(alone, draft(alone)) == ""
+
+
+def test_groups_over_machines_are_a_warning_and_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    config = tiny(tp=4, layers=1, run_dir=str(tmp_path))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert problems(config, 4, said.append) == []
+    assert said == [
+        "tp=4 on machines of 2 ranks: the activations of every layer go over the network; "
+        "pp=1 dp=2 tp=2 keeps them within a machine"
+    ]
+    assert problems(config, None, said.append) == [] and len(said) == 1, "all on this machine"

@@ -1,0 +1,147 @@
+"""`titanlike plan [search] ...`: what the run of a command line will cost. Starts nothing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import textwrap
+from pathlib import Path
+
+from titanlike.command.hydra_overrides import check_overrides, complete_args
+from titanlike.command.words import parse_words
+from titanlike.config import validate
+from titanlike.config.errors import ConfigError, Problem
+from titanlike.config.help import command_help
+from titanlike.config.program import program
+from titanlike.config.schema import Config
+from titanlike.job.report import print_problems
+
+_DESCRIPTION = (
+    "Says what a run will cost before anything is paid for: memory of each rank, time of a step, "
+    "tokens/s, MFU, bubble, traffic, and what would help. No GPU, process group or data are needed. "
+    "hardware= names the devices. `search` tries every layout of gpus=N devices for the global batch."
+)
+_FLAGS = {
+    "--json": "print one JSON object",
+    "--picture FILE": "draw the pipeline: .svg or .png",
+    "--trace FILE": "write the events for https://ui.perfetto.dev",
+    "--jitter SHARE": "let each action's time vary by this standard deviation",
+    "--top N": "layouts that a search prints (10)",
+}
+
+
+def main(argv: list[str]) -> int:
+    """The exit code: 0; 1 if the run would not fit; 2 for errors in the config."""
+    if {"-h", "--help"} & set(argv):
+        print(_help())
+        return 0
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # the user's models
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--json", action="store_true")
+    own.add_argument("--picture", type=Path)
+    own.add_argument("--trace", type=Path)
+    own.add_argument("--jitter", type=float, default=0.0)
+    own.add_argument("--top", type=int, default=10)
+    flags, words = own.parse_known_args(argv)
+    searching = "search" in words[:1]
+    words = words[1:] if searching else words
+    gpus, words, problems = _gpus(words, searching)
+    for flag, path in (("--picture", flags.picture), ("--trace", flags.trace)):
+        endings = (".svg", ".png") if flag == "--picture" else (".json",)
+        if path is not None and path.suffix not in endings:
+            fix = f"{flag} {path.with_suffix(endings[0])}"
+            problems.append(
+                Problem(f"{flag} {path}", "", f"must end in {' or '.join(endings)}", fix)
+            )
+    args = parse_words(words)
+    args.multirun = False
+    complete_args(args)
+    checked = check_overrides(args)
+    problems += checked.problems
+    config = checked.config
+    if checked.multirun:
+        reason = "plans one layout, or searches for all of gpus=N"
+        problems.append(Problem("plan", "", f"{reason}; a sweep is for train.py"))
+    if config is not None and not problems:
+        problems += validate.problems(config)
+    if problems or config is None:
+        return print_problems([problem.hiding(checked.environment) for problem in problems])
+    try:
+        if searching:
+            return _search(config, words, gpus, flags)
+        return _plan(config, flags)
+    except ConfigError as error:
+        return print_problems([p.hiding(checked.environment) for p in error.problems])
+    except ModuleNotFoundError as error:  # of an extra that is not installed
+        return print_problems([Problem("plan", "", f"{error.name} is not installed")])
+    except BrokenPipeError:  # `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _gpus(words: list[str], searching: bool) -> tuple[int | None, list[str], list[Problem]]:
+    """(gpus=N, the other words, problems)."""
+    found = [word for word in words if word.startswith("gpus=")]
+    others = [word for word in words if not word.startswith("gpus=")]
+    if not found:
+        return None, others, []
+    value = found[-1].partition("=")[2]
+    if not searching:
+        reason = "is for a search; the devices of a plan are pp x dp x tp"
+        return None, others, [Problem("gpus", value, reason, "plan search gpus=" + value)]
+    if not value.isdigit() or not 1 <= int(value) <= validate.MAX_RANKS:
+        return None, others, [Problem("gpus", value, "must be a number of devices", "gpus=64")]
+    return int(value), others, []
+
+
+def _plan(config: Config, flags: argparse.Namespace) -> int:
+    from titanlike.planning.advice import advise
+    from titanlike.planning.known_hardware import planned_hardware
+    from titanlike.planning.plan import make_plan
+    from titanlike.planning.plan_text import as_data, as_text
+    from titanlike.planning.room import memory_warning
+
+    hardware = planned_hardware(config)
+    plan = make_plan(config, hardware, jitter=flags.jitter)
+    warning = "" if plan.fits else memory_warning(config, plan.draft, hardware.usable, 4.0)
+    advice = advise(plan) if plan.fits else []
+    if flags.json:
+        print(json.dumps(as_data(plan, advice, warning)))
+    else:
+        width = max(60, shutil.get_terminal_size().columns)
+        print(as_text(plan, advice, warning, width))
+    if flags.picture is not None:
+        from titanlike.planning.plan_picture import draw
+
+        draw(plan, flags.picture)
+    if flags.trace is not None:
+        from titanlike.planning.plan_trace import write_trace
+
+        write_trace(plan, flags.trace)
+    for path in (flags.picture, flags.trace):
+        if path is not None and not flags.json:
+            print(f"written: {path}")
+    return 0 if plan.fits else 1
+
+
+def _search(config: Config, words: list[str], gpus: int | None, flags: argparse.Namespace) -> int:
+    from titanlike.planning.plan_search import search, search_data, search_text
+
+    found = search(config, words, gpus or config.world_size)
+    if flags.json:
+        print(json.dumps(search_data(found, flags.top)))
+    else:
+        width = max(60, shutil.get_terminal_size().columns)
+        print(search_text(found, flags.top, width))
+    return 0 if found.ranked else 1
+
+
+def _help() -> str:
+    text = command_help(program(), _DESCRIPTION)
+    rows = [f"  {flag:<16}  {meaning}" for flag, meaning in _FLAGS.items()]
+    example = "example: search experiment=llama3_8b gpus=64 hardware=h100_sxm"
+    return "\n".join([text, "", *rows, "", textwrap.fill(example, 100)])

@@ -1,0 +1,1 @@
+"""Text from a trained model: loaded in one process, token by token, greedy or drawn at random."""

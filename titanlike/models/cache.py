@@ -1,0 +1,46 @@
+"""Keys and values of the tokens so far, so that the next token takes a forward of one token.
+
+A model takes a cache as an argument of its forward; None, as in training, is no cache. It asks the
+cache for positions and mask, and each attention layer hands its keys and values over and gets all
+of them so far.
+
+Shapes: B sequences, T tokens of this forward, S tokens so far with them, K key/value heads, E head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class KeyValueCache:
+    """For sequences that end together: shorter ones are padded on the left."""
+
+    def __init__(self, padding: Tensor, size: int) -> None:
+        """padding: how many tokens of each sequence are padding, integers [B]; size: the most tokens,
+        padding included."""
+        self._padding, self._size = padding, size
+        self._start = self._stop = 0  # of this forward's tokens
+        self._layers: dict[nn.Module, tuple[Tensor, Tensor]] = {}  # [B, K, size, E] each
+
+    def inputs(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(positions [B, T], mask bool [B, 1, T, S]) for the next tokens ids [B, T]."""
+        self._start, self._stop = self._stop, self._stop + ids.size(1)
+        assert self._stop <= self._size
+        at = torch.arange(self._stop, device=ids.device)  # [S]
+        queries, padding = at[self._start :], self._padding[:, None]
+        positions = (queries - padding).clamp(min=0)
+        causal = at <= queries[:, None]  # [T, S]
+        # padding attends to itself: a query without any key would give NaN
+        real = (at >= padding)[:, None] | (at == queries[:, None])  # [B, T, S]
+        return positions, (causal & real)[:, None]
+
+    def extend(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values so far [B, K, S, E], with those of this forward [B, K, T, E]."""
+        if layer not in self._layers:
+            shape = (*k.shape[:2], self._size, k.size(-1))
+            self._layers[layer] = k.new_zeros(shape), v.new_zeros((*shape[:3], v.size(-1)))
+        kept = self._layers[layer]
+        for whole, part in zip(kept, (k, v), strict=True):
+            whole[:, :, self._start : self._stop] = part
+        return kept[0][:, :, : self._stop], kept[1][:, :, : self._stop]

@@ -1,0 +1,303 @@
+"""How tensor parallelism divides transformers' models.
+
+transformers writes a plan into a config (`base_model_tp_plan`) and its class (`_tp_plan`), in words of
+its own. It becomes one of `parallel/tp/plan.py`, with what those words leave out: queries are divided
+by heads, keys and values repeated where there are fewer heads than ranks, embedding and head divided
+over the vocabulary, and what q, k and v (or gate and up) share is exchanged once for all of them.
+Fused layers, which transformers gathers or has no plan for, are divided matrix by matrix.
+
+Activations between divided layers stay whole: forwards of transformers take lengths from them. A plan
+in a model's YAML may divide them (`sequence`) where a forward does not.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from titanlike.config.errors import ConfigError, Problem
+from titanlike.parallel.tp.plan import TRANSFORMERS, Entry
+from titanlike.parallel.tp.styles import style_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+# q, k and v, or gate and up, in one matrix
+_FUSED = ("qkv_proj", "c_attn", "query_key_value", "gate_up_proj")
+_LLAMA = {
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.k_proj": "colwise",
+    "layers.*.self_attn.v_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+    "layers.*.mlp.gate_proj": "colwise",
+    "layers.*.mlp.up_proj": "colwise",
+    "layers.*.mlp.down_proj": "rowwise",
+}
+# of families for which transformers has none
+_OWN = {
+    "gpt2": {
+        "h.*.attn.c_attn": {"packed_colwise": 3},
+        "h.*.attn.c_proj": "rowwise",
+        "h.*.mlp.c_fc": "colwise",
+        "h.*.mlp.c_proj": "rowwise",
+    },
+    "hunyuan_v1_dense": _LLAMA,
+    "opt": {
+        "decoder.layers.*.self_attn.q_proj": "colwise",
+        "decoder.layers.*.self_attn.k_proj": "colwise",
+        "decoder.layers.*.self_attn.v_proj": "colwise",
+        "decoder.layers.*.self_attn.out_proj": "rowwise",
+        "decoder.layers.*.fc1": "colwise",
+        "decoder.layers.*.fc2": "rowwise",
+    },
+    "persimmon": {
+        "layers.*.self_attn.query_key_value": "colwise",
+        "layers.*.self_attn.dense": "rowwise",
+        "layers.*.mlp.dense_h_to_4h": "colwise",
+        "layers.*.mlp.dense_4h_to_h": "rowwise",
+    },
+    "stablelm": _LLAMA,
+}
+# norms of each head and activations with weights, which plans leave out
+_BETWEEN = re.compile(r"self_attn\.(q|k|query|key)_layernorm|mlp\.act_fn")
+_EXPERTS = "experts are not divided by tp"
+
+
+def has_transformers_plan(model: nn.Module) -> bool:
+    """Whether a model is one of transformers."""
+    return hasattr(getattr(model, "config", None), "base_model_tp_plan")
+
+
+def transformers_plan(model: PreTrainedModel, size: int) -> dict[str, Any]:
+    """Pattern -> style, for `plan.parse_plan`; empty where transformers has no plan for the family.
+
+    model: on meta, whole; size: ranks. Raises ConfigError where they cannot share it.
+    """
+    settings, prefix = model.config, model.base_model_prefix
+    sets_sizes = hasattr(model, "tp_divided")
+    of_base = getattr(settings, "base_model_tp_plan", None) or {}
+    if sets_sizes:
+        of_base = of_base or _OWN.get(settings.model_type, {})
+    if not of_base:
+        return {}
+    of_base = _matched(model, {f"{prefix}.{name}": style for name, style in of_base.items()})
+    of_base = _translated(settings, of_base, size)
+    if sets_sizes:
+        _divide_fused(settings, of_base)
+    repeats = sets_sizes and not any(_divides_fused_heads(*item) for item in of_base.items())
+    by_head = _divide_heads(settings, of_base, repeats)
+    if by_head and (problem := _head_problem(settings, size, repeats)):
+        raise ConfigError([problem])
+    plan = _gathers(of_base) | of_base
+    return plan | _between(model, plan, size) | _vocabulary(model)
+
+
+def set_local_sizes(model: nn.Module) -> None:
+    """Give attention modules of a divided model their own numbers of heads, where forwards read them.
+
+    Raises ConfigError where keys are not divided as queries are.
+    """
+    configs: dict[int, PreTrainedConfig] = {}
+    for name, module in model.named_modules():
+        q, k = getattr(module, "q_proj", None), getattr(module, "k_proj", None)
+        if q is not None and k is not None:
+            _set_heads(name, module, q, k)
+        elif type(module).__name__ == "PersimmonAttention":
+            module.num_heads = _output_features(module.query_key_value) // (3 * module.head_dim)
+        elif type(module).__name__ == "GPT2Attention":
+            module.split_size = _output_features(module.c_attn) // 3
+        elif type(module).__name__ == "Phi3Attention":
+            whole: PreTrainedConfig = module.config
+            size = _rows(whole) // _output_features(module.qkv_proj)
+            if size > 1:
+                module.num_key_value_heads //= size
+                local = configs.setdefault(id(whole), copy.copy(whole))
+                local.num_attention_heads = whole.num_attention_heads // size
+                module.config = local
+
+
+def _set_heads(name: str, attention: nn.Module, q: nn.Module, k: nn.Module) -> None:
+    if _is_divided(q) != _is_divided(k):
+        left = "k_proj" if _is_divided(q) else "q_proj"
+        problem = Problem(
+            "model.tp_plan", "", f"{name}.{left} is whole", "q, k and v divided alike"
+        )
+        raise ConfigError([problem])
+    if not _is_divided(q):
+        return
+    queries, keys = _output_features(q), _output_features(k)
+    sizes = {"num_key_value_groups": queries // keys}
+    if hasattr(attention, "head_dim"):
+        sizes["num_heads"] = queries // attention.head_dim
+        sizes["num_key_value_heads"] = keys // attention.head_dim
+    for key, value in sizes.items():
+        if hasattr(attention, key):
+            setattr(attention, key, value)
+
+
+def _is_divided(linear: nn.Module) -> bool:
+    return style_of(linear) in ("colwise", "colwise_kv")
+
+
+def _output_features(linear: nn.Module) -> int:
+    """Of what a linear layer of a divided model returns."""
+    if style_of(linear) == "colwise_gather":
+        return linear.tp_rows
+    return linear.nf if hasattr(linear, "nf") else linear.out_features
+
+
+def _matched(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what this model has no modules for: a plan is for all sizes of a family. What names
+    parameters stays, and is refused."""
+    names = [name for name, _ in model.named_modules()]
+    names += [name for name, _ in model.named_parameters()]
+    return {
+        pattern: style
+        for pattern, style in plan.items()
+        if any(Entry(pattern, "").matches(name) for name in names)
+    }
+
+
+def _translated(settings: PreTrainedConfig, plan: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """Raises ConfigError for words that are not known here."""
+    found, problems = {}, []
+    for pattern, style in plan.items():
+        if not isinstance(style, str) or style == "packed_colwise" and "experts" not in pattern:
+            found[pattern] = style if not isinstance(style, str) else {style: 2}
+        elif style in TRANSFORMERS and "experts" not in pattern:
+            found[pattern] = TRANSFORMERS[style]
+        else:
+            why = _EXPERTS if "experts" in pattern else "which is not known here"
+            reason = f"transformers' plan of {settings.model_type} has {pattern}: {style}; {why}"
+            fix = "tp=1, or a plan as tp_plan: in a YAML file that leaves it out: it is whole then"
+            problems.append(Problem("tp", size, reason, fix))
+    if problems:
+        raise ConfigError(problems[:1])
+    # whole activations go into it, whatever transformers does around it
+    return {name: "replicate" if style == "sequence" else style for name, style in found.items()}
+
+
+def _divide_fused(settings: PreTrainedConfig, plan: dict[str, Any]) -> None:
+    """Divide matrix by matrix what transformers gathers behind fused layers."""
+    rows: dict[str, Any] = {"gate_up_proj": 2}
+    if settings.model_type == "phi3":
+        queries, keys = (heads * _head_size(settings) for heads in _heads(settings))
+        rows["qkv_proj"] = [queries, keys, keys]
+    for pattern, style in list(plan.items()):
+        parent, _, last = pattern.rpartition(".")
+        if style == "colwise_gather" and last in rows:
+            plan[pattern] = {"packed_colwise": rows[last]}
+            behind = f"{parent}.{'down_proj' if last == 'gate_up_proj' else 'o_proj'}"
+            assert plan[behind] == "rowwise_split", behind
+            plan[behind] = "rowwise"
+
+
+def _divides_fused_heads(pattern: str, style: Any) -> bool:
+    last = pattern.rpartition(".")[2]
+    return isinstance(style, Mapping) and last in _FUSED and last != "gate_up_proj"
+
+
+def _divide_heads(settings: PreTrainedConfig, plan: dict[str, Any], repeats: bool) -> bool:
+    """Divide q, k and v by heads; whether any of them is divided."""
+    width = _head_size(settings)
+    styles = {
+        "q_proj": {"colwise": width},
+        "k_proj": {"colwise_kv" if repeats else "colwise": width},
+        "v_proj": {"colwise_kv" if repeats else "colwise": width},
+        "query_key_value": {"colwise": 3 * width},
+    }
+    found = False
+    for pattern, style in plan.items():
+        last = pattern.rpartition(".")[2]
+        if style == "colwise" and last in styles:
+            plan[pattern] = styles[last]
+        found = found or last in styles and style == "colwise"
+        found = found or _divides_fused_heads(pattern, style)
+    return found
+
+
+def _head_problem(settings: PreTrainedConfig, size: int, repeats: bool) -> Problem | None:
+    heads, kv_heads = _heads(settings)
+
+    def share(ranks: int) -> bool:
+        shared = kv_heads % ranks == 0 or repeats and ranks % kv_heads == 0
+        return heads % ranks == 0 and shared
+
+    if share(size):
+        return None
+    names = settings.attribute_map
+    keys = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    if kv_heads == heads:
+        keys.pop("num_key_value_heads")
+    shown = " and ".join(f"{names.get(key, key)}={value}" for key, value in keys.items())
+    fits = next(ranks for ranks in range(size - 1, 0, -1) if share(ranks))
+    reason = f"so many ranks cannot share the heads of model.config: {shown}"
+    return Problem("tp", size, reason, f"tp={fits}")
+
+
+def _gathers(plan: Mapping[str, Any]) -> dict[str, str]:
+    """Modules in which several divided layers take the same activations."""
+    parents: dict[str, int] = {}
+    for pattern, style in plan.items():
+        name = next(iter(style)) if isinstance(style, Mapping) else style
+        parent = pattern.rpartition(".")[0]
+        if name in ("colwise", "colwise_kv", "colwise_gather"):
+            parents[parent] = parents.get(parent, 0) + 1
+    return {parent: "gather" for parent, count in parents.items() if count > 1}
+
+
+def _between(model: PreTrainedModel, plan: Mapping[str, Any], size: int) -> dict[str, str]:
+    """The modules of `_BETWEEN`, where each rank has its own heads or features. Raises ConfigError
+    for other weights between divided layers that have no entry."""
+    divided = {
+        pattern.rpartition(".")[0]
+        for pattern, style in plan.items()
+        if style == "colwise" or isinstance(style, Mapping)
+    }
+    regions = [pattern for pattern in divided if plan.get(pattern) == "gather"]
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        own = next(module.parameters(recurse=False), None)
+        if own is None or any(Entry(pattern, "").matches(name) for pattern in plan):
+            continue
+        parts = name.split(".")
+        above = [".".join(parts[:count]) for count in range(len(parts))]
+        if _BETWEEN.fullmatch(".".join(parts[-2:])) and own.dim() == 1:
+            found[re.sub(r"\.\d+\.", ".*.", name)] = "replicate_sum"
+        elif any(Entry(region, "").matches(path) for region in regions for path in above):
+            family = model.config.model_type
+            reason = f"transformers' plan of {family} leaves out {name}, between divided layers"
+            fix = "tp=1 with pp or dp, or a config without it"
+            raise ConfigError([Problem("tp", size, reason, fix)])
+    return found
+
+
+def _vocabulary(model: PreTrainedModel) -> dict[str, str]:
+    """Embedding and head, which may be tied."""
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    return {
+        name: "vocab"
+        for name, module in model.named_modules()
+        if any(module is end for end in ends)
+    }
+
+
+def _heads(settings: PreTrainedConfig) -> tuple[int, int]:
+    """(of queries, of keys and values)."""
+    heads = settings.num_attention_heads
+    return heads, getattr(settings, "num_key_value_heads", None) or heads
+
+
+def _head_size(settings: PreTrainedConfig) -> int:
+    own = getattr(settings, "head_dim", None)
+    return own or settings.hidden_size // settings.num_attention_heads
+
+
+def _rows(settings: PreTrainedConfig) -> int:
+    """Of q, k and v together."""
+    heads, kv_heads = _heads(settings)
+    return (heads + 2 * kv_heads) * _head_size(settings)

@@ -1,0 +1,245 @@
+"""Attention of a rank's tokens with those of all context-parallel ranks.
+
+A model knows nothing of it: within `ContextAttention` each call of scaled_dot_product_attention is
+given a rank's queries, keys and values, and gives its part of the result.
+
+| method | what ranks exchange | attention |
+|---|---|---|
+| gather | keys and values, before (arXiv 2407.21783, section 3.3.2) | of the rank's queries |
+| ulysses | heads for tokens, before and after (arXiv 2309.14509) | of whole sequences, of its heads |
+| ring | keys and values, while it computes (arXiv 2310.01889), see `ring.py` | of blocks |
+
+Shapes: B batch, T tokens of a sequence, t = T / ranks of this rank, H query heads, K key/value heads,
+E head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+from torch.overrides import TorchFunctionMode
+
+from titanlike.parallel.cp.ring import ring_attention
+from titanlike.parallel.cp.tokens import ContextRanks
+from titanlike.parallel.exchanges import exchange
+
+
+def _split(
+    tensor: Tensor, split_size_or_sections: int | list[int] = 1, dim: int = 0, **named: Any
+) -> Any:
+    """torch.split and Tensor.split, which name their arguments differently."""
+    return torch.ops.aten.split(tensor, named.get("split_size", split_size_or_sections), dim)
+
+
+_TOKENS = 2  # the dimension of tokens of queries, keys and values
+
+
+@dataclass(frozen=True)
+class Attended:
+    """A call of attention, of heads [B, H, T, E] and [B, K, T, E]."""
+
+    heads: int  # 0 = there is no such dimension
+    kv_heads: int
+    width: int  # of a head; 0 = keys and values differ
+    causal: bool
+    masked: bool
+    dropout: bool
+
+
+@dataclass(frozen=True)
+class DocumentAttention:
+    """A function of the models that computes attention where documents are given by their offsets."""
+
+    function: Callable[..., Tensor]  # (q, k, v, documents, *, scale, dropout)
+    mask: Callable[[Any, int, int], Tensor]  # (documents, B, T) -> bool [B, 1, T, T]
+
+
+class ContextAttention(TorchFunctionMode):
+    """Replaces attention within it by that of all context-parallel ranks' tokens."""
+
+    def __init__(self, ranks: ContextRanks, of_documents: DocumentAttention | None = None) -> None:
+        super().__init__()
+        self.ranks, self._of_documents = ranks, of_documents
+        self.active = True  # or else modules run as if there was no context parallelism
+        # called in place of attention, with its arguments by name: to look at them
+        self.instead: Callable[[dict[str, Any]], Tensor] | None = None
+
+    def around(self, module: nn.Module) -> None:
+        """Let a module's forward run within it; call it before all else that replaces forwards."""
+        forward = module.forward
+
+        def within(*args: Any, **kwargs: Any) -> Any:
+            if not self.active:
+                return forward(*args, **kwargs)
+            with self:
+                return forward(*args, **kwargs)
+
+        module.forward = within
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is F.scaled_dot_product_attention:
+            return self.attention(*args, **kwargs)
+        own = self._of_documents
+        if own is not None and function is own.function and self.instead is None:
+            q, k, v, documents = args
+            return self._documents(q, k, v, documents, **kwargs)
+        # within a mode torch.compile cannot trace what is written in Python on tensors, and it looks
+        # functions up by name alone
+        name = getattr(function, "__name__", "")
+        if name == "unflatten":
+            return torch.unflatten(*args, **kwargs)
+        return _split(*args, **kwargs) if name == "split" else function(*args, **kwargs)
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """As scaled_dot_product_attention of [B, H or K, t, E] -> [B, H, t, E].
+
+        attn_mask: [..., T or t, T or t]; a dimension of t is this rank's part.
+        """
+        options = {"dropout_p": dropout_p, "scale": scale}
+        if self.instead is not None:
+            given = {"attn_mask": attn_mask, "is_causal": is_causal, "enable_gqa": enable_gqa}
+            return self.instead({"query": query, "key": key, "value": value, **given, **options})
+        ranks = self.ranks
+        mask = attn_mask
+        if mask is not None and mask.dim() and mask.shape[-1] == key.shape[_TOKENS]:
+            mask = _all_tokens(mask, ranks, mask.dim() - 1)
+        if ranks.method == "ulysses":
+            if mask is not None and mask.dim() > 1 and mask.shape[-2] == query.shape[_TOKENS]:
+                mask = _all_tokens(mask, ranks, mask.dim() - 2)
+            mask = _of_heads(mask, query.shape[1], ranks)
+            whole = mask is None and is_causal
+
+            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                grouped = {"enable_gqa": q.shape[1] != k.shape[1]}
+                return F.scaled_dot_product_attention(
+                    q, k, v, mask, is_causal=whole, **options, **grouped
+                )
+
+            return _by_heads(attend, query, key, value, ranks)
+        if ranks.method == "ring":
+            return ring_attention(query, key, value, ranks, is_causal, scale)
+        options["enable_gqa"] = enable_gqa
+        key, value = _gathered(key, value, ranks)
+        if mask is None and is_causal:
+            return _causal(query, key, value, ranks, options)
+        if mask is not None and mask.dim() > 1 and mask.shape[-2] == key.shape[_TOKENS]:
+            mask = ranks.take(mask, mask.dim() - 2)
+        return F.scaled_dot_product_attention(query, key, value, mask, **options)
+
+    def _documents(self, q: Tensor, k: Tensor, v: Tensor, documents: Any, **options: Any) -> Tensor:
+        own = self._of_documents
+        assert own is not None
+        if self.ranks.method == "ulysses":
+            attend = lambda q, k, v: own.function(q, k, v, documents, **options)  # noqa: E731
+            return _by_heads(attend, q, k, v, self.ranks)
+        tokens = q.shape[_TOKENS] * self.ranks.size
+        mask = own.mask(documents, q.shape[0], tokens)
+        return self.attention(
+            q,
+            k,
+            v,
+            self.ranks.take(mask, 2),
+            options.get("dropout", 0.0),
+            scale=options.get("scale"),
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+
+
+def _all_tokens(x: Tensor, ranks: ContextRanks, dim: int) -> Tensor:
+    gathered = exchange(x, ranks, "all_gather", "reduce_scatter", dim)
+    return ranks.in_order(gathered, dim)
+
+
+def _gathered(k: Tensor, v: Tensor, ranks: ContextRanks) -> tuple[Tensor, Tensor]:
+    """Those of all ranks, in one message where they have one size."""
+    if k.shape != v.shape:
+        return _all_tokens(k, ranks, _TOKENS), _all_tokens(v, ranks, _TOKENS)
+    k, v = _all_tokens(torch.stack([k, v]), ranks, 1 + _TOKENS).unbind()
+    return k, v
+
+
+def _causal(
+    q: Tensor, k: Tensor, v: Tensor, ranks: ContextRanks, options: dict[str, Any]
+) -> Tensor:
+    """A call for each of the rank's chunks, with the keys that its last query sees."""
+    starts, chunk = ranks.starts(k.shape[_TOKENS])
+    results = []
+    for number, start in enumerate(starts):
+        stop = start + chunk
+        queries = q.narrow(_TOKENS, number * chunk, chunk)
+        mask: Any = None  # on meta: a kernel that knows no mask, as on GPUs
+        if q.is_cuda:
+            mask = causal_lower_right(chunk, stop)
+        elif not q.is_meta:
+            at = torch.arange(stop, device=q.device)
+            mask = at[start:, None] >= at
+        keys, values = k.narrow(_TOKENS, 0, stop), v.narrow(_TOKENS, 0, stop)
+        results.append(F.scaled_dot_product_attention(queries, keys, values, mask, **options))
+    return torch.cat(results, _TOKENS)
+
+
+# --- heads for tokens --------------------------------------------------------------------------
+
+
+def repeated(kv_heads: int, size: int) -> int:
+    """How many times each key/value head must be there for so many ranks to share them."""
+    return size // gcd(kv_heads, size)
+
+
+def _by_heads(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ranks: ContextRanks,
+) -> Tensor:
+    times = repeated(k.shape[1], ranks.size)
+    if times > 1:
+        k, v = (x.repeat_interleave(times, dim=1) for x in (k, v))
+    if k.shape[-1] == v.shape[-1]:  # in one message: each rank's heads are next to each other
+        sizes = [x.shape[1] // ranks.size for x in (q, k, v)]
+        every = torch.cat([x.unflatten(1, (ranks.size, -1)) for x in (q, k, v)], dim=2)
+        q, k, v = _to_heads(every, ranks).split(sizes, dim=1)
+    else:
+        q, k, v = (_to_heads(x.unflatten(1, (ranks.size, -1)), ranks) for x in (q, k, v))
+    return _to_tokens(attend(q, k, v), ranks)
+
+
+def _to_heads(x: Tensor, ranks: ContextRanks) -> Tensor:
+    """[B, ranks, h, t, E] -> [B, h, T, E], this rank's heads."""
+    x = exchange(x.movedim(1, 0), ranks, "all_to_all", "all_to_all", 0)  # [ranks, B, h, t, E]
+    return x.movedim(0, 2).flatten(2, 3)
+
+
+def _to_tokens(x: Tensor, ranks: ContextRanks) -> Tensor:
+    """[B, h, T, E] -> [B, H, t, E]."""
+    x = x.unflatten(2, (ranks.size, -1)).movedim(2, 0)  # [ranks, B, h, t, E]
+    return exchange(x, ranks, "all_to_all", "all_to_all", 0).movedim(0, 1).flatten(1, 2)
+
+
+def _of_heads(mask: Tensor | None, heads: int, ranks: ContextRanks) -> Tensor | None:
+    """The part of a mask or bias, which may differ between heads, of this rank's."""
+    if mask is None or mask.dim() < 3 or mask.shape[-3] != heads or heads == 1:
+        return mask
+    each = heads // ranks.size
+    return mask.narrow(mask.dim() - 3, ranks.rank * each, each)

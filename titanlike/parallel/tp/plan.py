@@ -1,0 +1,156 @@
+"""A tensor-parallel plan: patterns of module names, and how each of those modules is divided.
+
+    layers.*.attention: gather            # a module that takes whole activations in
+    layers.*.attention.wq: {colwise: 64}  # in heads of 64
+    layers.*.attention.wo: rowwise
+    layers.*.attention_norm: sequence
+
+A model's own is its method `tp_plan()`; a model's YAML file may give another as `tp_plan:`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import zip_longest
+from typing import Any
+
+from torch import nn
+
+from titanlike.config.errors import ConfigError, Problem, nearest
+
+STYLES = {
+    "colwise": "a linear layer's output features; N = they are heads of N",
+    "colwise_kv": "the same for keys and values: with fewer heads of N than ranks, heads are repeated",
+    "colwise_gather": "a linear layer's output features, which are gathered behind it",
+    "packed_colwise": "the same of N equal matrices, or of matrices with [N, M, ...] rows, in one; "
+    "head: N = rows that stay together",
+    "rowwise": "a linear layer's input features; its output is summed",
+    "rowwise_split": "a linear layer's input features, which each rank has as a whole",
+    "vocab": "the vocabulary: an embedding's rows, a head's logits",
+    "sequence": "nothing: it works on a part of the sequence, token by token",
+    "replicate": "nothing: each rank computes the same",
+    "replicate_sum": "nothing: each rank computes with its own heads or features",
+    "gather": "nothing: its first argument is gathered for the divided layers in it",
+    "split": "nothing: its output is divided along the sequence",
+}
+DIVIDING = ("colwise", "colwise_kv", "colwise_gather", "packed_colwise", "rowwise", "rowwise_split")
+# what transformers calls them in `base_model_tp_plan`
+TRANSFORMERS = {
+    "colwise": "colwise",
+    "rowwise": "rowwise",
+    "colwise_rep": "colwise_gather",
+    "colwise_gather_output": "colwise_gather",
+    "rowwise_rep": "rowwise_split",
+    "rowwise_split_input": "rowwise_split",
+    "embedding_rowwise": "vocab",
+    "vocab_parallel": "vocab",
+    "replicated_with_grad_allreduce": "replicate_sum",
+    "sequence_parallel": "sequence",
+    "replicate": "replicate",
+}
+# those of them that are not known here -> what to write
+_OTHER_WORDS = {
+    "embedding_colwise": "vocab",
+    "packed_rowwise": "rowwise",
+    **dict.fromkeys(
+        (
+            "all_reduce",
+            "local_params",
+            "mla_kv_a_proj",
+            "moe_identity_expert",
+            "moe_tp_experts",
+        ),
+        "no entry: what has none is whole on each rank",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    pattern: str  # of module names; * stands for anything between two dots
+    style: str
+    argument: int | tuple[int, ...] | None = None  # heads of so many rows; rows of packed matrices
+    head: int = 1  # rows of packed matrices that stay together
+
+    def matches(self, name: str) -> bool:
+        pattern, parts = self.pattern.split("."), name.split(".")
+        pairs = zip(parts, pattern, strict=False)
+        return len(pattern) == len(parts) and all(fnmatchcase(*pair) for pair in pairs)
+
+
+def parse_plan(plain: Mapping[str, Any], key: str = "model.tp_plan") -> list[Entry]:
+    """The entries of a plan that is written as data. Raises ConfigError with every problem."""
+    entries, problems = [], []
+    if not isinstance(plain, Mapping):
+        example = "{'layers.*.ffn.up': colwise, 'layers.*.ffn.down': rowwise}"
+        raise ConfigError([Problem(key, plain, "must map names of modules to styles", example)])
+    for pattern, value in plain.items():
+        style, argument, head = value, None, 1
+        if isinstance(value, Mapping):
+            rest = dict(value)
+            head = rest.pop("head", 1) if "packed_colwise" in rest else 1
+            if len(rest) == 1:
+                [(style, argument)] = rest.items()
+        style = str(style)
+        if style not in STYLES:
+            style = TRANSFORMERS.get(style, style)
+        at = f"{key}.{pattern}"
+        if style not in STYLES:
+            near = nearest(style, STYLES)
+            fix = near or f"a style: {', '.join(STYLES)}"
+            problems.append(Problem(at, value, "no such style", _OTHER_WORDS.get(style, fix)))
+            continue
+        if isinstance(argument, list | tuple):
+            argument = tuple(argument)
+        if wrong := _argument_problem(style, argument):
+            problems.append(Problem(at, value, *wrong))
+        elif not _positive(head):
+            problems.append(Problem(at, value, "needs the size of a head", "head: 64"))
+        entries.append(Entry(str(pattern), style, argument, head))
+    if problems:
+        raise ConfigError(problems)
+    return entries
+
+
+def _argument_problem(style: str, argument: Any) -> tuple[str, str] | None:
+    if style == "packed_colwise":
+        several = isinstance(argument, tuple) and all(map(_positive, argument))
+        fine = several or _positive(argument)
+        return None if fine else ("needs the number of matrices in one", "{packed_colwise: 3}")
+    if style in ("colwise", "colwise_kv"):
+        fine = argument is None and style == "colwise" or _positive(argument)
+        return None if fine else ("needs the size of a head", f"{{{style}: 64}}")
+    return None if argument is None else ("this style takes no number", style)
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def named(model: nn.Module, entries: list[Entry], key: str) -> dict[str, Entry]:
+    """Module -> its entry. Raises ConfigError where a pattern matches none, or two match one."""
+    found: dict[str, Entry] = {}
+    problems, unmatched = [], {entry.pattern: entry for entry in entries}
+    names = [name for name, _ in model.named_modules() if name]
+    for name in names:
+        for entry in entries:
+            if not entry.matches(name):
+                continue
+            unmatched.pop(entry.pattern, None)
+            if name in found:
+                reason = f"{name} is also named by {found[name].pattern}"
+                fix = "one entry for each module"
+                problems.append(Problem(f"{key}.{entry.pattern}", entry.style, reason, fix))
+            found[name] = entry
+    for pattern, entry in unmatched.items():
+        fix, near = f"a module's name, such as {names[0]}", nearest(pattern, names)
+        if near is not None:
+            pairs = zip_longest(near.split("."), pattern.split("."))
+            words = ["*" if given == "*" else word for word, given in pairs if word is not None]
+            fix = f"{key}.{'.'.join(words)}={entry.style}"
+        problems.append(Problem(f"{key}.{pattern}", entry.style, "matches no module", fix))
+    if problems:
+        raise ConfigError(problems)
+    return found

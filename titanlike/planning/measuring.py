@@ -1,0 +1,135 @@
+"""A process that measures its part of a machine: `python -m titanlike.planning.measuring SPEC RANK`.
+
+All processes do the same at the same time, as ranks of a run would.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from titanlike.config.parse import parse
+from titanlike.device import accelerator
+from titanlike.device.choose import first_device
+from titanlike.graph.node_times import now
+from titanlike.training.draft import draft
+
+_LARGE, _SMALL = 1024, 96  # sizes of matrices
+_VECTOR = 1 << 24  # elements that no cache holds
+_MESSAGE = 1 << 22  # bytes
+
+
+def main(spec_path: str, rank: int) -> None:
+    spec = json.loads(Path(spec_path).read_text())
+    config, problems = parse(spec["config"])
+    assert not problems, problems
+    folder = Path(spec_path).parent
+    device = first_device(config.device)
+    if accelerator.is_accelerator(device):
+        device = torch.device(device.type, rank)
+        accelerator.set_device(device)
+    torch.set_float32_matmul_precision(config.matmul_precision)
+    store = dist.FileStore(str(folder / "store"), spec["ranks"])
+    wait = timedelta(seconds=120)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=spec["ranks"], timeout=wait)
+    if spec["what"] == "units":
+        costs = draft(config).memory().unit_costs
+        assert costs is not None
+        dist.barrier()
+        found: dict[str, Any] = {"units": costs.times(device)}
+    else:
+        dist.barrier()
+        found = hardware_numbers(device, rank, spec["ranks"])
+    dist.barrier()
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def hardware_numbers(device: torch.device, rank: int, ranks: int) -> dict[str, float]:
+    """Of `config.hardware.Hardware`; shares are 1, as these are what is reached."""
+
+    def seconds(function: Callable[[], object], repeats: int = 9) -> float:
+        times = []
+        for _ in range(2 + repeats):
+            begin = now(device)
+            function()
+            times.append(now(device) - begin)
+        return statistics.median(times[2:])
+
+    def product(size: int, dtype: torch.dtype) -> float:
+        """FLOP/s."""
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        many = max(1, 512 // size) ** 2
+        return many * 2 * size**3 / seconds(lambda: [a @ b for _ in range(many)])
+
+    large, small = product(_LARGE, torch.float32), product(_SMALL, torch.float32)
+    reached = min(0.999, small / large)
+    half = max(0.0, _SMALL * (reached ** (-1 / 3) - 1))
+    share = (_LARGE / (_LARGE + half)) ** 3
+    bf16 = product(_LARGE, torch.bfloat16)
+    x, y = (torch.randn(_VECTOR, device=device) for _ in range(2))
+    bandwidth = 12 * _VECTOR / seconds(lambda: torch.add(x, y, out=y))
+    few = torch.randn(16, device=device)
+    kernel = seconds(lambda: [few + few for _ in range(200)]) / 200
+    q, k, v = (torch.randn(1, 8, 512, 64, device=device) for _ in range(3))
+    attended = (
+        2
+        * 8
+        * 512
+        * 512
+        * 64
+        / seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    )
+    found = {
+        "bf16_flops": bf16 / share,
+        "fp8_flops": bf16 / share,
+        "fp32_flops": large / share,
+        "tf32_flops": large / share,
+        "matmul_efficiency": 1.0,
+        "matmul_half": half,
+        "attention_efficiency": min(1.0, attended / (large / share)),
+        "memory_bandwidth": bandwidth,
+        "memory_efficiency": 1.0,
+        "kernel_seconds": kernel,
+    }
+    if ranks > 1:
+        found |= _links(rank)
+    return found
+
+
+def _links(rank: int) -> dict[str, float]:
+    """Of messages between the first two ranks, by gloo."""
+
+    def there_and_back(tensor: torch.Tensor) -> float:
+        times = []
+        for _ in range(12):
+            begin = time.perf_counter()
+            if rank == 0:
+                dist.send(tensor, 1)
+                dist.recv(tensor, 1)
+            elif rank == 1:
+                dist.recv(tensor, 0)
+                dist.send(tensor, 0)
+            times.append((time.perf_counter() - begin) / 2)
+        return statistics.median(times[2:])
+
+    latency, large = there_and_back(torch.ones(1)), there_and_back(torch.ones(_MESSAGE // 4))
+    numbers = torch.tensor([latency, _MESSAGE / max(1e-9, large - latency)], dtype=torch.float64)
+    dist.broadcast(numbers, 0)
+    latency, bandwidth = numbers.tolist()
+    both = {"node_bandwidth": bandwidth, "network_bandwidth": bandwidth, "link_efficiency": 1.0}
+    return {**both, "node_latency": latency, "network_latency": latency}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

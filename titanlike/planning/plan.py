@@ -1,0 +1,162 @@
+"""What a layout will cost on a device: memory of each rank, time of a step, traffic, and what bounds it.
+
+1. `draft` decides stages, order and sharding, as for a run: nothing is allocated.
+2. `layout_times`: each stage's times and traffic; `simulate`: the step of every pipeline rank.
+3. `RankMemory.moments`: what is in memory when, by what it is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from titanlike.config.hardware import Hardware, MeasuredHardware
+from titanlike.config.schema import Config
+from titanlike.pipeline.order import Order
+from titanlike.planning import links
+from titanlike.planning.simulate import Simulation, simulate
+from titanlike.planning.stage_times import LayoutTimes, Traffic, layout_times
+from titanlike.split.rank_memory import MemoryParts, Moment
+from titanlike.training.draft import Draft, draft
+
+# With which rounds all ranks agree on the loss and the norm of the gradients, and read them
+_AGREEMENTS = 2
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Of one command line."""
+
+    config: Config
+    hardware: Hardware
+    draft: Draft
+    times: LayoutTimes
+    simulation: Simulation
+
+    @property
+    def order(self) -> Order:
+        return self.draft.order
+
+    @property
+    def step_seconds(self) -> float:
+        return self.simulation.step
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.config.batch_size * self.config.seq_len
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        return self.tokens / self.step_seconds / self.config.world_size
+
+    @property
+    def mfu(self) -> float | None:
+        """Of the dense bf16 peak, by the model's FLOPs a token as metrics.jsonl has it."""
+        if self.draft.flops_per_token is None:
+            return None
+        flops = self.tokens_per_second_per_gpu * self.draft.flops_per_token
+        return flops / self.hardware.bf16_flops
+
+    @cached_property
+    def moments(self) -> list[list[Moment]]:
+        """Of each pipeline rank, by its actions."""
+        memory, blocks = self.draft.memory(), self.draft.recomputed.blocks
+        return [memory.moments(rank, blocks) for rank in range(self.config.pp)]
+
+    @cached_property
+    def memory(self) -> list[MemoryParts]:
+        """Of each pipeline rank at its fullest."""
+        return [max((m.most for m in found), key=lambda p: p.total) for found in self.moments]
+
+    @cached_property
+    def memory_bytes(self) -> list[int]:
+        """What each pipeline rank takes at the most."""
+        return self.draft.memory().of_ranks(self.draft.recomputed.blocks)
+
+    @property
+    def memory_unknown(self) -> str:
+        """Why activations are not counted; "" = they are."""
+        return self.draft.memory().unknown
+
+    @property
+    def fits(self) -> bool:
+        return max(self.memory_bytes) <= self.hardware.usable
+
+    @property
+    def seconds(self) -> float:
+        """Of all steps."""
+        return self.config.last_step * self.step_seconds
+
+    def traffic(self, rank: int) -> Traffic:
+        """Of a pipeline rank: its stages together."""
+        total = Traffic()
+        for stage in self.order.local(rank):
+            for name, nbytes in vars(self.times.traffic[stage]).items():
+                setattr(total, name, getattr(total, name) + nbytes)
+        return total
+
+    def shares(self, rank: int) -> dict[str, float]:
+        """What a rank does in a step, as shares of it."""
+        step, m = self.step_seconds, self.draft.microbatches
+        seconds: Counter[str] = Counter()
+        for stage in self.order.local(rank):
+            for name, each in self.times.parts[stage].items():
+                seconds[name] += m * each
+        events = self.simulation.events[rank]
+        computes = self.simulation.computes[rank]
+        # what units do not account for: the host, and FSDP's messages beside them
+        seconds["host and sharding"] = max(0.0, computes - sum(seconds.values()))
+        for event in events:
+            name = {"gather": "gathers", "reduce": "reductions", "update": "update"}.get(event.kind)
+            if name is not None:
+                seconds[name] += event.end - event.start
+        seconds["waiting"] = step - sum(seconds.values())
+        return {name: value / step for name, value in seconds.items() if value > 1e-4 * step}
+
+    @property
+    def slowest(self) -> int:
+        """The rank that has the most to do."""
+        busy = zip(self.simulation.computes, self.simulation.exchanges, strict=True)
+        each = [sum(pair) for pair in busy]
+        return each.index(max(each))
+
+
+def make_plan(
+    config: Config,
+    hardware: Hardware,
+    drafted: Draft | None = None,
+    jitter: float = 0.0,
+    times: LayoutTimes | None = None,
+) -> Plan:
+    """Raises ConfigError where a run of this config would be refused before it starts."""
+    if drafted is None:
+        drafted = draft(config, device_memory=lambda: hardware.usable)
+    if times is None:
+        times = layout_times(config, drafted, hardware, _measured(config, drafted))
+    simulation = simulate(
+        drafted.order,
+        times.stages,
+        runs_ahead=hardware.runs_ahead,
+        agree=agreement(config, hardware),
+        jitter=jitter,
+        seed=config.seed,
+    )
+    return Plan(config, hardware, drafted, times, simulation)
+
+
+def _measured(config: Config, drafted: Draft) -> Sequence[Sequence[float]] | None:
+    """Of each unit, where this machine is the hardware; None = by what they compute."""
+    if not isinstance(config.hardware, MeasuredHardware) or drafted.memory().unknown:
+        return None
+    from titanlike.planning.measured import measured_times
+
+    return measured_times(config, drafted)
+
+
+def agreement(config: Config, hardware: Hardware) -> float:
+    """Seconds in which all ranks agree on a few numbers."""
+    names = links.axes(config)
+    return 2 * _AGREEMENTS * sum(links.link(config, name, hardware).latency for name in names)

@@ -1,0 +1,310 @@
+"""`plan search`: every layout of so many devices for a global batch, and the fastest that fit.
+
+1. `layouts.candidates` lists meshes, schedules, stages and microbatches; here each is taken with every
+   level of ZeRO, and with blocks recomputed selectively or as few as fit (`fit`).
+2. All are judged by closed forms (`closed_form.py`): what does not fit is dropped.
+3. The most promising are simulated, the best of these are drafted and planned as `plan` does it.
+"""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from titanlike.config import validate
+from titanlike.config.errors import ConfigError, Problem
+from titanlike.config.groups import FitActivationCheckpoint, SelectiveActivationCheckpoint
+from titanlike.config.hardware import Hardware
+from titanlike.config.overrides import key_of
+from titanlike.config.program import train_program
+from titanlike.config.schema import VARIANTS, Config
+from titanlike.metrics import units
+from titanlike.pipeline.from_config import declared_microbatches, derive_microbatches, stage_count
+from titanlike.pipeline.order import Order
+from titanlike.planning.closed_form import Judged, UnitTable, judge, rows_of, simulated_seconds
+from titanlike.planning.known_hardware import planned_hardware
+from titanlike.planning.layouts import SearchSpace, candidates
+from titanlike.planning.plan import Plan, make_plan
+from titanlike.planning.plan_text import as_data, mesh_text, table
+from titanlike.planning.tensor_sizes import tensor_sizes
+from titanlike.split.partition import SplitError
+
+_SCHEDULES = ["1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev"]
+_STAGES_PER_RANK = [2, 3, 4]
+_MOST_TOKENS = 2**16  # of a microbatch of several sequences: products are no faster with more
+_MOST_SIZES = 6  # of microbatches, on each number of tensor-parallel ranks
+_SIMULATED = 64
+_PLANNED_SECONDS = 15.0  # of this process, for the last step
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A layout of the end, with its command line's overrides."""
+
+    overrides: list[str]
+    plan: Plan
+
+
+@dataclass
+class Found:
+    """Of a search."""
+
+    gpus: int
+    hardware: Hardware
+    ranked: list[Ranked] = field(default_factory=list)  # the fastest first
+    judged: int = 0
+    fitting: int = 0
+    refused: int = 0  # invalid
+    lost: list[str] = field(default_factory=list)  # why well-known choices are not among them
+    seconds: float = 0.0
+    least_memory: int = 0  # bytes of the fullest rank, of the layout that needs the least
+
+
+def search(config: Config, words: list[str], gpus: int, most: int = 10) -> Found:
+    """words: the overrides of the config; what they fix stays. Raises ConfigError."""
+    begin = time.process_time()
+    hardware = planned_hardware(config)
+    found = Found(gpus, hardware)
+    kept = [word for word in words if key_of(word) not in ("hardware", "gpus")]
+    judged = [*_judged(config, kept, gpus, hardware, found)]
+    if not judged:
+        reason = f"no layout of {gpus} devices is valid for batch_size={config.batch_size}"
+        raise ConfigError([Problem("gpus", gpus, reason, "another batch_size, or other devices")])
+    fitting = sorted(
+        (j for j in judged if j[1].most <= hardware.usable), key=lambda j: j[1].seconds
+    )
+    found.judged, found.fitting = len(judged), len(fitting)
+    found.least_memory = min(j.most for _, j in judged)
+    simulated = [(simulated_seconds(j, hardware), o, j) for o, j in fitting[:_SIMULATED]]
+    simulated.sort(key=lambda item: item[0])
+    end = time.process_time() + _PLANNED_SECONDS
+    for _, overrides, one in simulated[: 2 * most]:
+        enough = len(found.ranked) >= most or time.process_time() > end
+        if enough and found.ranked:
+            break
+        try:
+            plan = make_plan(one.config, hardware)
+        except ConfigError:
+            found.refused += 1
+            continue
+        if plan.fits:
+            found.ranked.append(Ranked(overrides, plan))
+    found.ranked.sort(key=lambda item: item.plan.step_seconds)
+    if found.ranked:
+        found.lost = [*_lost(judged, found)]
+    found.seconds = time.process_time() - begin
+    return found
+
+
+def _judged(
+    config: Config, words: list[str], gpus: int, hardware: Hardware, found: Found
+) -> Iterator[tuple[list[str], Judged]]:
+    """Every candidate that is valid, with its overrides."""
+    given = {key_of(word) for word in words}
+
+    def compose(overrides: list[str]) -> Config:
+        name = next((o.partition("=")[2] for o in overrides if o.startswith("schedule=")), None)
+        if name is None or "schedule" in given:
+            return config
+        return replace(config, schedule=VARIANTS["schedule"][name](name=name))
+
+    counts = [n for n in range(1, config.batch_size + 1) if config.batch_size % n == 0]
+    space = SearchSpace(gpus, _SCHEDULES, counts, _STAGES_PER_RANK)
+    sizes = partial(tensor_sizes, ranks=gpus, machine=min(gpus, hardware.devices_per_node))
+    tables = _Tables(config, hardware)
+    orders: dict[object, Order] = {}
+    # as experiments write them, schedules' microbatches are not the user's
+    base = config if "schedule.microbatches" in given else _without_count(config)
+    compose_base = compose if base is config else lambda o: _without_count(compose(o))
+    for candidate in candidates(words, compose_base, gpus, space, sizes):
+        one = candidate.config
+        if candidate.refused or one.world_size != gpus or one.batch_size % one.dp:
+            found.refused += 1
+            continue
+        rows = one.batch_size // one.dp
+        try:
+            count = declared_microbatches(one.schedule)
+            count = count or derive_microbatches(one.schedule, one.pp, rows)[0]
+            stages = stage_count(one.schedule, one.pp, count)
+        except ValueError:
+            found.refused += 1
+            continue
+        if not tables.sensible(one, count) or stages > tables.units:
+            continue
+        if one.dp % one.replicate:
+            one = replace(one, replicate=1)
+        for more, changed in _variants(one, given, stages > one.pp):
+            if validate.problems(changed):
+                found.refused += 1
+                continue
+            zero = 1 if changed.fsdp.zero == "auto" else changed.fsdp.zero
+            table = tables(changed, rows_of(changed, count))
+            try:
+                one_judged = judge(changed, table, hardware, orders, count, zero)
+                yield [*candidate.overrides, *more], one_judged
+            except (ValueError, SplitError):
+                found.refused += 1
+
+
+def _without_count(config: Config) -> Config:
+    if getattr(config.schedule, "microbatches", None) is None:
+        return config
+    if config.schedule.name == "csv":
+        return config
+    return replace(config, schedule=replace(config.schedule, microbatches=None))
+
+
+def _variants(config: Config, given: set[str], several: bool) -> Iterator[tuple[list[str], Config]]:
+    """With each level of ZeRO and each way to recompute that the command line leaves open."""
+    splits = config.schedule.name in ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
+    levels = [1] if splits or config.shards == 1 else [1, 2, 3]
+    levels = [config.fsdp.zero] if "fsdp.zero" in given else levels
+    ways = [FitActivationCheckpoint(), SelectiveActivationCheckpoint()]
+    ways = [config.activation_checkpoint] if "activation_checkpoint" in given else ways
+    for zero in levels:
+        for how in ways:
+            words = (
+                [] if "fsdp.zero" in given or config.dp * config.cp == 1 else [f"fsdp.zero={zero}"]
+            )
+            if "activation_checkpoint" not in given:
+                words.append(f"activation_checkpoint={how.name}")
+            fsdp = replace(config.fsdp, zero=zero)
+            yield words, replace(config, fsdp=fsdp, activation_checkpoint=how)
+
+
+class _Tables:
+    """Of units, by tensor-parallel ranks and sequences of a microbatch: each is counted once."""
+
+    def __init__(self, config: Config, hardware: Hardware) -> None:
+        self._config, self._hardware = config, hardware
+        self._known: dict[object, UnitTable] = {}
+        self._plain: dict[object, UnitTable] = {}
+        self._sizes: dict[int, set[int]] = {}
+        self.units = len(self(config, 1).units)
+
+    def sensible(self, config: Config, microbatches: int) -> bool:
+        """Whether microbatches of this size are tried."""
+        rows = rows_of(config, microbatches)
+        if rows < 1 or (rows > 1 and rows * config.seq_len > _MOST_TOKENS):
+            return False
+        sizes = self._sizes.setdefault(config.tp, set())
+        if rows not in sizes and len(sizes) >= _MOST_SIZES:
+            return False
+        sizes.add(rows)
+        return True
+
+    def __call__(self, config: Config, rows: int) -> UnitTable:
+        how = config.activation_checkpoint
+        saving = tuple(getattr(how, "save", ()))
+        key = config.tp, rows, saving
+        if key not in self._known:
+            at = config.tp, rows
+            if at not in self._plain:
+                wanted = replace(self._config, tp=config.tp)
+                self._plain[at] = UnitTable(wanted, self._hardware, rows)
+            self._known[key] = self._plain[at].recomputing(config)
+        return self._known[key]
+
+
+# --- why well-known choices lose ----------------------------------------------------------------
+
+
+def _lost(judged: list[tuple[list[str], Judged]], found: Found) -> Iterator[str]:
+    """Of each well-known choice, by its fastest layout: how much slower it is, and why."""
+    best = found.ranked[0].plan
+    usable = found.hardware.usable
+    mine = next((j for o, j in judged if o == found.ranked[0].overrides), None)
+    if mine is None:
+        return
+    tp = max((j.config.tp for _, j in judged), default=1)
+    famous = {
+        "FSDP alone (pp=1 tp=1)": lambda c: c.pp == c.tp == 1,
+        f"tp={tp} without a pipeline": lambda c: c.tp == tp > 1 and c.pp == 1,
+        f"tp={tp}": lambda c: c.tp == tp > 1,
+        "a pipeline without tp": lambda c: c.pp > 1 and c.tp == 1,
+        **{
+            f"schedule={name}": (lambda c, name=name: c.pp > 1 and c.schedule.name == name)
+            for name in _SCHEDULES
+        },
+    }
+    for name, belongs in famous.items():
+        own = [j for _, j in judged if belongs(j.config)]
+        if not own or belongs(best.config):
+            continue
+        fitting = [j for j in own if j.most <= usable]
+        if not fitting:
+            least = min(j.most for j in own)
+            yield f"{name}: does not fit: {least / 2**30:.1f} of {usable / 2**30:.1f} GiB"
+            continue
+        fastest = min(fitting, key=lambda j: j.seconds)
+        slower = fastest.seconds / mine.seconds - 1
+        more = {k: fastest.parts[k] - mine.parts.get(k, 0.0) for k in fastest.parts}
+        why = max(more, key=lambda k: more[k])
+        share = fastest.parts[why] / fastest.seconds
+        where = f"pp={fastest.config.pp} dp={fastest.config.dp} tp={fastest.config.tp}"
+        if slower > 0.005:
+            yield f"{name}: {slower:.0%} slower ({where}): {why} {share:.0%} of its step"
+
+
+# --- what is printed ----------------------------------------------------------------------------
+
+
+def search_data(found: Found, most: int = 10) -> dict[str, Any]:
+    """One JSON object."""
+    return {
+        "layouts": found.judged,
+        "fitting": found.fitting,
+        "refused": found.refused,
+        "seconds": found.seconds,
+        "hardware": found.hardware.title,
+        "gpus": found.gpus,
+        "ranked": [
+            {"command": command_line(one), **as_data(one.plan)} for one in found.ranked[:most]
+        ],
+        "lost": found.lost,
+    }
+
+
+def command_line(ranked: Ranked) -> str:
+    return shlex.join([*train_program(), *ranked.overrides])
+
+
+def search_text(found: Found, most: int = 10, width: int = 80) -> str:
+    have = units.size(found.hardware.usable)
+    lines = [
+        f"{found.judged:,} layouts of {found.gpus:,} x {found.hardware.title}, of which "
+        f"{found.fitting:,} fit into {have}; {found.seconds:.0f} s"
+    ]
+    if not found.ranked:
+        least = units.size(found.least_memory)
+        lines.append(f"none fits: the least is {least} on the fullest rank; take more devices")
+        return "\n".join(lines)
+    best = found.ranked[0].plan
+    rows = []
+    for at, one in enumerate(found.ranked[:most], 1):
+        plan = one.plan
+        slower = plan.step_seconds / best.step_seconds - 1
+        rows.append(
+            [
+                str(at),
+                mesh_text(plan),
+                plan.config.schedule.name if plan.config.pp > 1 else "",
+                str(plan.draft.microbatches),
+                units.short_time(plan.step_seconds),
+                f"{plan.tokens_per_second_per_gpu:,.0f}",
+                "" if plan.mfu is None else f"{plan.mfu:.1%}",
+                f"{plan.simulation.bubble:.0%}",
+                f"{max(plan.memory_bytes) / 2**30:.1f}",
+                f"+{slower:.1%}" if at > 1 else "",
+            ]
+        )
+    header = ["", "mesh", "schedule", "mb", "step", "tok/s", "MFU", "bubble", "GiB", "slower"]
+    lines += ["", table(header, rows, width), ""]
+    lines += [f"{at}  {command_line(one)}" for at, one in enumerate(found.ranked[:most], 1)]
+    if found.lost:
+        lines += ["", "why others lose", *(f"  {text}" for text in found.lost)]
+    return "\n".join(lines)

@@ -1,0 +1,55 @@
+"""The events of a plan in the format of Chrome's traces, for https://ui.perfetto.dev."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from titanlike.config import files
+from titanlike.planning.plan import Plan
+from titanlike.planning.plan_picture import memory_curves
+
+_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+_MICRO = 1e6
+
+
+def write_trace(plan: Plan, path: Path) -> None:
+    text = json.dumps({"traceEvents": [*_events(plan)], "displayTimeUnit": "ms"})
+    files.atomic_write_text(path, text)
+
+
+def _events(plan: Plan) -> Iterator[dict[str, Any]]:
+    for rank, events in enumerate(plan.simulation.events):
+        yield _name("process_name", rank, 0, f"pipeline rank {rank}")
+        yield _name("thread_name", rank, 0, "device")
+        yield _name("thread_name", rank, 1, "messages it sends")
+        for event in events:
+            name = _NAMES.get(event.kind, event.kind)
+            if event.stage >= 0:
+                name += f" stage {event.stage}"
+            if event.mb >= 0:
+                name += f" microbatch {event.mb}"
+            yield _slice(name, event.kind, rank, 0, event.start, event.end)
+    for number, message in enumerate(plan.simulation.messages):
+        what = "activations" if message.way == "F" else "gradients"
+        name = f"{what} of stage {message.stage} microbatch {message.mb} to rank {message.receiver}"
+        yield _slice(name, "message", message.sender, 1, message.start, message.end)
+        arrow = {"name": what, "cat": "message", "id": number}
+        yield arrow | {"ph": "s", "pid": message.sender, "tid": 1, "ts": _MICRO * message.start}
+        end = {"ph": "f", "bp": "e", "pid": message.receiver, "tid": 0, "ts": _MICRO * message.end}
+        yield arrow | end
+    for rank, (times, sizes) in enumerate(memory_curves(plan)):
+        for seconds, size in zip(times, sizes, strict=True):
+            counter = {"ph": "C", "name": "memory", "pid": rank, "ts": _MICRO * seconds}
+            yield counter | {"args": {"bytes": size}}
+
+
+def _slice(name: str, kind: str, rank: int, row: int, start: float, end: float) -> dict[str, Any]:
+    when = {"ts": _MICRO * start, "dur": _MICRO * (end - start)}
+    return {"ph": "X", "name": name, "cat": kind, "pid": rank, "tid": row, **when}
+
+
+def _name(kind: str, rank: int, row: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": rank, "tid": row, "args": {"name": name}}

@@ -1,0 +1,242 @@
+"""A training step on every pipeline rank, as events in time: the Order, with what it costs.
+
+1. The Order is walked as torch's lowering walks it (`_add_send_recv`): an action of each rank in turn,
+   as soon as what it needs has been walked. A send comes behind the action that makes its message, and
+   its receive at once behind what the receiver has walked by then. So each rank's list is that of the
+   runtime, and when an action is walked all that it waits for has its time already.
+2. A rank computes in one stream, in the order of its list. A message is a rendezvous in the stream of
+   its pair of ranks: it begins when both have reached it, behind what they computed before and behind
+   earlier messages of the pair, either way. A computation waits for its message; nobody waits for sends.
+3. The first action of a rank comes behind the gathers of all its stages (ZeRO 1 and 2), and behind the
+   last backward of a stage its gradients are reduced (`StageTimes`): both hold up the rank.
+4. On a device that works by itself the host is ahead of it, or holds it up; else the host's time is
+   added. A step ends for all ranks at once: they agree on the norm of the gradients.
+
+Tensor- and data-parallel ranks of a pipeline rank do the same at the same time: one stands for all.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from titanlike.pipeline.order import Act, Order
+
+
+@dataclass(frozen=True)
+class Duration:
+    """Seconds of an action: of the device, and of the host that launches it."""
+
+    device: float = 0.0
+    host: float = 0.0
+    # of the device: that forwards run again, and that nothing is computed, as data are under way
+    again: float = 0.0
+    waiting: float = 0.0
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Of a stage and a microbatch."""
+
+    forward: Duration
+    backward: Duration  # whole
+    input_gradient: Duration  # the halves of a backward that is split
+    weight_gradient: Duration
+    sends_forward: float = 0.0  # seconds of the message to the next stage
+    sends_backward: float = 0.0  # and of that to the one before
+    gather: float = 0.0  # of its parameters, once a step
+    reduce: float = 0.0  # of its gradients, once a step
+    update: float = 0.0  # of its parameters
+
+    def of(self, kind: str) -> Duration:
+        match kind:
+            case "F":
+                return self.forward
+            case "B":
+                return self.backward
+            case "I":
+                return self.input_gradient
+        return self.weight_gradient
+
+
+class Event(NamedTuple):
+    """On a pipeline rank, seconds since the step began.
+
+    kind: F, B, I, W as in `Act`; gather, reduce (of a stage), update, agree (all ranks).
+    """
+
+    kind: str
+    stage: int
+    mb: int  # -1 of what belongs to no microbatch
+    start: float
+    end: float
+
+
+class Message(NamedTuple):
+    """way: "F" to the next stage, "B" to the one before; stage: that which sends."""
+
+    way: str
+    stage: int
+    mb: int
+    sender: int
+    receiver: int
+    start: float
+    end: float
+
+
+@dataclass
+class Simulation:
+    """Of one step."""
+
+    events: list[list[Event]]  # of each pipeline rank
+    messages: list[Message]
+    pipeline: float  # seconds until the last rank has no more to compute or to reduce
+    step: float  # with the update
+    computes: list[float]  # seconds of each rank
+    exchanges: list[float]  # seconds of each rank that are gathers and reductions
+    # (rank, stage): seconds that the rank waited for results of that stage
+    waits: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    @property
+    def bubble(self) -> float:
+        """Share of the pipeline's time in which a rank waits for others, on average."""
+        if not self.pipeline:
+            return 0.0
+        ranks = len(self.computes)
+        busy = sum(self.computes) + sum(self.exchanges)
+        return max(0.0, 1 - busy / (ranks * self.pipeline))
+
+
+def simulate(
+    order: Order,
+    stages: Sequence[StageTimes],
+    *,
+    runs_ahead: bool = True,
+    agree: float = 0.0,
+    jitter: float = 0.0,
+    seed: int = 0,
+) -> Simulation:
+    """stages: what each takes; runs_ahead: whether the host queues work on a device; agree: seconds in
+    which all ranks agree on the norm; jitter: standard deviation of an action's time, as a share.
+
+    Raises ValueError for an order that waits forever.
+    """
+    place, last = order.place, order.stages - 1
+    ranks = len(order.ranks)
+    events: list[list[Event]] = [[] for _ in range(ranks)]
+    device, host = [0.0] * ranks, [0.0] * ranks
+    computes, exchanges = [0.0] * ranks, [0.0] * ranks
+    for stage, times in enumerate(stages):
+        _hold_up(place[stage], "gather", stage, times.gather, device, exchanges, events)
+    host = list(device)  # it waits for gathered sizes
+    durations = [[(d.device, d.host) for d in map(times.of, "FBIW")] for times in stages]
+    index = {"F": 0, "B": 1, "I": 2, "W": 3}
+    left = [order.microbatches] * order.stages
+    arrived: dict[
+        tuple[bool, int, int], float
+    ] = {}  # (forward?, stage, mb): when its input is there
+    pairs: dict[tuple[int, int], float] = {}  # when the stream of two ranks is free
+    messages: list[Message] = []
+    waits: dict[tuple[int, int], float] = {}
+    draw = random.Random(seed).gauss if jitter else None
+    at = [0] * ranks
+    todo = [rank for rank in range(ranks) if order.ranks[rank]]
+    while todo:
+        before = sum(at)
+        for rank in todo:
+            act = order.ranks[rank][at[rank]]
+            kind, stage, mb = act
+            forward = kind == "F"
+            ready = 0.0
+            if kind != "W" and stage != (0 if forward else last):
+                found = arrived.get((forward, stage, mb))
+                if found is None:
+                    continue
+                ready = found
+            at[rank] += 1
+            seconds, launch = durations[stage][index[kind]]
+            if draw is not None:
+                seconds *= max(0.2, 1 + draw(0, jitter))
+            clock = device[rank]
+            if not runs_ahead:
+                seconds += launch
+                launch = 0.0
+            start = max(clock, ready, host[rank])
+            if ready > clock:
+                key = rank, stage + (-1 if forward else 1)
+                waits[key] = waits.get(key, 0.0) + ready - clock
+            host[rank] += launch
+            end = max(start + seconds, host[rank])
+            device[rank] = end
+            computes[rank] += end - start
+            events[rank].append(Event(kind, stage, mb, start, end))
+            if kind in "BW":
+                left[stage] -= 1
+                if not left[stage]:
+                    _hold_up(rank, "reduce", stage, stages[stage].reduce, device, exchanges, events)
+            if kind == "W" or stage == (last if forward else 0):
+                continue
+            other = stage + (1 if forward else -1)
+            to = place[other]
+            if to != rank:
+                times = stages[stage]
+                pair = (rank, to) if rank < to else (to, rank)
+                begin = max(end, device[to], pairs.get(pair, 0.0))
+                end = begin + (times.sends_forward if forward else times.sends_backward)
+                pairs[pair] = end
+                messages.append(Message("F" if forward else "B", stage, mb, rank, to, begin, end))
+            arrived[forward, other, mb] = end
+        if sum(at) == before:
+            waiting = ", ".join(str(order.ranks[rank][at[rank]]) for rank in todo)
+            raise ValueError(f"the order waits forever, at {waiting}")
+        todo = [rank for rank in todo if at[rank] < len(order.ranks[rank])]
+    pipeline = max(device)
+    updates = [0.0] * ranks
+    for stage, times in enumerate(stages):
+        updates[place[stage]] += times.update
+    for rank, seconds in enumerate(updates):
+        if agree:
+            events[rank].append(Event("agree", -1, -1, pipeline, pipeline + agree))
+        if seconds:
+            begin = pipeline + agree
+            events[rank].append(Event("update", -1, -1, begin, begin + seconds))
+    step = pipeline + agree + max(updates)
+    return Simulation(events, messages, pipeline, step, computes, exchanges, waits)
+
+
+def _hold_up(
+    rank: int,
+    kind: str,
+    stage: int,
+    seconds: float,
+    device: list[float],
+    exchanges: list[float],
+    events: list[list[Event]],
+) -> None:
+    """A collective for which the rank's computations wait."""
+    if seconds:
+        events[rank].append(Event(kind, stage, -1, device[rank], device[rank] + seconds))
+        device[rank] += seconds
+        exchanges[rank] += seconds
+
+
+def equal_stages(order: Order, forward: float = 1.0, backward: float = 2.0) -> list[StageTimes]:
+    """Of stages that together take a rank so long for a microbatch; messages take no time.
+
+    Half of a split backward is W.
+    """
+    chunks = order.stages / len(order.ranks)
+    half = Duration(backward / 2 / chunks)
+    times = StageTimes(Duration(forward / chunks), Duration(backward / chunks), half, half)
+    return [times] * order.stages
+
+
+def in_flight(acts: Sequence[Act]) -> int:
+    """The most forwards of a rank at a time that wait for their backward."""
+    now = most = 0
+    for act in acts:
+        now += {"F": 1, "I": 0, "B": -1, "W": -1}[act.kind]
+        most = max(most, now)
+    return most

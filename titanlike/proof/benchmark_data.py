@@ -1,0 +1,147 @@
+"""`titanlike bench-data`: how fast input is, beside what the default model takes.
+
+Tokens a second of the loader alone for each kind of data and number of workers; seconds to open a corpus
+of many files, in the cache or not; and tokens a second of the default model's training step in plain torch on
+this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from titanlike.config.program import program
+from titanlike.config.schema import (
+    Config,
+    Custom,
+    MixtureData,
+    SyntheticData,
+    TextData,
+    TokenData,
+)
+from titanlike.data.loader import batches, open_data
+from titanlike.data.tokenize_corpus import Settings, tokenize_corpus_files
+from titanlike.metrics import units
+from titanlike.metrics.console import Console
+from titanlike.models.registry import build_model
+
+_MIN_STEPS = 20  # of a measurement
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit code: 1 if any kind of data is slower than `--least` times the model, with any number of workers."""
+    parser = argparse.ArgumentParser(prog=shlex.join(program()), description=__doc__)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each (default: %(default)s)")
+    parser.add_argument("--workers", default="0,1,4", help="of the loader (default: %(default)s)")
+    parser.add_argument(
+        "--files", type=int, default=10_000, help="of a corpus (default: %(default)s)"
+    )
+    text = "times the model's tokens a second that input must give (default: %(default)s)"
+    parser.add_argument("--least", type=float, default=5.0, help=text)
+    arguments = parser.parse_args(argv)
+    console = Console(steps=1)
+    workers = [int(word) for word in arguments.workers.split(",")]
+    with tempfile.TemporaryDirectory(prefix="titanlike-bench-") as folder:
+        opened, configs = _corpora(Path(folder), arguments.files)
+        model = _model_rate(arguments.seconds)
+        rows: list[list[object]] = []
+        least = float("inf")
+        for name, config in configs.items():
+            found = [_rate(_with_workers(config, count), arguments.seconds) for count in workers]
+            least = min(least, min(found) / model)
+            rows.append([name, *map(units.count, found), f"{found[0] / model:.0f}"])
+    heads = [f"{count} workers" for count in workers]
+    console.table("", ["tokens/s", *heads, "times the model"], rows)
+    console.line()
+    console.fields([("default model", f"{units.count(model)} tokens/s, a training step"), *opened])
+    return int(least < arguments.least)
+
+
+def _corpora(folder: Path, files: int) -> tuple[list[tuple[str, str]], dict[str, Config]]:
+    """(seconds of what is done once, a config of each kind of data)."""
+    text = folder / "text"
+    for number in range(files):
+        part = text / f"{number // 1000:03d}"
+        part.mkdir(parents=True, exist_ok=True)
+        (part / f"{number:06d}.txt").write_text(f"document {number}: " + "some words of it. " * 20)
+    config = Config(data=TextData(path=str(text), cache=str(folder / "cache")))
+    opened = []
+    for what in ("tokenized", "in the cache"):
+        begin = time.perf_counter()
+        open_data(config)
+        opened.append(
+            (f"data=text, {what}", f"{time.perf_counter() - begin:.2f} s, {files:,} files")
+        )
+    begin = time.perf_counter()
+    for name in ("a", "b"):
+        tokenize_corpus_files(text, folder / name, Settings("bytes"), 1)
+    seconds = (time.perf_counter() - begin) / 2
+    opened.append(("titanlike tokenize", f"{seconds:.2f} s, {files:,} files, one process"))
+    tokens = replace(config, data=TokenData(path=[str(folder / "a"), str(folder / "b")]))
+    begin = time.perf_counter()
+    open_data(tokens)
+    opened.append(("data=tokens", f"{time.perf_counter() - begin:.2f} s"))
+    sources = {
+        name: {"path": str(folder / name), "weight": w} for name, w in (("a", 0.7), ("b", 0.3))
+    }
+    return opened, {
+        "text": config,
+        "tokens": tokens,
+        "mixture": replace(config, data=MixtureData(sources=sources)),
+        "synthetic": replace(config, data=SyntheticData()),
+    }
+
+
+def _with_workers(config: Config, count: int) -> Config:
+    if not hasattr(config.data, "workers"):
+        return config
+    return replace(config, data=replace(config.data, workers=count))
+
+
+def _rate(config: Config, seconds: float) -> float:
+    """Tokens a second of the batches of one process, after the first."""
+    with warnings.catch_warnings():  # of more workers than cores, which is measured
+        warnings.filterwarnings("ignore", "This DataLoader will create")
+        stream = batches(open_data(config).train, config, dp_rank=0)
+        next(stream)
+    return _steps(stream, seconds) * config.batch_size * config.seq_len
+
+
+def _steps(stream: Iterator[object], seconds: float) -> float:
+    begin, count = time.perf_counter(), 0
+    while (now := time.perf_counter()) < begin + seconds or count < _MIN_STEPS:
+        next(stream)
+        count += 1
+    return count / (now - begin)
+
+
+def _model_rate(seconds: float) -> float:
+    """Tokens a second of forward, backward and update of the default model, in plain torch."""
+    config = Config()
+    model = build_model(Custom("llama", {"vocab_size": 257}), "cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    ids = torch.randint(257, (config.batch_size, config.seq_len + 1))
+
+    def train() -> Iterator[None]:
+        while True:
+            logits = model(ids[:, :-1])
+            F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield
+
+    stream = train()
+    next(stream)
+    return _steps(stream, seconds) * config.batch_size * config.seq_len

@@ -1,0 +1,73 @@
+"""Attention of some queries with some keys, with the logarithms of its sums, and its gradient.
+
+scaled_dot_product_attention gives no sums, without which results of several blocks of keys cannot be
+added up. Test: test_block_attention.py::test_attention_gives_no_sums
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_aten = torch.ops.aten
+
+
+class Block(NamedTuple):
+    """Of queries [B, H, t, E] with keys and values [B, H, s, E]."""
+
+    result: Tensor  # [B, H, t, E]
+    sums: Tensor  # fp32 [B, H, t]: logarithm of the sum of exp(scores)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Block:
+    """causal: the first query sees the first key, and each one more than the one before."""
+    if q.device.type == "cpu":
+        return Block(
+            *_aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        )
+    if _takes_flash(q):
+        result, sums, *_ = _aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, causal, False, scale=scale
+        )
+        return Block(result, sums)
+    result, sums, *_ = _aten._scaled_dot_product_efficient_attention(
+        q, k, v, None, True, 0.0, causal, scale=scale
+    )
+    return Block(result, sums[..., : q.shape[2]])  # the kernel rounds it up to a multiple of 32
+
+
+def backward(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    whole: Block,
+    causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, where `whole` is of the queries with all of their keys."""
+    result, sums = whole
+    if q.device.type == "cpu":
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient, q, k, v, result, sums, 0.0, causal, scale=scale
+        )
+    none = torch.empty((), dtype=torch.int64, device=q.device)  # of dropout, which there is not
+    if _takes_flash(q):
+        lengths: list[Any] = [None, None, q.shape[2], k.shape[2]]
+        seed = torch.empty(2, dtype=torch.uint64, device=q.device)
+        return _aten._scaled_dot_product_flash_attention_backward(
+            gradient, q, k, v, result, sums, *lengths, 0.0, causal, seed, none, scale=scale
+        )
+    padding = -q.shape[2] % 32
+    sums = torch.nn.functional.pad(sums, (0, padding), value=float("inf")) if padding else sums
+    wanted = [True, True, True, False]
+    dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
+        gradient, q, k, v, None, result, sums, none, none, 0.0, wanted, causal, scale=scale
+    )
+    return dq, dk, dv
+
+
+def _takes_flash(q: Tensor) -> bool:
+    return q.is_meta or q.dtype in (torch.bfloat16, torch.float16)

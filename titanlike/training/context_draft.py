@@ -1,0 +1,253 @@
+"""How context parallelism divides sequences, decided before anything is allocated."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import lcm
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titanlike.config.errors import ConfigError, Problem
+from titanlike.config.schema import Config, TraceSplit
+from titanlike.device.choose import first_device
+from titanlike.graph.equal_units import call_key
+from titanlike.graph.model_graph import Field, Fields, ModelGraph, fields_of
+from titanlike.graph.record_forward import record_forward
+from titanlike.graph.recording import Recording
+from titanlike.graph.replay import replay
+from titanlike.graph.token_parts import Parts, with_parts
+from titanlike.models.attention import attention
+from titanlike.models.documents import document_mask
+from titanlike.optim.loss import CustomLoss, Loss, takes_divided_logits
+from titanlike.parallel.cp.attention import Attended, ContextAttention, DocumentAttention, repeated
+from titanlike.parallel.cp.check import TokenCheck, TokensMixed, Unchecked
+from titanlike.parallel.cp.context_parallel import ContextParallel, token_dims_of
+from titanlike.parallel.cp.tokens import ContextRanks
+from titanlike.parallel.expert_balance import experts_of
+
+
+@dataclass
+class ContextDraft:
+    """How sequences are divided; the method is chosen once the model's attention is known."""
+
+    config: Config
+    ranks: ContextRanks
+    why: str = ""  # of the method
+    seen: list[Attended] = field(default_factory=list)  # calls of attention, each kind once
+    attention: ContextAttention = field(init=False)
+    unchecked: str = ""  # why it is not known whether each token is computed by itself, if so
+    _first: tuple[Recording, Recording] | None = None  # of whole sequences, and of shorter ones
+
+    def __post_init__(self) -> None:
+        self.attention = ContextAttention(self.ranks, DocumentAttention(attention, document_mask))
+
+    @property
+    def parallel(self) -> ContextParallel:
+        return ContextParallel(self.ranks, self.attention, self.config.tp)
+
+    def check(self, model: nn.Module, batch: Mapping[str, Tensor], graph: ModelGraph) -> None:
+        """Raise ConfigError where the model would compute other numbers with parts of sequences.
+
+        model: as it was recorded, or without tensor parallelism where that divides it, which is checked
+        by itself; batch: a microbatch on meta.
+        """
+        assert self._first is not None
+        recordings = self._first
+        attention = self.attention
+        if self.config.tp > 1:  # operations on parts of heads and features would only be noise
+            attention = ContextAttention(replace(self.ranks))
+            names = [unit.name for unit in graph.units]
+            for name in names:
+                attention.around(model.get_submodule(name))
+            attention.active = False
+            fields = fields_of(dict(batch))
+            shorter = {
+                name: batch[name].new_empty(2, *f.shape) for name, f in self.shorter(fields).items()
+            }
+            first, second = (record_forward(model, dict(x), names) for x in (batch, shorter))
+            recordings = first, second
+        check = TokenCheck(model, call_key, attention)
+        ranks = self.ranks
+        instead = {F.scaled_dot_product_attention: attention.attention}
+        parts = Parts(
+            ranks.size, check.take, ranks.balanced, lambda function: instead.get(function, function)
+        )
+        try:
+            check.whole(partial(replay, recordings[0], model, batch))
+            divided = with_parts(*recordings, parts)
+            check.parts(partial(replay, divided, model, batch), graph.trained_outputs)
+        except Unchecked as error:
+            self.unchecked = str(error)
+        except TokensMixed as mixed:
+            where = f"its {mixed.module} " if mixed.module else "its forward "
+            alone = "a token sees others by scaled_dot_product_attention alone"
+            reason = f"{where}{mixed.reason}; with cp {alone}"
+            fix = f"cp=1 dp={self.config.dp * self.config.cp}"
+            raise ConfigError([Problem("cp", self.config.cp, reason, fix)]) from None
+
+    def loss_problems(self, loss: Loss, output: Any, targets: Tensor) -> list[Problem]:
+        """What is wrong with a loss of a rank's tokens; output and targets on meta."""
+        if not isinstance(loss, CustomLoss):
+            return []
+        with torch.device("meta"):
+            shape = tuple(loss.losses(output, targets).shape)
+        if shape[:2] == tuple(targets.shape[:2]):
+            return []
+        reason = f"it returns losses {list(shape)} for targets {list(targets.shape)}"
+        reason += ": with cp a rank has a part of the tokens, and each must have its own"
+        return [Problem("loss.name", self.config.loss.name, reason, "return losses [B, T, ...]")]
+
+    def check_padding(self, model: nn.Module, fields: Fields) -> None:
+        """Raise ConfigError where batches, which differ in length, cannot be padded to what cp needs."""
+        reason = ""
+        if not takes_divided_logits(self.config.loss):
+            reason = "a loss that is no cross entropy would count what they are padded with"
+        elif any(not call.causal for call in self.seen) and "document_ids" not in fields:
+            reason = "attention that is not causal alone may see what they are padded with"
+        elif experts_of(model):
+            reason = "what they are padded with would count where experts are balanced"
+        if reason:
+            multiple = self.parallel.multiple()
+            text = f"batches differ in length, are padded to a multiple of {multiple}, and {reason}"
+            fix = f"cp=1 dp={self.config.dp * self.config.cp}"
+            raise ConfigError([Problem("cp", self.config.cp, text, fix)])
+
+    # --- of ModelGraph -------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Within it, the model computes with whole sequences; its calls of attention are noted."""
+        self.attention.instead = self._note
+        self.attention.active = False
+        try:
+            with self.attention:
+                yield
+        finally:
+            self.attention.instead, self.attention.active = None, True
+
+    def shorter(self, fields: Fields) -> Fields:
+        """Of half the length, or a little less where tensor-parallel ranks could not divide that."""
+        tokens, tp = length(fields), self.config.tp
+        less = tokens // 2 if tokens // 2 % tp == 0 else tokens - tp
+        found = {}
+        for name, (shape, dtype) in fields.items():
+            dims = token_dims_of(name, shape, tokens)
+            sizes = (less if dim in dims else size for dim, size in enumerate(shape))
+            found[name] = Field(tuple(sizes), dtype)
+        return found
+
+    def parts(self, recording: Recording, shorter: Recording) -> Parts:
+        if not self.why:
+            self._choose()
+            self._first = recording, shorter
+        ranks = self.ranks
+        instead = {F.scaled_dot_product_attention: self.attention.attention}
+        return Parts(
+            ranks.size, ranks.take, ranks.balanced, lambda function: instead.get(function, function)
+        )
+
+    def _note(self, given: Mapping[str, Any]) -> Tensor:
+        q, k, mask = given["query"], given["key"], given["attn_mask"]
+        call = Attended(
+            heads=q.shape[1] if q.dim() == 4 else 0,
+            kv_heads=k.shape[1] if k.dim() == 4 else 0,
+            width=q.shape[-1] if q.shape[-1] == given["value"].shape[-1] else 0,
+            causal=given["is_causal"],
+            masked=mask is not None,
+            dropout=given["dropout_p"] > 0,
+        )
+        if call not in self.seen:
+            self.seen.append(call)
+        return F.scaled_dot_product_attention(**given)
+
+    def _choose(self) -> None:
+        wanted = self.config.context_parallel
+        problems = {name: problem(self) for name, problem in _METHODS.items()}
+        if wanted != "auto":
+            if reason := problems[wanted]:
+                fits = next(name for name, text in problems.items() if not text)
+                fix = f"context_parallel={fits}"
+                raise ConfigError([Problem("context_parallel", wanted, reason, fix)])
+            self.ranks.method, self.why = wanted, "asked for"
+            return
+        chosen = next(name for name, reason in problems.items() if not reason)
+        before = [reason for name, reason in problems.items() if reason and name != chosen]
+        first = next(iter(problems))
+        self.ranks.method, self.why = chosen, _WHY_FIRST if chosen == first else before[0]
+
+
+def length(fields: Fields) -> int:
+    """Tokens of a sequence."""
+    return fields["inputs"].shape[0]
+
+
+_WHY_FIRST = "the ranks can share its heads"
+
+
+def _no_ulysses(draft: ContextDraft) -> str:
+    size = draft.ranks.size
+    for call in draft.seen:
+        if not call.heads:
+            return "a call of attention has no dimension of heads"
+        if call.heads % size or call.heads % (call.kv_heads * repeated(call.kv_heads, size)):
+            of_rank = " of a tp rank" if draft.config.tp > 1 else ""
+            heads = f"{call.heads} heads and {call.kv_heads} key/value heads{of_rank}"
+            return f"{heads} cannot be shared by {size} ranks"
+    return ""
+
+
+def _no_ring(draft: ContextDraft) -> str:
+    if draft.config.compile:
+        return "torch.compile cannot trace a ring"
+    for call in draft.seen:
+        if call.masked:
+            return "a ring takes no mask, and documents are one"
+        if call.dropout:
+            return "a ring has no dropout in attention"
+        if not call.heads or not call.width:
+            return "a ring takes heads whose keys and values have one size"
+        on_cpu = first_device(draft.config.device).type == "cpu"  # whose kernel takes any
+        if (call.width % 8 or call.width > 256) and not on_cpu:
+            return f"a ring takes heads of a multiple of 8, up to 256, not of {call.width}"
+    return ""
+
+
+# the first that fits is taken by context_parallel=auto
+_METHODS: dict[str, Callable[[ContextDraft], str]] = {
+    "ulysses": _no_ulysses,
+    "ring": _no_ring,
+    "gather": lambda draft: "",
+}
+
+
+def context_draft(
+    config: Config, ranks: ContextRanks | None, batch: Mapping[str, Tensor]
+) -> ContextDraft | None:
+    """None without context parallelism. Raises ConfigError.
+
+    ranks: of this process; None in the launcher. batch: of one sequence, on meta.
+    """
+    if config.cp == 1:
+        return None
+    if isinstance(config.split, TraceSplit):
+        reason = "a traced graph has the lengths of whole sequences written into it"
+        raise ConfigError([Problem("split", "trace", reason, "split=points")])
+    ids, targets = batch["inputs"], batch["targets"]
+    if ids.dim() < 2 or targets.dim() < 2 or ids.shape[1] != targets.shape[1]:
+        shapes = f"{list(ids.shape[1:])} and targets {list(targets.shape[1:])}"
+        reason = f"a sample's inputs {shapes} are no sequences of the same tokens"
+        raise ConfigError([Problem("cp", config.cp, reason, f"cp=1 dp={config.dp * config.cp}")])
+    tokens = ids.shape[1]
+    multiple = lcm(2 * config.cp, config.cp * config.tp)
+    if tokens % multiple:
+        fits = -(-tokens // multiple) * multiple
+        each = f"2 x cp{f' and cp x tp = {config.cp * config.tp}' if config.tp > 1 else ''}"
+        reason = f"{tokens} tokens are no multiple of {each} = {2 * config.cp}"
+        raise ConfigError([Problem("seq_len", tokens, reason, f"seq_len={fits}")])
+    return ContextDraft(config, ranks or ContextRanks(config.cp, 0))

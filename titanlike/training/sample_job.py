@@ -1,0 +1,73 @@
+"""The sample job: texts of a run's newest checkpoint, in any layout, for a model that does not fit
+one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from titanlike.checkpoint.discovery import checkpoint_folder, resolve, step_of
+from titanlike.checkpoint.storage import Storage
+from titanlike.checkpoint.warm_start import warm_start
+from titanlike.config.errors import ConfigError, Problem
+from titanlike.config.schema import Config
+from titanlike.launch.watchdog import Watchdog
+from titanlike.launch.worker import Worker
+from titanlike.metrics.console import Console
+from titanlike.parallel.device_events import device_queue
+from titanlike.parallel.mesh import close_mesh, open_mesh
+from titanlike.torch_private.process_groups import abort_groups
+from titanlike.training.build import Run, build
+from titanlike.training.samples import Sampler
+from titanlike.training.session import open_data_on_every_rank
+
+
+def sample(config: Config, worker: Worker) -> dict[str, Any]:
+    """Continue `sample.prompts`, and print the texts. Raises ConfigError without a checkpoint."""
+    if not config.sample.prompts:
+        fix = "sample.prompts=['def main']"
+        raise ConfigError([Problem("sample.prompts", [], "there is nothing to continue", fix)])
+    # the job's own folder is inside the run's
+    of_run = replace(config, run_dir=str(Path(config.run_dir).parent))
+    data = open_data_on_every_rank(config, worker)
+    mesh = open_mesh(config, worker)
+    console, queue = Console(steps=1), device_queue(mesh.device)
+    with Watchdog(worker, config.launch, worker.report_failure, queue, abort_groups) as watchdog:
+        watchdog.enter_phase(0, "build", config.launch.timeout)
+        run = build(config, mesh, data)
+        watchdog.enter_phase(0, "load", config.checkpoint.timeout)
+        step = load_newest(of_run, run)
+        watchdog.enter_phase(0, "samples", config.launch.timeout)
+        texts = Sampler(run, config, data).sample(config.seed)
+    if worker.rank == 0:
+        for prompt, text in zip(config.sample.prompts, texts, strict=True):
+            console.line(f"\n--- step {step}, {prompt!r}")
+            console.line(prompt + text)
+    close_mesh()
+    return {"value": None, "texts": texts}
+
+
+def newest_of(config: Config) -> Storage:
+    """A run's newest checkpoint. Raises ConfigError where there is none."""
+    try:
+        return resolve("run_dir", str(checkpoint_folder(config)))
+    except ValueError as error:
+        raise ConfigError([Problem.parse("run_dir", str(error))]) from None
+
+
+def load_newest(config: Config, run: Run) -> int:
+    """Load the weights of a run's newest checkpoint, and nothing else; its step. Collective.
+
+    The run may be training: its checkpoints are read and left as they are. Raises ConfigError where
+    there is none.
+    """
+    newest = newest_of(config)
+    timeout = timedelta(seconds=config.checkpoint.timeout)
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    settings = replace(config.checkpoint, start_from=str(newest), rename=[], strict=True)
+    warm_start(settings, run.stage_states, group)
+    return step_of(newest) if newest.name.startswith("step-") else 0

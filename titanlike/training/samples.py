@@ -1,0 +1,141 @@
+"""Texts that the model of a run continues, in the run's own layout: every stage, shard and tensor-
+parallel part stays where it is.
+
+Each token takes a forward of the whole pipeline, without a cache of keys and values: right for any
+causal model, and slow. The logits are on the ranks of the last stage; rank by rank the same ids go on.
+
+Shapes: B texts at a time (a microbatch each), T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from titanlike.config import files
+from titanlike.config.errors import ConfigError, Problem
+from titanlike.config.schema import Config
+from titanlike.data.sources import Data
+from titanlike.generation.sampling import Sampling, next_tokens
+from titanlike.metrics.run_files import append_line
+from titanlike.metrics.sinks import Sink
+from titanlike.parallel.tp.collectives import TensorRanks
+from titanlike.training.build import Run
+
+FILE = "samples.jsonl"
+_LENGTH = (
+    64  # batches of texts have multiples of this length: each other one takes a runtime of its own
+)
+
+
+class Sampler:
+    """Continues `sample.prompts`. All methods are collective."""
+
+    def __init__(self, run: Run, config: Config, data: Data) -> None:
+        """Raises ConfigError where the data have no tokenizer."""
+        if data.encode is None or data.decode is None:
+            reason = "the data have no tokenizer, which a prompt needs"
+            fix = "sample.every=0, or data with a tokenizer (data=text)"
+            raise ConfigError([Problem("sample.prompts", config.sample.prompts, reason, fix)])
+        self._run, self._config, self._decode = run, config, data.decode
+        self._boundary = data.boundary
+        self._pipeline = run.pipeline.for_outputs()
+        self._prompts = [data.encode(text) for text in config.sample.prompts]
+        if not all(self._prompts):
+            reason = "one of them has no tokens"
+            raise ConfigError(
+                [Problem("sample.prompts", config.sample.prompts, reason, "some text")]
+            )
+
+    def sample(self, seed: int) -> list[str]:
+        """The text after each prompt, the same on all ranks."""
+        settings = self._config.sample
+        sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, seed)
+        count, found = self._run.draft.microbatches, []
+        random = sampling.generators(len(self._prompts))
+        self._run.train_mode(False)
+        try:
+            with torch.no_grad():
+                for first in range(0, len(self._prompts), count):
+                    part = slice(first, first + count)
+                    found += self._continue(self._prompts[part], sampling, random[part])
+        finally:
+            self._run.train_mode(True)
+        return [self._decode(ids) for ids in found]
+
+    def _continue(
+        self, prompts: list[list[int]], sampling: Sampling, random: list[torch.Generator]
+    ) -> list[list[int]]:
+        texts, ended = [list(ids) for ids in prompts], [False] * len(prompts)
+        for _ in range(self._config.sample.tokens):
+            chosen = self._next(texts, sampling, random)
+            for number, token in enumerate(chosen):
+                ended[number] = ended[number] or token == self._boundary
+                texts[number] += [] if ended[number] else [token]
+            if all(ended):
+                break
+        return [ids[len(prompt) :] for ids, prompt in zip(texts, prompts, strict=True)]
+
+    def _next(
+        self, texts: list[list[int]], sampling: Sampling, random: list[torch.Generator]
+    ) -> list[int]:
+        """The next id of each text: chosen by one rank of the last stage, told to all."""
+        mesh, longest = self._run.mesh, self._config.seq_len
+        shown = [ids[-longest:] for ids in texts]  # what the model was trained to see
+        length = min(-(-max(map(len, shown)) // _LENGTH) * _LENGTH, longest)
+        rows = shown + shown[:1] * (self._run.draft.microbatches - len(shown))
+        ids = torch.stack([F.pad(torch.tensor(row), (0, length - len(row))) for row in rows])
+        wanted = torch.zeros_like(ids)
+        wanted[range(len(rows)), [len(row) - 1 for row in rows]] = 1
+        batch = {"inputs": ids.to(mesh.device), "targets": wanted.to(mesh.device)}
+        logits = self._pipeline.outputs(batch)  # [B, V or part of it]
+        chosen = torch.zeros(len(texts), dtype=torch.int64)
+        if logits is not None:
+            logits = self._whole(logits)[: len(texts)]
+            if mesh.dp_rank == 0 and mesh.tp_rank == 0:
+                chosen = next_tokens(logits, sampling, random)
+        chosen = chosen.to(mesh.device)
+        return (mesh.sum(chosen) if mesh.world_size > 1 else chosen).tolist()
+
+    def _whole(self, logits: Tensor) -> Tensor:
+        """All of the vocabulary, of which tensor-parallel ranks have parts."""
+        tensor, mesh = self._run.draft.tensor, self._run.mesh
+        if tensor is None or tensor.vocabulary is None:
+            return logits
+        each = len(range(tensor.vocabulary)[TensorRanks(mesh.tp, 0).part(tensor.vocabulary)])
+        padded = F.pad(logits.float(), (0, each - logits.size(-1)))
+        parts = [torch.empty_like(padded) for _ in range(mesh.tp)]
+        dist.all_gather(parts, padded.contiguous(), group=mesh.axes.get_group("tp"))
+        return torch.cat(parts, -1)[:, : tensor.vocabulary]
+
+
+def write_samples(
+    sampler: Sampler,
+    config: Config,
+    step: int,
+    sinks: list[Sink],
+    run_dir: Any,
+    say: Callable[[str], object] | None,
+) -> None:
+    """Sample, and on rank 0 (which has `say`) print, append to samples.jsonl and hand to the sinks."""
+    texts = sampler.sample(config.seed + step)
+    if say is None:
+        return
+    prompts = config.sample.prompts
+    rows = [
+        {"step": step, "prompt": prompt, "text": text}
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+    how = {key: getattr(config.sample, key) for key in ("temperature", "top_p", "top_k")}
+    for row in rows:
+        append_line(run_dir / FILE, files.dumps({"time": time.time(), **row, **how}))
+        shown = (row["prompt"] + row["text"]).rstrip().replace("\n", "\n    | ")
+        say(f"sample at step {step}:\n    | {shown}")
+    for sink in sinks:
+        sink.table("samples", step, rows)

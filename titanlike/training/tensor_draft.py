@@ -1,0 +1,146 @@
+"""How tensor parallelism divides a model, decided before anything is allocated."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from titanlike.config.errors import ConfigError, Problem
+from titanlike.config.schema import Config, TraceSplit
+from titanlike.device.accelerator import own_backend
+from titanlike.device.choose import first_device
+from titanlike.graph.equal_units import call_key
+from titanlike.graph.model_graph import fields_of
+from titanlike.models.tensor_plan import tensor_plan, written_plan
+from titanlike.optim.loss import Loss, build_loss, takes_divided_logits
+from titanlike.optim.vocabulary_loss import DividedVocabulary
+from titanlike.parallel.tp.check import Comparison
+from titanlike.parallel.tp.collectives import TensorRanks
+from titanlike.parallel.tp.divided_run import PlanError
+from titanlike.parallel.tp.random_numbers import Draws
+from titanlike.parallel.tp.styles import divide
+from titanlike.parallel.tp.tensor_parallel import TensorDraft
+from titanlike.training.tensor_mistakes import mixed_draws, plan_error, unnamed
+
+
+def divide_model(
+    config: Config, model: nn.Module, ranks: TensorRanks | None, batch: dict[str, Tensor]
+) -> tuple[TensorDraft | None, Loss]:
+    """Divide a model on meta in place, as its first tensor-parallel rank has it; the loss on `ranks`.
+
+    batch: of one sequence, on meta, see `example_batch`. Without tensor parallelism the model stays as
+    it is. Raises ConfigError, also where the divided model would compute other numbers.
+    """
+    if config.tp == 1:
+        return None, build_loss(config.loss)
+    if isinstance(config.split, TraceSplit):
+        reason = "a graph that is traced has no exchanges between tensor-parallel ranks"
+        raise ConfigError([Problem("split", "trace", reason, "split=points")])
+    modules = tensor_plan(config, model)
+    styles = {entry.style for entry in modules.values()}
+    whole = not takes_divided_logits(config.loss)
+    heads = [model.get_submodule(name) for name, entry in modules.items() if entry.style == "vocab"]
+    vocabulary = next((m.out_features for m in heads if isinstance(m, nn.Linear)), None)
+    like = TensorRanks(config.tp, 0)
+    model.train()
+    # each in a forward of its own copy: a model may keep what it computes, as a rotary table
+    undivided, *probes = (copy.deepcopy(model) for _ in range(3))
+    microbatch = {name: _two_of(x, model) for name, x in batch.items() if name != "targets"}
+    comparison = Comparison(undivided, modules, call_key)
+    comparison.before(microbatch)
+    placements = divide(model, modules, like, whole_logits=whole)
+    tensor = TensorDraft(
+        modules,
+        config.tp_sequence and "sequence" in styles,
+        whole,
+        None if whole else vocabulary,
+        placements,
+        like,
+        context=config.cp,
+    )
+    tensor.prepare(like, fields_of(batch))
+    tensor = _checked(config, tensor, comparison, probes, microbatch)
+    return tensor, loss_of(config, tensor, ranks or like)
+
+
+def _two_of(field: Tensor, model: nn.Module) -> Tensor:
+    """A field of a batch of two sequences, of one of it, in the dtype of the model."""
+    two = field.repeat_interleave(2, 0)
+    return two.to(next(model.parameters()).dtype) if two.is_floating_point() else two
+
+
+def _checked(
+    config: Config,
+    tensor: TensorDraft,
+    comparison: Comparison,
+    probes: list[nn.Module],
+    microbatch: dict[str, Tensor],
+) -> TensorDraft:
+    """With what the divided model's modules draw. Raises ConfigError where it would compute other
+    numbers than the whole one.
+
+    probes: two copies of the undivided model.
+    """
+    users = written_plan(config) is not None
+    written = users or callable(getattr(probes[0], "tp_plan", None))
+    left_out = unnamed(probes[0], tensor.modules) if written else []
+
+    def draws(probe: nn.Module, sequence: bool) -> Draws:
+        ranks = TensorRanks(config.tp, 0)
+        tensor.divide(probe, ranks)
+        ranks.sequence = sequence
+        divided = tensor.vocabulary is not None
+        return comparison.after(probe, microbatch, tensor.placements, ranks, divided)
+
+    try:
+        drawn = draws(probes[0], tensor.like.sequence)
+    except PlanError as error:
+        if config.tp_check:
+            raise plan_error(config, tensor.modules, error.mistakes + left_out) from None
+        told = plan_error(config, tensor.modules, error.mistakes).problems[0]
+        return replace(tensor, unchecked=f"{told.reason} (tp_check=false)")
+    if left_out:
+        right = "replicate_sum" if comparison.unchecked else "replicate"
+        left_out = [replace(one, style=right) for one in left_out]
+        raise plan_error(config, tensor.modules, left_out)
+    drawn_whole, wrong = drawn, ""
+    if tensor.like.sequence:  # batches of other lengths may not be
+        try:
+            drawn_whole = draws(probes[1], False)
+        except PlanError as error:
+            wrong = plan_error(config, tensor.modules, error.mistakes).problems[0].reason
+    if mistakes := mixed_draws(drawn):
+        raise plan_error(config, tensor.modules, mistakes)
+    if not wrong and (mistakes := mixed_draws(drawn_whole)):
+        wrong = f"{mistakes[0].module} {mistakes[0].reason}"
+    found = {"draws": drawn, "draws_whole": drawn_whole, "wrong_whole": wrong}
+    return replace(tensor, **found, unchecked=comparison.unchecked)
+
+
+def async_problems(config: Config) -> list[Problem]:
+    """What `tp_async` lacks."""
+    if not config.tp_async:
+        return []
+    nvidia = own_backend(first_device(config.device)) == "nccl" and torch.version.hip is None
+    missing = [
+        (config.tp > 1, "there is nothing to overlap with tp=1", "tp=2"),
+        (config.compile, "torch.compile does it, in compiled blocks", "compile=true"),
+        (config.tp_sequence, "it overlaps all-gather and reduce-scatter alone", "tp_sequence=true"),
+        (nvidia, "it needs the symmetric memory of NVIDIA GPUs", "tp_async=false"),
+    ]
+    return [Problem("tp_async", True, why, fix) for there, why, fix in missing if not there]
+
+
+def loss_of(
+    config: Config,
+    tensor: TensorDraft,
+    ranks: TensorRanks,
+    device: torch.device | None = None,
+) -> Loss:
+    """The loss of what the divided model returns."""
+    size = tensor.vocabulary
+    vocabulary = None if size is None else DividedVocabulary(size, ranks)
+    return build_loss(config.loss, device, vocabulary)

@@ -1,0 +1,11 @@
+"""What a run will cost: `python tools/plan.py pp=2 hardware=h100_sxm` takes the overrides of train.py."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout that is not installed
+
+from titanlike.cli import run  # noqa: E402
+
+if __name__ == "__main__":
+    run("plan")
