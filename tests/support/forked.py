@@ -129,6 +129,7 @@ def _become(
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    tempfile.tempdir = None  # a module that the server has imported may have asked for it
     prctl = ctypes.CDLL(None).prctl
     if MARK in env:
         prctl(PR_SET_NAME, env[MARK][:15].encode())
