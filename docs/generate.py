@@ -92,10 +92,11 @@ def schedules() -> str:
 def pictures() -> None:
     """docs/pictures: a plan of each schedule, of the default model with longer sequences."""
     from titanlike.config.parse import parse
+    from titanlike.metrics.chart_picture import draw
     from titanlike.pipeline.schedules import SCHEDULES
     from titanlike.planning.known_hardware import shipped
     from titanlike.planning.plan import make_plan
-    from titanlike.planning.plan_picture import draw
+    from titanlike.planning.plan_chart import chart_of
 
     folder = ROOT / "docs" / "pictures"
     folder.mkdir(exist_ok=True)
@@ -106,7 +107,7 @@ def pictures() -> None:
         plain |= {"schedule": {"name": name, "microbatches": 8}, "precision": {"name": "bf16"}}
         config, problems = parse({**plain, "data": {"name": "synthetic"}})
         assert not problems, problems
-        draw(make_plan(config, shipped("h100_sxm")), folder / f"{name}.svg")
+        draw(chart_of(make_plan(config, shipped("h100_sxm"))), folder / f"{name}.svg")
 
 
 def styles() -> str:

@@ -13,12 +13,13 @@ from support.cells import slow
 from support.command_lines import examined
 from support.commands import command
 from titanlike.command import plan as plan_command
+from titanlike.metrics.chart_picture import draw
+from titanlike.metrics.chart_trace import write_trace
 from titanlike.planning.advice import advise
 from titanlike.planning.known_hardware import planned_hardware, shipped
 from titanlike.planning.plan import Plan, make_plan
-from titanlike.planning.plan_picture import draw
+from titanlike.planning.plan_chart import chart_of
 from titanlike.planning.plan_text import as_text
-from titanlike.planning.plan_trace import write_trace
 
 SMALL = ["data=synthetic", "device=cpu", "model.layers=8", "batch_size=16", "hardware=h100_sxm"]
 
@@ -133,13 +134,13 @@ def test_pictures_and_traces_show_every_action(tmp_path: Path) -> None:
     words = [*SMALL, "pp=2", "schedule=interleaved1f1b", "schedule.microbatches=4"]
     plan = planned(*words)
     svg, png, trace = (tmp_path / f"a.{ending}" for ending in ("svg", "png", "json"))
-    draw(plan, png)
-    draw(plan, svg)
-    write_trace(plan, trace)
+    draw(chart_of(plan), png)
+    draw(chart_of(plan), svg)
+    write_trace(chart_of(plan), trace)
     assert png.read_bytes().startswith(b"\x89PNG") and png.stat().st_size > 20_000
     text = svg.read_text()
     assert "rank 1" in text and "forward" in text and "interleaved1f1b" in text
-    draw(plan, svg)
+    draw(chart_of(plan), svg)
     assert svg.read_text() == text
     events = json.loads(trace.read_text())["traceEvents"]
     computed = [e for e in events if e["ph"] == "X" and e["cat"] in "FB"]

@@ -102,6 +102,7 @@ def _plan(config: Config, flags: argparse.Namespace) -> int:
     from titanlike.planning.advice import advise
     from titanlike.planning.known_hardware import planned_hardware
     from titanlike.planning.plan import make_plan
+    from titanlike.planning.plan_chart import chart_of
     from titanlike.planning.plan_text import as_data, as_text
     from titanlike.planning.room import memory_warning
 
@@ -115,13 +116,13 @@ def _plan(config: Config, flags: argparse.Namespace) -> int:
         width = max(60, shutil.get_terminal_size().columns)
         print(as_text(plan, advice, warning, width))
     if flags.picture is not None:
-        from titanlike.planning.plan_picture import draw
+        from titanlike.metrics.chart_picture import draw
 
-        draw(plan, flags.picture)
+        draw(chart_of(plan), flags.picture)
     if flags.trace is not None:
-        from titanlike.planning.plan_trace import write_trace
+        from titanlike.metrics.chart_trace import write_trace
 
-        write_trace(plan, flags.trace)
+        write_trace(chart_of(plan), flags.trace)
     for path in (flags.picture, flags.trace):
         if path is not None and not flags.json:
             print(f"written: {path}")

@@ -20,8 +20,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
+from titanlike.metrics.chart import Box, Message
 from titanlike.pipeline.order import Act, Order
 
 
@@ -61,36 +61,11 @@ class StageTimes:
         return self.weight_gradient
 
 
-class Event(NamedTuple):
-    """On a pipeline rank, seconds since the step began.
-
-    kind: F, B, I, W as in `Act`; gather, reduce (of a stage), update, agree (all ranks).
-    """
-
-    kind: str
-    stage: int
-    mb: int  # -1 of what belongs to no microbatch
-    start: float
-    end: float
-
-
-class Message(NamedTuple):
-    """way: "F" to the next stage, "B" to the one before; stage: that which sends."""
-
-    way: str
-    stage: int
-    mb: int
-    sender: int
-    receiver: int
-    start: float
-    end: float
-
-
 @dataclass
 class Simulation:
     """Of one step."""
 
-    events: list[list[Event]]  # of each pipeline rank
+    events: list[list[Box]]  # of each pipeline rank: actions, gather, reduce, update, agree
     messages: list[Message]
     pipeline: float  # seconds until the last rank has no more to compute or to reduce
     step: float  # with the update
@@ -125,7 +100,7 @@ def simulate(
     """
     place, last = order.place, order.stages - 1
     ranks = len(order.ranks)
-    events: list[list[Event]] = [[] for _ in range(ranks)]
+    events: list[list[Box]] = [[] for _ in range(ranks)]
     device, host = [0.0] * ranks, [0.0] * ranks
     computes, exchanges = [0.0] * ranks, [0.0] * ranks
     for stage, times in enumerate(stages):
@@ -171,7 +146,7 @@ def simulate(
             end = max(start + seconds, host[rank])
             device[rank] = end
             computes[rank] += end - start
-            events[rank].append(Event(kind, stage, mb, start, end))
+            events[rank].append(Box(kind, stage, mb, start, end))
             if kind in "BW":
                 left[stage] -= 1
                 if not left[stage]:
@@ -198,10 +173,10 @@ def simulate(
         updates[place[stage]] += times.update
     for rank, seconds in enumerate(updates):
         if agree:
-            events[rank].append(Event("agree", -1, -1, pipeline, pipeline + agree))
+            events[rank].append(Box("agree", -1, -1, pipeline, pipeline + agree))
         if seconds:
             begin = pipeline + agree
-            events[rank].append(Event("update", -1, -1, begin, begin + seconds))
+            events[rank].append(Box("update", -1, -1, begin, begin + seconds))
     step = pipeline + agree + max(updates)
     return Simulation(events, messages, pipeline, step, computes, exchanges, waits)
 
@@ -213,11 +188,11 @@ def _hold_up(
     seconds: float,
     device: list[float],
     exchanges: list[float],
-    events: list[list[Event]],
+    events: list[list[Box]],
 ) -> None:
     """A collective for which the rank's computations wait."""
     if seconds:
-        events[rank].append(Event(kind, stage, -1, device[rank], device[rank] + seconds))
+        events[rank].append(Box(kind, stage, -1, device[rank], device[rank] + seconds))
         device[rank] += seconds
         exchanges[rank] += seconds
 

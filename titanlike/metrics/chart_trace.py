@@ -1,4 +1,4 @@
-"""The events of a plan in the format of Chrome's traces, for https://ui.perfetto.dev."""
+"""A chart in the format of Chrome's traces, for https://ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -8,31 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.config import files
-from titanlike.planning.plan import Plan
-from titanlike.planning.plan_picture import memory_curves
+from titanlike.metrics.chart import Chart
 
-_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 _MICRO = 1e6
 
 
-def write_trace(plan: Plan, path: Path) -> None:
-    text = json.dumps({"traceEvents": [*_events(plan)], "displayTimeUnit": "ms"})
+def write_trace(chart: Chart, path: Path) -> None:
+    text = json.dumps({"traceEvents": [*_events(chart)], "displayTimeUnit": "ms"})
     files.atomic_write_text(path, text)
 
 
-def _events(plan: Plan) -> Iterator[dict[str, Any]]:
-    for rank, events in enumerate(plan.simulation.events):
+def _events(chart: Chart) -> Iterator[dict[str, Any]]:
+    for rank, row in enumerate(chart.rows):
         yield _name("process_name", rank, 0, f"pipeline rank {rank}")
         yield _name("thread_name", rank, 0, "device")
-        yield _name("thread_name", rank, 1, "messages it sends")
-        for event in events:
-            name = _NAMES.get(event.kind, event.kind)
-            if event.stage >= 0:
-                name += f" stage {event.stage}"
-            if event.mb >= 0:
-                name += f" microbatch {event.mb}"
-            yield _slice(name, event.kind, rank, 0, event.start, event.end)
-    for number, message in enumerate(plan.simulation.messages):
+        if chart.messages:
+            yield _name("thread_name", rank, 1, "messages it sends")
+        for box in row:
+            yield _slice(box.words, box.kind, rank, 0, box.start, box.end)
+    for number, message in enumerate(chart.messages):
         what = "activations" if message.way == "F" else "gradients"
         name = f"{what} of stage {message.stage} microbatch {message.mb} to rank {message.receiver}"
         yield _slice(name, "message", message.sender, 1, message.start, message.end)
@@ -40,10 +34,10 @@ def _events(plan: Plan) -> Iterator[dict[str, Any]]:
         yield arrow | {"ph": "s", "pid": message.sender, "tid": 1, "ts": _MICRO * message.start}
         end = {"ph": "f", "bp": "e", "pid": message.receiver, "tid": 0, "ts": _MICRO * message.end}
         yield arrow | end
-    for rank, (times, sizes) in enumerate(memory_curves(plan)):
-        for seconds, size in zip(times, sizes, strict=True):
+    for rank, curve in enumerate(chart.memory):
+        for seconds, nbytes in zip(*curve, strict=True):
             counter = {"ph": "C", "name": "memory", "pid": rank, "ts": _MICRO * seconds}
-            yield counter | {"args": {"bytes": size}}
+            yield counter | {"args": {"bytes": nbytes}}
 
 
 def _slice(name: str, kind: str, rank: int, row: int, start: float, end: float) -> dict[str, Any]:

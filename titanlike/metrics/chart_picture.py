@@ -1,0 +1,185 @@
+"""A chart as a picture: a row a rank, and the memory of each rank beneath.
+
+Imports matplotlib, not pyplot, so that a program's own figures are not affected.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, PathPatch
+from matplotlib.path import Path as Outline
+from matplotlib.ticker import FuncFormatter
+
+from titanlike.config import files
+from titanlike.metrics import units
+from titanlike.metrics.chart import KINDS, Chart
+
+# of kinds: (colour of a rank's first stage, of its others)
+_COLOURS = {
+    "F": ("#3f90da", "#8fc0ee"),
+    "again": ("#ffa90e", "#ffd080"),
+    "B": ("#2a9d5c", "#7fcea0"),
+    "I": ("#1b8a8f", "#74c4c8"),
+    "W": ("#832db6", "#c190de"),
+    "gather": ("#a96b59", "#a96b59"),
+    "reduce": ("#bd1f01", "#bd1f01"),
+    "update": ("#333333", "#333333"),
+    "agree": ("#94a4a2", "#94a4a2"),
+    "data": ("#c8b400", "#c8b400"),
+    "host": ("#717581", "#717581"),
+    "message": ("#e76300", "#e76300"),
+}
+_IDLE = "#f1f1f1"
+_INK = "#333333"
+_DPI = 110
+_INCHES = 14.0, 60.0  # width: of a usual picture, and at the most
+_ACTION = 15.0  # pixels that the shortest action should have
+_ROW, _MEMORY_ROW = 0.34, 0.22  # inches
+
+
+Corners = list[tuple[float, float]]
+
+
+class _Shape(NamedTuple):
+    kind: str
+    rank: int
+    first: bool  # of the rank's first stage
+    start: float
+    end: float
+    label: str
+
+
+def draw(chart: Chart, path: Path, title: str = "") -> None:
+    """Write an .svg or .png file. title: instead of the chart's own."""
+    figure = _figure(chart, title or chart.title)
+    salt = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "plan",
+        "font.sans-serif": ["DejaVu Sans"],
+    }  # the same file each time
+    drawn, kind = io.BytesIO(), path.suffix.lstrip(".")
+    with matplotlib.rc_context(salt):
+        figure.savefig(drawn, format=kind, metadata={"Date": None} if kind == "svg" else None)
+    written = drawn.getvalue()
+    files.atomic_write_bytes(path, _compact(written) if kind == "svg" else written)
+
+
+def _compact(svg: bytes) -> bytes:
+    """An outline and a text take a line each, and not a line a point and an element."""
+    svg = re.sub(rb"<!--.*?-->", b"", svg, flags=re.DOTALL)
+    svg = re.sub(rb"\s*\n\s*(?=[MLQCz\"])", b" ", svg)
+    return re.sub(rb">\s+(?=<text|<path|<use|</g>)", b">", svg)
+
+
+def _figure(chart: Chart, title: str) -> Figure:
+    shapes, ranks = [*_shapes(chart)], len(chart.rows)
+    width = _width(shapes, chart.seconds)
+    height = 1.7 + ranks * (_ROW + (_MEMORY_ROW if chart.memory else 0))
+    figure = Figure(figsize=(width, height), dpi=_DPI, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    if chart.memory:
+        ratios = [ranks * _ROW + 0.2, ranks * _MEMORY_ROW + 0.2]
+        rows, memory = figure.subplots(2, 1, sharex=True, height_ratios=ratios)
+        rows.tick_params(axis="x", labelbottom=False)
+        _draw_memory(memory, chart)
+    else:
+        rows = memory = figure.subplots()
+    memory.xaxis.set_major_formatter(FuncFormatter(lambda value, _: units.short_time(value)))
+    memory.tick_params(axis="x", labelsize=8)
+    _draw_rows(rows, chart, shapes, width)
+    kinds = {shape.kind for shape in shapes}
+    names = {**KINDS, "message": "message"}
+    patches = [Patch(color=_COLOURS[k][0], label=names[k]) for k in _COLOURS if k in kinds]
+    patches.append(Patch(facecolor=_IDLE, edgecolor="#cccccc", label="idle"))
+    figure.legend(handles=patches, loc="outside lower left", ncols=6, fontsize=8, frameon=False)
+    figure.suptitle(title, fontsize=10, x=0.01, ha="left", color=_INK)
+    return figure
+
+
+def _width(shapes: list[_Shape], step: float) -> float:
+    lengths = sorted(shape.end - shape.start for shape in shapes if shape.kind in "FBIW")
+    if not lengths:
+        return _INCHES[0]
+    usual = lengths[len(lengths) // 3] or step  # some stages may be empty
+    return min(_INCHES[1], max(_INCHES[0], _ACTION * step / usual / _DPI))
+
+
+def _shapes(chart: Chart) -> Iterator[_Shape]:
+    for rank, row in enumerate(chart.rows):
+        for box in row:
+            if box.end > box.start:
+                first = box.stage in (chart.first[rank], -1)
+                label = str(box.mb) if box.mb >= 0 and box.kind != "again" else ""
+                yield _Shape(box.kind, rank, first, box.start, box.end, label)
+    for message in chart.messages:
+        if message.end > message.start:
+            yield _Shape("message", message.sender, True, message.start, message.end, "")
+
+
+def _draw_rows(axes: Axes, chart: Chart, shapes: list[_Shape], width: float) -> None:
+    by_colour: dict[str, list[_Shape]] = defaultdict(list)
+    for shape in shapes:
+        by_colour[_COLOURS[shape.kind][0 if shape.first else 1]].append(shape)
+    ranks, step = len(chart.rows), chart.seconds
+    idle = [_corners(0, step, rank - 0.42, rank + 0.42) for rank in range(ranks)]
+    _add(axes, idle, _IDLE, 0)
+    for colour, same in by_colour.items():
+        corners = []
+        for shape in same:
+            low, high = (0.30, 0.42) if shape.kind == "message" else (-0.42, 0.42)
+            corners.append(_corners(shape.start, shape.end, shape.rank + low, shape.rank + high))
+        _add(axes, corners, colour, 0.4)
+    pixels = (width - 1.0) * _DPI / step
+    for shape in shapes:
+        room = (shape.end - shape.start) * pixels
+        size = min(8.0, room / (1.25 * max(1, len(shape.label))))
+        if shape.label and size >= 3.5:
+            middle = (shape.start + shape.end) / 2
+            style = {"ha": "center", "va": "center", "color": "white" if shape.first else _INK}
+            axes.text(middle, shape.rank, shape.label, fontsize=size, clip_on=True, **style)
+    axes.set_xlim(0, step)
+    axes.set_ylim(ranks - 0.5, -0.5)
+    axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)], fontsize=8)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _add(axes: Axes, corners: list[Corners], colour: str, line: float) -> None:
+    """All of a colour as one shape: a file of a path, and not of thousands."""
+    outline = Outline.make_compound_path_from_polys(np.array(corners))
+    axes.add_patch(PathPatch(outline, facecolor=colour, edgecolor="white", linewidth=line))
+
+
+def _corners(left: float, right: float, low: float, high: float) -> Corners:
+    return [(left, low), (right, low), (right, high), (left, high)]
+
+
+def _draw_memory(axes: Axes, chart: Chart) -> None:
+    """Of each rank a curve in a row of its own; a row is what a device has, or the fullest rank takes
+    where that is far less."""
+    ranks = len(chart.memory)
+    fullest = max(max(curve.nbytes) for curve in chart.memory)
+    small = fullest < 0.3 * chart.device_memory
+    most = fullest if small else max(chart.device_memory, fullest)
+    for rank, (times, sizes) in enumerate(chart.memory):
+        base = rank + 0.5
+        heights = [base - 0.92 * size / most for size in sizes]
+        axes.fill_between(times, base, heights, color="#94a4a2", linewidth=0)
+        peak = units.size(max(sizes))
+        axes.text(chart.seconds, base - 0.08, f" {peak}", fontsize=7, color=_INK, va="bottom")
+    axes.set_ylim(ranks - 0.45, -0.55)
+    axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)], fontsize=8)
+    of = "the fullest rank takes" if small else "a device has"
+    title = f"memory; a row's height is what {of}, {units.size(most)}"
+    axes.set_title(title, fontsize=8, loc="left", color=_INK)
+    axes.spines[["top", "right", "left"]].set_visible(False)
