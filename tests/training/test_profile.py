@@ -21,7 +21,7 @@ from support.world import RankError, run_world
 from titanlike.config.profile import MemoryProfile, TraceProfile
 from titanlike.config.schema import Checkpoint, Config, Schedule, Validation
 from titanlike.launch.worker import Worker
-from titanlike.training import loop, ranges, recorders
+from titanlike.training import loop, profiler_ranges, recorders
 from titanlike.training.train import train
 
 TRACE = TraceProfile(steps=[2, 3])
@@ -153,7 +153,7 @@ def train_without_ranges(config: Config, worker: Worker) -> None:
         return take(session)
 
     with (
-        mock.patch.object(ranges, "record_function", side_effect=AssertionError),
+        mock.patch.object(profiler_ranges, "record_function", side_effect=AssertionError),
         mock.patch.object(recorders, "profile", side_effect=AssertionError),
         mock.patch.object(loop, "batches_from", watched),
     ):
@@ -178,7 +178,7 @@ def train_and_look(config: Config, worker: Worker) -> None:
     with mock.patch.object(loop, "batches_from", watched):
         train(config, worker)
     assert seen[0].run.pipeline._on_action == seen[0].watchdog.start_action
-    assert not seen[0].run.ranges._on
+    assert not seen[0].run.ranges._listeners
 
 
 def test_on_a_cpu_the_memory_is_a_curve_over_the_trace(tmp_path: Path) -> None:

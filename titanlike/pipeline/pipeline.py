@@ -82,7 +82,7 @@ class Pipeline:
         for runtime in self._runtimes.values():
             runtime.on_action(callback)
 
-    def on_queued(self, callback: Callable[[Any, bool], None]) -> None:
+    def on_queued(self, callback: Callable[[Any, bool], None] | None) -> None:
         """Call back with each computation once it is in the device's queue, with False; before, with
         True, once the wait for the messages that it needs is there."""
         self._on_queued = callback

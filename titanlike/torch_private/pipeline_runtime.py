@@ -250,7 +250,7 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         """Call back with each action of this rank when it begins, and with None after the last."""
         self._on_action = callback
 
-    def on_queued(self, callback: Callable[[Any, bool], None]) -> None:
+    def on_queued(self, callback: Callable[[Any, bool], None] | None) -> None:
         """Call back with each computation of this rank once it is in the device's queue, with False;
         before, with True, once the wait for the messages that it needs is."""
         self._on_queued = callback

@@ -13,7 +13,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 
@@ -23,6 +22,7 @@ from titanlike.config.schema import Config
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
 from titanlike.training.build import Run
+from titanlike.training.profiler_ranges import ProfilerRanges
 from titanlike.training.recorders import Recorder, recorder_for, viewer_of
 
 
@@ -42,6 +42,7 @@ class Profile:
         self._rank, self._folder = worker.rank, profile_folder(worker.run_dir)
         self._recorded: set[int] = set()  # steps
         self._recorder: Recorder | None = None  # of a rank that records
+        self._ranges = ProfilerRanges()
         self._ranks: list[int] = []  # that record
         settings = config.profile
         self._over = not isinstance(settings, MemoryProfile)
@@ -89,13 +90,9 @@ class Profile:
         if self._recorder is not None:
             if not self._recorded:
                 self._recorder.start()
-                self._run.pipeline.on_action(self._start_action)
-            self._run.ranges.start_step(step)
+                self._run.ranges.add(self._ranges)
+            self._ranges.start_step(step)
         self._recorded.add(step)
-
-    def _start_action(self, action: Any) -> None:
-        self._watchdog.start_action(action)
-        self._run.ranges.start_action(action)
 
     def _finish(self, together: bool) -> None:
         self._over = True
@@ -103,8 +100,8 @@ class Profile:
         self._watchdog.enter_phase(step, "profile", self._config.launch.timeout)
         failed = torch.zeros(mesh.world_size)  # by rank
         if self._recorder is not None:
-            self._run.ranges.stop()
-            self._run.pipeline.on_action(self._watchdog.start_action)
+            self._ranges.close()
+            self._run.ranges.remove(self._ranges)
             failed[self._rank] = not self._write(self._recorder)
         known = self._ranks
         if together and mesh.world_size > 1:

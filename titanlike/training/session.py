@@ -116,9 +116,8 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
         say = console.line if worker.rank == 0 else lambda _: None
         run = build(config, mesh, data, say)
         checkpointer = Checkpointer(run.stage_states, config, data, events)
-        run.pipeline.on_action(watchdog.start_action)
-        if queue is not None:
-            run.pipeline.on_queued(watchdog.action_queued)
+        queued = watchdog.action_queued if queue is not None else None
+        run.ranges.connect(run.pipeline, watchdog.start_action, queued)
 
         def report_profile(step: int, text: str) -> None:
             events.log("profile", step, text)
