@@ -12,6 +12,8 @@ from titanlike.config.schema import OPEN_GROUPS
 
 ADDED = ("model.", "data.changed=")  # data.changed: the file of a user's own data may lack it
 
+SHORT = {"timeline": "timeline.enabled"}
+
 
 def key_of(override: str) -> str:
     """The key that an override sets."""
@@ -19,10 +21,14 @@ def key_of(override: str) -> str:
 
 
 def to_hydra(override: str, own: Collection[str] = ()) -> str:
-    """An override of an argument with the ++ that lets Hydra add its key; any other unchanged.
+    """An override of an argument with the ++ that lets Hydra add its key; `timeline=true` with the key
+    that it is short for; any other unchanged.
 
     own: groups besides the model that name code of the user's.
     """
+    key, _, value = override.partition("=")
+    if key in SHORT:
+        return f"{SHORT[key]}={value}"
     group, dot, _ = override.partition("=")[0].partition(".")
     adds = override.startswith(ADDED) or (dot and group in own)
     return f"++{override}" if adds else override

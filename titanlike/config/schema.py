@@ -51,6 +51,7 @@ from titanlike.config.groups import (
 from titanlike.config.hardware import CpuHardware, Hardware, MeasuredHardware, NoHardware
 from titanlike.config.keys import Custom, Model, OwnOptimizer, Seconds, key
 from titanlike.config.profile import MemoryProfile, NoProfile, TraceProfile
+from titanlike.config.timeline import Timeline
 
 Objective = Literal["val_loss", "loss", "tokens_per_second", "step_seconds", "mfu", "memory_bytes"]
 
@@ -272,6 +273,7 @@ class Config:
     profile: NoProfile | TraceProfile | MemoryProfile = key(
         NoProfile, "a few steps recorded in detail, into run_dir/profile"
     )
+    timeline: Timeline = key(Timeline, "a few steps as they were computed, rank by rank")
     hardware: NoHardware | MeasuredHardware | Hardware = key(
         NoHardware, "the devices and links that a run is planned for (tools/plan.py)"
     )

@@ -28,6 +28,7 @@ from titanlike.config.schema import (
     Wandb,
     WsdLr,
 )
+from titanlike.config.timeline import timeline_problems
 
 MAX_STAGES = 256
 MAX_TENSOR_RANKS = 256
@@ -82,6 +83,7 @@ def problems(config: Config, world_size: int | None = None) -> list[Problem]:
     found += [*_paths(config), *_resume(config), *_wandb(config)]
     ranks = MAX_RANKS if config.launch.elastic else config.world_size
     found += profile_problems(config.profile, config.last_step, ranks)
+    found += timeline_problems(config.timeline, config.last_step)
     found += hardware_problems(config.hardware)
     if config.value == "val_loss" and config.validation.every == 0:
         reason = "nothing is validated with validation.every=0"

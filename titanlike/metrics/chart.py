@@ -17,6 +17,7 @@ KINDS = {
     "agree": "agree on the norm",
     "data": "data",
     "host": "host",
+    "other": "validation, save",
 }
 
 

@@ -33,6 +33,9 @@ class Sink(Protocol):
     def table(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
         """Take a table of a step, where there is a place for it."""
 
+    def image(self, name: str, step: int, path: Path) -> None:
+        """Take a picture, where there is a place for it."""
+
     def flush(self) -> None:
         """Make the records durable, where a resumed run continues the file."""
 
@@ -65,6 +68,9 @@ class JsonlSink:
 
     def table(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
         """Nothing: it has a file of its own."""
+
+    def image(self, name: str, step: int, path: Path) -> None:
+        """Nothing: it is a file."""
 
     def flush(self) -> None:
         self._file.sync()
@@ -128,6 +134,9 @@ class TensorBoardSink:
     def table(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
         text = "\n\n".join("\n".join(f"    {line}" for line in _cell(row)) for row in rows)
         self._writer.add_text(name, text, global_step=step)
+
+    def image(self, name: str, step: int, path: Path) -> None:
+        """Nothing: it is a file beside those of TensorBoard."""
 
     def flush(self) -> None:
         """Nothing: a resumed run does not read it."""

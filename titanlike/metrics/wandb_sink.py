@@ -50,7 +50,19 @@ class _Table:
         return wandb.Table(columns=columns, data=[[*row.values()] for row in self.rows])
 
 
-_Item = dict[str, Any] | tuple[str, str] | _Table
+@dataclass(frozen=True)
+class _Image:
+    name: str
+    step: int
+    path: Path
+
+    def made(self) -> Any:
+        import wandb
+
+        return wandb.Image(str(self.path))
+
+
+_Item = dict[str, Any] | tuple[str, str] | _Table | _Image
 
 
 class WandbSink:
@@ -94,6 +106,10 @@ class WandbSink:
     def table(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
         """A table of this step."""
         self._put(_Table(name, step, rows))
+
+    def image(self, name: str, step: int, path: Path) -> None:
+        """A picture of this step, copied later: the file stays."""
+        self._put(_Image(name, step, path))
 
     def _put(self, item: _Item) -> None:
         if self._stopped.is_set():
@@ -151,7 +167,7 @@ class WandbSink:
                     break
                 if isinstance(item, tuple):
                     run.summary[item[0]] = item[1]
-                elif isinstance(item, _Table):
+                elif isinstance(item, (_Table, _Image)):
                     run.log({item.name: item.made()}, step=item.step)
                 else:
                     run.log(with_prefixes(item), step=item["step"])

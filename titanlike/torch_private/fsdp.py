@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -93,3 +93,39 @@ def _fill(parameters: list[Any], reached: set[nn.Parameter]) -> None:
         else:
             zeros = torch.zeros_like(parameter._unsharded_param, dtype=accumulated)
             parameter.unsharded_accumulated_grad = zeros
+
+
+def exchanges_told(groups: Iterable[Any], tell: Callable[[str], object]) -> Callable[[], None]:
+    """Call `tell` with "gather" or "reduce" when a rank begins to launch or to wait for one, and with ""
+    when it goes on; the result ends that.
+
+    groups: see `parameter_groups`. torch has no hook for it.
+    Test: `test_timeline.py::test_gathers_and_reductions_are_told_from_computing`.
+    """
+    methods = {"unshard": "gather", "wait_for_unshard": "gather", "post_backward": "reduce"}
+    methods["finalize_backward"] = "reduce"
+    replaced = []
+
+    def told(method: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tell(kind)
+            try:
+                return method(*args, **kwargs)
+            finally:
+                tell("")
+
+        return call
+
+    for group in groups:
+        for name, kind in methods.items():
+            replaced.append((group, name, group.__dict__.get(name)))
+            setattr(group, name, told(getattr(group, name), kind))
+
+    def undo() -> None:
+        for group, name, own in replaced:
+            if own is None:
+                delattr(group, name)
+            else:
+                setattr(group, name, own)
+
+    return undo

@@ -56,6 +56,7 @@ def train_steps(s: Session) -> None:
             step += 1
             collect_garbage(step)
             s.profile.begin_step(step)
+            s.timeline.begin_step(step)
 
             # 1. launch forward and backward of the next batch
             s.watchdog.enter_phase(step, "data", timeout)

@@ -35,6 +35,7 @@ from titanlike.training.guard import Guard
 from titanlike.training.profile import Profile
 from titanlike.training.samples import Sampler
 from titanlike.training.step import Launched
+from titanlike.training.timeline import Timeline
 
 DATA_TIMEOUT = 24 * 3600.0  # seconds for one process to tokenize while the others wait
 
@@ -57,6 +58,7 @@ class Session:
     owner: Owner | None
     files: RunFiles | None
     profile: Profile
+    timeline: Timeline
     sampler: Sampler | None  # with sample.every
     progress: Progress  # after the last step whose numbers are known
     pending: Launched | None = None  # the step after it, whose numbers are on their way
@@ -124,7 +126,11 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
             for sink in sinks:
                 sink.note("profile", text)
 
+        def report_timeline(step: int, text: str) -> None:
+            events.log("timeline", step, text)
+
         profile = Profile(config, worker, run, watchdog, report_profile)
+        timeline = Timeline(config, worker, run, watchdog, sinks, report_timeline)
         try:
             watchdog.enter_phase(0, "load", config.checkpoint.timeout)
             owner = _take_over(config, worker, events) if worker.rank == 0 else None
@@ -153,6 +159,7 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
                 owner,
                 run_files,
                 profile,
+                timeline,
                 Sampler(run, config, data) if config.sample.every else None,
                 progress,
             )
@@ -164,6 +171,7 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
         finally:
             checkpointer.close()
             profile.close(together)
+            timeline.close(together)
             console.close()
             for sink in sinks:
                 sink.close(status)

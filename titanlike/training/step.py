@@ -76,9 +76,12 @@ def forward_backward(run: Run, config: Config, step: int, stream: Iterator[Batch
     def squares() -> Tensor:
         run.ranges.begin("gradient norm")
         norms.append(gradient_norms(run.owned))
-        return square_sum(norms[0], run.shares).view(1)
+        own = square_sum(norms[0], run.shares).view(1)
+        run.ranges.begin("agree")
+        return own
 
     loss, _, total = run.pipeline.train_and_measure(batch, squares)
+    run.ranges.begin("numbers of the step before")
     return Gradients(step, loss, norm_of_squares(total[0], config), norms[0], timer)
 
 

@@ -1,0 +1,185 @@
+"""A timeline in files: a file a rank, and timeline.json of all of them. Plain data.
+
+A rank's events lie side by side: they cover its step from begin to end. Their kinds are those of
+charts and, of time in which nothing is computed,
+
+- wait: for the message that an action needs,
+- agree: for all ranks, which sum a number: the tokens of the batch, the loss and the norm.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+from titanlike.config import files
+from titanlike.metrics import units
+from titanlike.metrics.chart import Box, Chart
+
+FILE = "timeline.json"
+IDLE = ("wait", "agree")
+_PIPELINE = ("F", "B", "I", "W", "gather", "reduce", "wait")
+
+
+@dataclass
+class RankStep:
+    """A step of a rank; seconds of rank 0's clock, in `Timeline` since the step began."""
+
+    rank: int
+    pp_rank: int
+    step: int
+    begin: float
+    end: float
+    events: list[Box]
+
+    def spent(self) -> dict[str, float]:
+        """Seconds by kind, the most first."""
+        found: dict[str, float] = {}
+        for event in self.events:
+            found[event.kind] = found.get(event.kind, 0.0) + event.end - event.start
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    @property
+    def idle(self) -> float:
+        return sum(seconds for kind, seconds in self.spent().items() if kind in IDLE)
+
+
+@dataclass
+class RankFile:
+    """What a rank writes."""
+
+    steps: list[RankStep]
+    host: str
+    device: str
+    clock_error: float  # seconds
+
+
+class Place(NamedTuple):
+    """Where a rank ran."""
+
+    rank: int
+    host: str
+    device: str
+
+
+@dataclass
+class Timeline:
+    """Steps of all recorded ranks, step by step and by rank."""
+
+    pp: int
+    schedule: str
+    place: list[int]  # of each stage: its pipeline rank
+    microbatches: int
+    clock_error: float  # seconds by which times of two ranks may be apart
+    steps: list[list[RankStep]]
+    ranks: list[Place]
+
+    def first_pipeline(self, step: list[RankStep]) -> list[RankStep]:
+        """One rank of each pipeline rank, in order: those with the lowest numbers."""
+        found: dict[int, RankStep] = {}
+        for each in step:
+            found.setdefault(each.pp_rank, each)
+        return [found[pp_rank] for pp_rank in sorted(found)]
+
+    def local(self, pp_rank: int) -> list[int]:
+        """The stages of a pipeline rank."""
+        return [stage for stage, rank in enumerate(self.place) if rank == pp_rank]
+
+
+def window(ranks: Sequence[RankStep]) -> tuple[float, float]:
+    """When the first of them began to work on microbatches, and the last ended."""
+    events = [e for rank in ranks for e in rank.events if e.kind in _PIPELINE]
+    busy = [event for event in events if event.kind != "wait"] or events
+    if not busy:
+        return 0.0, 0.0
+    return min(event.start for event in busy), max(event.end for event in busy)
+
+
+def bubble(ranks: Sequence[RankStep]) -> float:
+    """Share of the pipeline's time in which a rank waits for others, on average; as a plan has it."""
+    begin, end = window(ranks)
+    if end <= begin:
+        return 0.0
+    idle = 0.0
+    for event in chain.from_iterable(rank.events for rank in ranks):
+        if event.kind in IDLE:
+            idle += max(0.0, min(event.end, end) - max(event.start, begin))
+    return idle / (len(ranks) * (end - begin))
+
+
+def write_rank(path: Path, found: RankFile) -> None:
+    """Raises OSError."""
+    files.atomic_write_text(path, json.dumps(asdict(found)))
+
+
+def read_rank(path: Path) -> RankFile:
+    """Raises OSError, ValueError, KeyError, TypeError where there is no such file."""
+    data = json.loads(path.read_text())
+    return RankFile(**{**data, "steps": [*map(_rank_step, data["steps"])]})
+
+
+def write_timeline(path: Path, timeline: Timeline) -> None:
+    files.atomic_write_text(path, json.dumps(asdict(timeline)))
+
+
+def read_timeline(path: Path) -> Timeline:
+    """Raises as `read_rank`."""
+    data = json.loads(path.read_text())
+    steps = [[_rank_step(rank) for rank in step] for step in data["steps"]]
+    return Timeline(**{**data, "steps": steps, "ranks": [Place(*each) for each in data["ranks"]]})
+
+
+def _rank_step(data: dict) -> RankStep:
+    return RankStep(**{**data, "events": [Box(*event) for event in data["events"]]})
+
+
+def merge(
+    found: Sequence[RankFile], *, pp: int, schedule: str, place: Sequence[int], microbatches: int
+) -> Timeline:
+    """Of the files of ranks in rising order, whose times are of rank 0's clock."""
+    numbers = [each.step for each in found[0].steps]
+    steps = []
+    for number in numbers:
+        ranks = [step for each in found for step in each.steps if step.step == number]
+        zero = min(rank.begin for rank in ranks)
+        steps.append([_since(rank, zero) for rank in ranks])
+        _wait_for_the_last(steps[-1])
+    places = [Place(each.steps[0].rank, each.host, each.device) for each in found if each.steps]
+    error = 2 * max(each.clock_error for each in found)
+    return Timeline(pp, schedule, [*place], microbatches, error, steps, places)
+
+
+def _since(step: RankStep, zero: float) -> RankStep:
+    events = [e._replace(start=e.start - zero, end=e.end - zero) for e in step.events]
+    return RankStep(step.rank, step.pp_rank, step.step, step.begin - zero, step.end - zero, events)
+
+
+def _wait_for_the_last(ranks: list[RankStep]) -> None:
+    """Agreeing begins when the last rank comes to it; before, the others wait."""
+    each = [[event for event in rank.events if event.kind == "agree"] for rank in ranks]
+    if len({len(events) for events in each}) != 1:
+        return
+    for met in zip(*each, strict=True):
+        last = max(event.start for event in met)
+        for rank, event in zip(ranks, met, strict=True):
+            if event.start < last < event.end:
+                at = rank.events.index(event)
+                waited = Box("wait", -1, -1, event.start, last)
+                rank.events[at : at + 1] = [waited, event._replace(start=last)]
+
+
+def chart_of(timeline: Timeline, step: list[RankStep]) -> Chart:
+    """Of one rank of each pipeline rank."""
+    ranks = timeline.first_pipeline(step)
+    end = max(rank.end for rank in ranks)
+    title = (
+        f"{timeline.schedule}, {timeline.microbatches} microbatches, pp={timeline.pp}: step "
+        f"{ranks[0].step} of a run took {units.short_time(end)}, bubble {bubble(ranks):.1%}"
+    )
+    rows = [[e for e in rank.events if e.kind != "wait"] for rank in ranks]
+    first = [next(iter(timeline.local(rank.pp_rank)), -1) for rank in ranks]
+    return Chart(title, rows, first, end)

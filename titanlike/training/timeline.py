@@ -1,0 +1,248 @@
+"""A timeline: when this rank computed, waited and exchanged in a few steps of a run.
+
+1. With the first of the steps, marks are taken of phases, actions, their messages, and exchanges of FSDP:
+   the host's clock on a CPU, events in the queue of a device.
+2. When the next step begins, or the run ends before, each rank writes a file; rank 0 merges them on its
+   own clock into timeline.json, a picture and a trace.
+
+A timeline that cannot be written is reported, and no reason for the run to fail.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titanlike.config.schema import Config
+from titanlike.config.timeline import timeline_folder
+from titanlike.device import accelerator
+from titanlike.launch.watchdog import Watchdog
+from titanlike.launch.worker import Worker
+from titanlike.metrics import timeline_file
+from titanlike.metrics.chart import Box
+from titanlike.metrics.sinks import Sink
+from titanlike.metrics.timeline_file import RankFile, RankStep
+from titanlike.parallel.clock import Clock, clock_offset
+from titanlike.torch_private.fsdp import exchanges_told, parameter_groups
+from titanlike.training.build import Run
+
+MOST_RANKS = 64  # that write a file; of larger runs those of the first pipeline
+_PHASES = {
+    "data": "data",
+    "forward and backward": "agree",  # on the number of tokens, then actions follow
+    "gradient norm": "update",
+    "agree": "agree",
+    "clip": "update",
+    "optimizer": "update",
+    "validation": "other",
+    "save": "other",
+}  # all others: host
+_ACTIONS = {"UNSHARD": "gather", "REDUCE_GRAD": "reduce", "WAIT_REDUCE_GRAD": "reduce"}
+_COMPUTED = ("F", "B", "I", "W")
+_Entry = tuple[str, Any]
+
+
+class Timeline:
+    """Of one run, on this rank; without `timeline` a step costs a comparison."""
+
+    def __init__(
+        self,
+        config: Config,
+        worker: Worker,
+        run: Run,
+        watchdog: Watchdog,
+        sinks: list[Sink],
+        report: Callable[[int, str], None],
+    ) -> None:
+        """report: called with the step and the text once files are written, on each rank."""
+        self._config, self._worker, self._run = config, worker, run
+        self._watchdog, self._sinks, self._report = watchdog, sinks, report
+        self._first, self._last = config.timeline.window(config.last_step)
+        self._over = not config.timeline.enabled
+        mesh = run.mesh
+        self._ranks = [*range(mesh.world_size)]
+        if mesh.world_size > MOST_RANKS:
+            self._ranks = [mesh.stage_ranks(pp)[0] for pp in range(mesh.pp)]
+        self._records = worker.rank in self._ranks
+        self._marks: dict[int, list[tuple[Any, _Entry]]] = {}  # by step
+        self._now: list[tuple[Any, _Entry]] = []
+        self._clock: Clock | None = None
+        self._undo: Callable[[], None] = lambda: None
+
+    def begin_step(self, step: int) -> None:
+        """The next step begins. All ranks call it."""
+        if self._over:
+            return
+        if self._marks:
+            self._mark("end", None)
+        if step > self._last and self._marks:
+            self._finish(together=True)
+        elif self._first <= step <= self._last:
+            if self._clock is None:
+                self._start()
+            self._now = self._marks[step] = []
+            self._mark("phase", "data")
+
+    def close(self, together: bool) -> None:
+        """The run ends: write what is recorded. together: all ranks are here."""
+        if self._marks and not self._over:
+            self._finish(together)
+
+    def begin(self, phase: str) -> None:
+        self._mark("phase", phase)
+
+    def start_action(self, action: Any) -> None:
+        self._mark("action", action)
+
+    def action_queued(self, action: Any, received: bool) -> None:
+        self._mark("received" if received else "done", action)
+
+    def _mark(self, what: str, of: Any) -> None:
+        if self._clock is not None:
+            self._now.append((self._clock.mark(), (what, of)))
+
+    def _start(self) -> None:
+        if not self._records:
+            self._marks[0] = []  # so that it takes part in `_finish`
+            return
+        self._clock = Clock(self._run.mesh.device)
+        self._run.ranges.add(self)
+        groups = [group for stage in self._run.stages for group in parameter_groups(stage)]
+        self._undo = exchanges_told(groups, lambda kind: self._mark("exchange", kind))
+
+    def _finish(self, together: bool) -> None:
+        self._over = True
+        mesh, step = self._run.mesh, max(self._marks)
+        self._watchdog.enter_phase(step, "timeline", self._config.launch.timeout)
+        self._undo()
+        self._run.ranges.remove(self)
+        if not together:
+            return
+        offset, error = clock_offset(self._worker.rank, mesh.world_size)
+        text = ""
+        failed = torch.zeros(1)
+        if self._records:
+            failed[0] = not self._tried(lambda: self._write(offset, error))
+        if mesh.world_size > 1:
+            mesh.sum(failed)
+        if self._worker.rank == 0:
+            folder = timeline_folder(self._worker.run_dir)
+            if failed.item():
+                text = (
+                    f"timeline: {int(failed.item())} ranks could not write theirs, see their logs"
+                )
+            elif self._tried(self._merge):
+                text = f"timeline: of steps {self._first} to {step}: python tools/timeline.py {folder.parent}"
+            else:
+                text = "timeline: could not be written, see the log of rank 0"
+        self._marks.clear()
+        self._report(step, text)
+
+    def _tried(self, write: Callable[[], object]) -> bool:
+        """Whether it could be done; the reason is printed to the rank's log."""
+        try:
+            write()
+        except Exception:  # whatever it is: the run is worth more
+            print(f"the timeline could not be written\n{traceback.format_exc()}", file=sys.stderr)
+            return False
+        return True
+
+    def _path(self, rank: int) -> Path:
+        return timeline_folder(self._worker.run_dir) / f"rank{rank}.json"
+
+    def _write(self, offset: float, error: float) -> None:
+        assert self._clock is not None
+        mesh = self._run.mesh
+        if mesh.device.type != "cpu":
+            torch.accelerator.synchronize(mesh.device)
+        steps = []
+        for step, marks in self._marks.items():
+            times = [t - offset for t in self._clock.seconds([mark for mark, _ in marks])]
+            events = [*events_of([*zip(times, (entry for _, entry in marks), strict=True)])]
+            if events:
+                begin, end = times[0], events[-1].end
+                steps.append(RankStep(self._worker.rank, mesh.pp_rank, step, begin, end, events))
+        found = RankFile(steps, socket.gethostname(), accelerator.name(mesh.device), error)
+        path = self._path(self._worker.rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        timeline_file.write_rank(path, found)
+
+    def _merge(self) -> None:
+        order, run_dir = self._run.draft.order, Path(self._worker.run_dir)
+        merged = timeline_file.merge(
+            [timeline_file.read_rank(self._path(rank)) for rank in self._ranks],
+            pp=self._config.pp,
+            schedule=self._config.schedule.name,
+            place=order.place,
+            microbatches=order.microbatches,
+        )
+        timeline_file.write_timeline(run_dir / timeline_file.FILE, merged)
+        last = merged.steps[-1]
+        from titanlike.metrics.chart_trace import write_trace
+
+        chart = timeline_file.chart_of(merged, last)
+        write_trace(chart, run_dir / "timeline_trace.json")
+        kinds = dict.fromkeys(kind for each in last for kind in each.spent())
+        rows = []
+        for each in last:
+            spent = {kind: each.spent().get(kind, 0.0) for kind in kinds}
+            rows.append({"rank": each.rank, "step seconds": each.end - each.begin} | spent)
+        try:
+            from titanlike.metrics.chart_picture import draw
+        except ModuleNotFoundError:  # matplotlib is an extra
+            return
+        for ending in ("svg", "png"):
+            draw(chart, run_dir / f"timeline.{ending}")
+        for sink in self._sinks:
+            sink.table("timeline", max(self._marks), rows)
+            sink.image("timeline", max(self._marks), run_dir / "timeline.png")
+
+
+def events_of(marks: Sequence[tuple[float, _Entry]]) -> Iterator[Box]:
+    """Events side by side, from marks (seconds, (what, of what)) in order."""
+    waited = {str(of) for _, (what, of) in marks if what == "received"}
+    kind, stage, mb, since = "host", -1, -1, marks[0][0]
+    inside: list[tuple[str, int, int]] = []  # what exchanges interrupt
+    for now, (what, of) in marks:
+        before = kind, stage, mb
+        if what == "phase":
+            kind, stage, mb = _PHASES.get(of, "host"), -1, -1
+            inside = []
+        elif what == "action":
+            kind, stage, mb = _begun(of, waited)
+            inside = []
+        elif what == "received":
+            kind, stage, mb = _begun(of, ())
+        elif what == "done":
+            kind, stage, mb = "host", -1, -1
+        elif what == "exchange":
+            if of:
+                inside.append(before)
+                kind, mb = of, -1
+            elif inside:
+                kind, stage, mb = inside.pop()
+        if (kind, stage, mb) != before:
+            if now > since:
+                yield Box(*before, since, now)
+            since = now
+    if marks[-1][0] > since:
+        yield Box(kind, stage, mb, since, marks[-1][0])
+
+
+def _begun(action: Any, waited: Sequence[str] | set[str]) -> tuple[str, int, int]:
+    """What an action of torch's begins with."""
+    if action is None:
+        return "host", -1, -1
+    kind = action.computation_type.value
+    stage, mb = action.stage_index, action.microbatch_index
+    mb = -1 if mb is None else mb
+    if kind in _COMPUTED:
+        return ("wait" if str(action) in waited else kind), stage, mb
+    name = action.computation_type.name
+    return (_ACTIONS[name], stage, -1) if name in _ACTIONS else ("host", -1, -1)
