@@ -85,6 +85,9 @@ JOBS = {
 }
 TOOLS = {
     "plan": Command("titanlike.command.plan.main", "what a run will cost, before it is paid for"),
+    "timeline": Command(
+        "titanlike.command.timeline.main", "what a run did, beside what its plan says"
+    ),
     "checkpoint": Command(
         "titanlike.checkpoint.commands.main", "list, verify, convert checkpoints"
     ),

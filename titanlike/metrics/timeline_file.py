@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from titanlike.config import files
 from titanlike.metrics import units
@@ -70,10 +70,9 @@ class Place(NamedTuple):
 class Timeline:
     """Steps of all recorded ranks, step by step and by rank."""
 
-    pp: int
-    schedule: str
+    config: dict[str, Any]  # plain, of the run
+    order: list[list[str]]  # of each pipeline rank: its actions, 0F3
     place: list[int]  # of each stage: its pipeline rank
-    microbatches: int
     clock_error: float  # seconds by which times of two ranks may be apart
     steps: list[list[RankStep]]
     ranks: list[Place]
@@ -133,12 +132,15 @@ def read_timeline(path: Path) -> Timeline:
     return Timeline(**{**data, "steps": steps, "ranks": [Place(*each) for each in data["ranks"]]})
 
 
-def _rank_step(data: dict) -> RankStep:
+def _rank_step(data: dict[str, Any]) -> RankStep:
     return RankStep(**{**data, "events": [Box(*event) for event in data["events"]]})
 
 
 def merge(
-    found: Sequence[RankFile], *, pp: int, schedule: str, place: Sequence[int], microbatches: int
+    found: Sequence[RankFile],
+    config: dict[str, Any],
+    order: Sequence[Sequence[str]],
+    place: Sequence[int],
 ) -> Timeline:
     """Of the files of ranks in rising order, whose times are of rank 0's clock."""
     numbers = [each.step for each in found[0].steps]
@@ -150,7 +152,7 @@ def merge(
         _wait_for_the_last(steps[-1])
     places = [Place(each.steps[0].rank, each.host, each.device) for each in found if each.steps]
     error = 2 * max(each.clock_error for each in found)
-    return Timeline(pp, schedule, [*place], microbatches, error, steps, places)
+    return Timeline(config, [*map(list, order)], [*place], error, steps, places)
 
 
 def _since(step: RankStep, zero: float) -> RankStep:
@@ -176,8 +178,9 @@ def chart_of(timeline: Timeline, step: list[RankStep]) -> Chart:
     """Of one rank of each pipeline rank."""
     ranks = timeline.first_pipeline(step)
     end = max(rank.end for rank in ranks)
+    microbatches = len({act for acts in timeline.order for act in acts if act.startswith("0F")})
     title = (
-        f"{timeline.schedule}, {timeline.microbatches} microbatches, pp={timeline.pp}: step "
+        f"{timeline.config['schedule']['name']}, {microbatches} microbatches, pp={len(ranks)}: step "
         f"{ranks[0].step} of a run took {units.short_time(end)}, bubble {bubble(ranks):.1%}"
     )
     rows = [[e for e in rank.events if e.kind != "wait"] for rank in ranks]

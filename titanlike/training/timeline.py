@@ -13,12 +13,13 @@ from __future__ import annotations
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config
 from titanlike.config.timeline import timeline_folder
 from titanlike.device import accelerator
@@ -46,6 +47,7 @@ _PHASES = {
 _ACTIONS = {"UNSHARD": "gather", "REDUCE_GRAD": "reduce", "WAIT_REDUCE_GRAD": "reduce"}
 _COMPUTED = ("F", "B", "I", "W")
 _Entry = tuple[str, Any]
+_SHORT = 5e-5  # seconds in which torch finds that it has nothing to exchange
 
 
 class Timeline:
@@ -164,7 +166,7 @@ class Timeline:
         steps = []
         for step, marks in self._marks.items():
             times = [t - offset for t in self._clock.seconds([mark for mark, _ in marks])]
-            events = [*events_of([*zip(times, (entry for _, entry in marks), strict=True)])]
+            events = events_of([*zip(times, (entry for _, entry in marks), strict=True)])
             if events:
                 begin, end = times[0], events[-1].end
                 steps.append(RankStep(self._worker.rank, mesh.pp_rank, step, begin, end, events))
@@ -177,10 +179,9 @@ class Timeline:
         order, run_dir = self._run.draft.order, Path(self._worker.run_dir)
         merged = timeline_file.merge(
             [timeline_file.read_rank(self._path(rank)) for rank in self._ranks],
-            pp=self._config.pp,
-            schedule=self._config.schedule.name,
-            place=order.place,
-            microbatches=order.microbatches,
+            to_plain(self._config),
+            [[*map(str, acts)] for acts in order.ranks],
+            order.place,
         )
         timeline_file.write_timeline(run_dir / timeline_file.FILE, merged)
         last = merged.steps[-1]
@@ -204,38 +205,45 @@ class Timeline:
             sink.image("timeline", max(self._marks), run_dir / "timeline.png")
 
 
-def events_of(marks: Sequence[tuple[float, _Entry]]) -> Iterator[Box]:
-    """Events side by side, from marks (seconds, (what, of what)) in order."""
+def events_of(marks: Sequence[tuple[float, _Entry]]) -> list[Box]:
+    """Events side by side, from marks (seconds, (what, of what)) in order.
+
+    An exchange within an action has the action's stage and microbatch.
+    """
     waited = {str(of) for _, (what, of) in marks if what == "received"}
-    kind, stage, mb, since = "host", -1, -1, marks[0][0]
-    inside: list[tuple[str, int, int]] = []  # what exchanges interrupt
-    for now, (what, of) in marks:
-        before = kind, stage, mb
-        if what == "phase":
-            kind, stage, mb = _PHASES.get(of, "host"), -1, -1
-            inside = []
-        elif what == "action":
-            kind, stage, mb = _begun(of, waited)
-            inside = []
-        elif what == "received":
-            kind, stage, mb = _begun(of, ())
-        elif what == "done":
-            kind, stage, mb = "host", -1, -1
-        elif what == "exchange":
-            if of:
-                inside.append(before)
-                kind, mb = of, -1
-            elif inside:
-                kind, stage, mb = inside.pop()
-        if (kind, stage, mb) != before:
-            if now > since:
-                yield Box(*before, since, now)
-            since = now
+    found: list[Box] = []
+    now = ("host", -1, -1)
+    interrupted: list[tuple[str, int, int]] = []  # by exchanges
+    since = marks[0][0]
+    for at, (what, of) in marks:
+        before = now
+        match what:
+            case "phase":
+                now = _PHASES.get(of, "host"), -1, -1
+            case "action" | "received":
+                now = _begun(of, waited if what == "action" else ())
+            case "done" | "end":
+                now = "host", -1, -1
+            case "exchange" if of:
+                interrupted.append(before)
+                now = of, *before[1:]
+            case "exchange" if interrupted:
+                now = interrupted.pop()
+                if at - since < _SHORT and found and found[-1][:3] == now:
+                    since = found.pop().start  # there was nothing to exchange
+                    continue
+        if what != "exchange":
+            interrupted = []
+        if now != before:
+            if at > since:
+                found.append(Box(*before, since, at))
+            since = at
     if marks[-1][0] > since:
-        yield Box(kind, stage, mb, since, marks[-1][0])
+        found.append(Box(*now, since, marks[-1][0]))
+    return found
 
 
-def _begun(action: Any, waited: Sequence[str] | set[str]) -> tuple[str, int, int]:
+def _begun(action: Any, waited: Collection[str]) -> tuple[str, int, int]:
     """What an action of torch's begins with."""
     if action is None:
         return "host", -1, -1

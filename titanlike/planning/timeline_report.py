@@ -1,0 +1,291 @@
+"""A timeline beside the plan: where each rank's time went, and what would make the step shorter.
+
+The same order is simulated twice: with the times that a plan has for these stages, and with those that
+were measured. What the second leaves of the bubble is the schedule's; the rest is jitter, messages and
+the host.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+
+from titanlike.config.parse import parse
+from titanlike.config.schema import BalanceSplit, Config
+from titanlike.metrics import timeline_file
+from titanlike.metrics.chart import Box
+from titanlike.metrics.timeline_file import IDLE, RankStep, Timeline
+from titanlike.pipeline.order import Act, Order
+from titanlike.planning.plan import Plan
+from titanlike.planning.roofline import Roofline
+from titanlike.planning.simulate import Duration, Simulation, StageTimes, simulate
+from titanlike.planning.stage_times import unit_times
+from titanlike.split.partition import SplitError, partition
+
+_COMPUTED = ("F", "B", "I", "W")
+_UNEVEN, _SLOW, _LEAST = 0.05, 0.1, 0.01  # shares that are worth a sentence
+_MOVES = 24  # of blocks between stages that are tried
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Of a rank, seconds of a step: medians over the recorded ones."""
+
+    rank: int
+    pp_rank: int
+    step: float
+    computing: float
+    exchanging: float
+    waiting: float  # for messages
+    agreeing: float  # for all ranks
+    host: float  # all else: between actions, update, data
+    waits_for: int | None  # pipeline rank whose messages it waited for most
+
+
+class TimelineReport:
+    """Of a timeline, and of what a plan says of the same run."""
+
+    def __init__(self, timeline: Timeline, plan: Plan | None) -> None:
+        """plan: None where none can be made."""
+        self.timeline, self.plan = timeline, plan
+        self.config: Config = parse(timeline.config)[0]
+
+    @cached_property
+    def order(self) -> Order:
+        ranks = tuple(tuple(map(Act.parse, acts)) for acts in self.timeline.order)
+        microbatches = len({act.mb for acts in ranks for act in acts})
+        return Order(ranks, tuple(self.timeline.place), microbatches)
+
+    @cached_property
+    def ranks(self) -> list[RankTimes]:
+        by_rank = zip(*self.timeline.steps, strict=True)
+        return [self._rank(steps) for steps in by_rank]
+
+    def _rank(self, steps: Sequence[RankStep]) -> RankTimes:
+        spent = [step.spent() for step in steps]
+
+        def median(*kinds: str) -> float:
+            return statistics.median(sum(each.get(kind, 0.0) for kind in kinds) for each in spent)
+
+        waits: dict[int, float] = defaultdict(float)
+        for event in (event for step in steps for event in step.events if event.kind == "wait"):
+            if (sender := self._sender(steps[0].pp_rank, event)) is not None:
+                waits[sender] += event.end - event.start
+        total = statistics.median(step.end - step.begin for step in steps)
+        parts = median(*_COMPUTED), median("gather", "reduce"), median("wait"), median("agree")
+        most = max(waits, key=waits.__getitem__, default=None)
+        return RankTimes(
+            steps[0].rank, steps[0].pp_rank, total, *parts, max(0.0, total - sum(parts)), most
+        )
+
+    def _sender(self, pp_rank: int, wait: Box) -> int | None:
+        """The pipeline rank whose message ended a wait; None of one for all ranks."""
+        if wait.stage < 0:
+            return None
+        after = Act("F", wait.stage, wait.mb)  # what follows it, if it is a forward
+        forward = str(after) in self.timeline.order[pp_rank] and self._is_forward(pp_rank, wait)
+        return self.timeline.place[wait.stage + (-1 if forward else 1)]
+
+    def _is_forward(self, pp_rank: int, wait: Box) -> bool:
+        return (pp_rank, wait.stage, wait.mb, wait.start) in self._forward_waits
+
+    @cached_property
+    def _forward_waits(self) -> set[tuple[int, int, int, float]]:
+        """Waits that a forward follows."""
+        found = set()
+        for rank in (rank for step in self.timeline.steps for rank in step):
+            for wait, event in zip(rank.events, rank.events[1:], strict=False):
+                if wait.kind == "wait" and event.kind == "F" and wait[1:3] == event[1:3]:
+                    found.add((rank.pp_rank, wait.stage, wait.mb, wait.start))
+        return found
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of a step."""
+        return statistics.median(max(r.end for r in step) for step in self.timeline.steps)
+
+    @cached_property
+    def bubble(self) -> float:
+        pipelines = [self.timeline.first_pipeline(step) for step in self.timeline.steps]
+        return statistics.median(map(timeline_file.bubble, pipelines))
+
+    @cached_property
+    def measured(self) -> list[StageTimes]:
+        """What each stage took, of its first ranks; the exchanges within an action are part of it."""
+        return [_stage_times(self.timeline, stage) for stage in range(self.order.stages)]
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """Of the same order with measured times."""
+        return simulate(self.order, self.measured)
+
+    @cached_property
+    def stage_seconds(self) -> list[float]:
+        """Forward and backward of a microbatch, of each stage."""
+        return [*map(_whole, self.measured)]
+
+    def slow_copies(self) -> Iterator[tuple[RankTimes, float]]:
+        """Ranks that compute longer than those with the same stages, and by which share."""
+        groups: dict[int, list[RankTimes]] = defaultdict(list)
+        for rank in self.ranks:
+            groups[rank.pp_rank].append(rank)
+        for group in groups.values():
+            for rank in group:
+                others = [other.computing for other in group if other is not rank]
+                if others and rank.computing > (1 + _SLOW) * statistics.median(others):
+                    yield rank, rank.computing / statistics.median(others) - 1
+
+    def heaviest(self) -> tuple[int, float]:
+        """(pipeline rank, by which share its stages take longer than the mean)"""
+        each = [
+            sum(self.stage_seconds[stage] for stage in self.order.local(rank))
+            for rank in range(len(self.order.ranks))
+        ]
+        worst = max(range(len(each)), key=each.__getitem__)
+        mean = sum(each) / len(each)
+        return worst, each[worst] / mean - 1 if mean else 0.0
+
+    @cached_property
+    def better_split(self) -> tuple[list[int], float] | None:
+        """(blocks of each stage, share of the step that simulation says is gained); None where moving
+        blocks gains nothing, or it is not known what they take."""
+        return _better_split(self)
+
+    def sentences(self) -> list[str]:
+        """What to change, the most important first."""
+        found = []
+        for rank, share in self.slow_copies():
+            place = self.timeline.ranks[[p.rank for p in self.timeline.ranks].index(rank.rank)]
+            found.append(
+                f"rank {rank.rank} ({place.host}, {place.device}) computes {share:.0%} longer than the "
+                "ranks with the same stages: look at that machine"
+            )
+        worst, share = self.heaviest()
+        if len(self.order.ranks) > 1 and share > _UNEVEN:
+            name = f"rank {worst}"
+            if len(self.order.local(worst)) == 1:
+                name = f"stage {self.order.local(worst)[0]}"
+            text = f"{name} is {share:.0%} heavier than the mean"
+            if self.better_split is not None:
+                balance, gain = self.better_split
+                blocks = ",".join(map(str, balance))
+                text += (
+                    f": split=balance split.balance=[{blocks}] is {gain:.0%} faster by simulation"
+                )
+            found.append(text)
+        waiting = max(self.ranks, key=lambda rank: rank.waiting)
+        if waiting.waits_for is not None and waiting.waiting > _SLOW * waiting.step:
+            found.append(
+                f"rank {waiting.rank} waits {waiting.waiting / waiting.step:.0%} of the step for messages, "
+                f"most for those of pipeline rank {waiting.waits_for}"
+            )
+        exchanging = max(self.ranks, key=lambda rank: rank.exchanging)
+        if exchanging.exchanging > _SLOW * exchanging.step:
+            found.append(
+                f"rank {exchanging.rank} gathers and reduces for {exchanging.exchanging / exchanging.step:.0%} "
+                "of the step: more microbatches, or another fsdp.zero"
+            )
+        host = max(self.ranks, key=lambda rank: rank.host)
+        if host.host > _SLOW * host.step:
+            found.append(
+                f"rank {host.rank} spends {host.host / host.step:.0%} of the step outside of actions: "
+                "in its data, its update, or its host"
+            )
+        return found
+
+
+def _whole(times: StageTimes) -> float:
+    split = times.input_gradient.device + times.weight_gradient.device
+    return times.forward.device + max(times.backward.device, split)
+
+
+def _stage_times(timeline: Timeline, stage: int) -> StageTimes:
+    found: dict[str, list[float]] = defaultdict(list)
+    gathers, reductions = [], []
+    for step in timeline.steps:
+        (rank,) = [r for r in timeline.first_pipeline(step) if r.pp_rank == timeline.place[stage]]
+        for kind, seconds in _actions(rank, stage):
+            found[kind].append(seconds)
+        own = [e for e in rank.events if e.stage == stage and e.mb < 0]
+        gathers.append(sum(e.end - e.start for e in own if e.kind == "gather"))
+        reductions.append(sum(e.end - e.start for e in own if e.kind == "reduce"))
+    each = {kind: Duration(statistics.median(found.get(kind, [0.0]))) for kind in _COMPUTED}
+    return StageTimes(
+        *(each[kind] for kind in _COMPUTED),
+        gather=statistics.median(gathers),
+        reduce=statistics.median(reductions),
+    )
+
+
+def _actions(rank: RankStep, stage: int) -> Iterator[tuple[str, float]]:
+    """(kind, seconds) of the actions of a stage, with the exchanges inside."""
+    for (own, mb), events in groupby(rank.events, key=lambda event: event[1:3]):
+        if own != stage or mb < 0:
+            continue
+        kind, seconds = "", 0.0
+        for event in events:
+            if event.kind in _COMPUTED and kind not in ("", event.kind):
+                yield kind, seconds
+                seconds = 0.0
+            kind = event.kind if event.kind in _COMPUTED else kind
+            seconds += 0.0 if event.kind in IDLE else event.end - event.start
+        if kind:
+            yield kind, seconds
+
+
+def _better_split(report: TimelineReport) -> tuple[list[int], float] | None:
+    plan, order = report.plan, report.order
+    if plan is None or plan.times.estimated or len(order.ranks) == 1:
+        return None
+    units = plan.draft.model_graph.units
+    blocks = {unit.name for unit in units if unit.block}
+    now = [sum(name in blocks for name in stage) for stage in plan.draft.stages]
+    roofline = Roofline.of(plan.config, plan.hardware)
+    weight = {
+        name: (unit.forward + unit.input_gradient + unit.weight_gradient).device
+        for name, unit in unit_times(plan.config, plan.draft, roofline).items()
+    }
+    of_unit = {}  # share of its stage's time, by the plan
+    for names, times in zip(plan.draft.stages, report.measured, strict=True):
+        total = sum(weight[name] for name in names) or 1.0
+        of_unit |= {name: (weight[name] / total, times) for name in names}
+
+    def simulated(balance: list[int]) -> float | None:
+        try:
+            stages = partition(units, BalanceSplit("balance", balance), order.stages)
+        except SplitError:
+            return None
+        moved = []
+        for names, before in zip(stages, report.measured, strict=True):
+            parts = {}
+            for kind in ("forward", "backward", "input_gradient", "weight_gradient"):
+                of = [
+                    (share, getattr(times, kind).device) for share, times in map(of_unit.get, names)
+                ]
+                parts[kind] = Duration(sum(share * seconds for share, seconds in of))
+            moved.append(replace(before, **parts))
+        return simulate(order, moved).step
+
+    best, balance = simulated(now), now
+    if best is None:
+        return None
+    before = best
+    for _ in range(_MOVES):
+        tried = []
+        for giver in range(order.stages):
+            for taker in range(order.stages):
+                if giver != taker and balance[giver] > 0:
+                    other = [*balance]
+                    other[giver] -= 1
+                    other[taker] += 1
+                    if (seconds := simulated(other)) is not None:
+                        tried.append((seconds, other))
+        if not tried or min(tried)[0] >= best * (1 - 1e-3):
+            break
+        best, balance = min(tried)
+    gain = before / best - 1
+    return (balance, gain) if gain > _LEAST else None
