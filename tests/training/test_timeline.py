@@ -13,6 +13,7 @@ import pytest
 
 from support.cells import cells
 from support.models import tiny
+from support.slow_stages import train_with_a_slow_stage
 from support.world import RankError, run_world
 from titanlike.command.timeline import main, report_of
 from titanlike.config.groups import LoopedSchedule
@@ -83,19 +84,6 @@ def test_every_action_of_the_order_is_there_and_a_rank_is_busy_or_idle(
     for file in ("timeline.svg", "timeline.png", "timeline_trace.json"):
         assert (tmp_path / file).stat().st_size > 1000
     assert told(tmp_path) == [f"timeline: of steps 3 to 4: python tools/timeline.py {tmp_path}"]
-
-
-def train_with_a_slow_stage(config: Config, worker: Worker, slow_ranks: tuple[int, ...]) -> None:
-    take = loop.batches_from
-
-    def batches_from(session: Any) -> Any:
-        if worker.rank in slow_ranks:
-            for stage in session.run.stages:
-                stage.register_forward_pre_hook(lambda *_: time.sleep(0.05))
-        return take(session)
-
-    with mock.patch.object(loop, "batches_from", batches_from):
-        train(config, worker)
 
 
 def test_a_stage_that_takes_longer_is_named_with_a_better_split(

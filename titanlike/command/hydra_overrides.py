@@ -47,7 +47,7 @@ from titanlike.command.words import NoOverride
 from titanlike.config import validate
 from titanlike.config.errors import Problem, quoted
 from titanlike.config.imports import outside
-from titanlike.config.overrides import from_hydra, key_of, to_hydra
+from titanlike.config.overrides import from_hydra, in_full, key_of, to_hydra
 from titanlike.config.parse import parse
 from titanlike.config.program import conf_dir
 from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config
@@ -73,7 +73,7 @@ def complete_args(args: argparse.Namespace) -> None:
         elif text.startswith("+experiment="):
             overrides.append(text[1:])  # it is in the defaults list; both spellings are common
         else:
-            overrides.append(to_hydra(text, own))
+            overrides += [to_hydra(each, own) for each in in_full(text)]
     if extra:
         overrides.append(f"hydra.searchpath=[{','.join(map(quoted, extra))}]")
     args.overrides = overrides

@@ -47,10 +47,13 @@ class AutoSplit:
     """Stages whose heaviest rank is as light as can be, by what the units cost."""
 
     name: str = key("auto", "choice")
-    cost: Literal["params", "flops", "time", "memory"] = key(
+    cost: Literal["params", "flops", "time", "memory", "run"] = key(
         "flops",
         "params; flops of a training step; time, measured on the device; memory of state and "
-        "activations",
+        "activations; run = what `split.run` has measured",
+    )
+    run: str | None = key(
+        None, "directory of a run with timeline=true; split.cost=RUN is short for both"
     )
 
 

@@ -31,6 +31,14 @@ class MeasuredHardware(NoHardware):
 
 
 @dataclass(kw_only=True)
+class RunHardware(NoHardware):
+    """The devices of a run that has recorded a timeline: its stages' times, for any layout of it."""
+
+    name: str = key("run", "choice")
+    path: str = required("directory of that run; hardware=RUN is short for both")
+
+
+@dataclass(kw_only=True)
 class Hardware(NoHardware):
     """A device with its links."""
 

@@ -7,12 +7,15 @@ not list all.
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 
 from titanlike.config.schema import OPEN_GROUPS
 
 ADDED = ("model.", "data.changed=")  # data.changed: the file of a user's own data may lack it
-
-SHORT = {"timeline": "timeline.enabled"}
+_OF_RUNS = {
+    "hardware": "hardware.path",
+    "split.cost": "split.run",
+}  # keys that take a run's directory
 
 
 def key_of(override: str) -> str:
@@ -20,15 +23,21 @@ def key_of(override: str) -> str:
     return override.partition("=")[0].lstrip("+~").partition("@")[0]
 
 
+def in_full(override: str) -> list[str]:
+    """What a short override stands for: timeline=true, hardware=RUN, split.cost=RUN."""
+    key, _, value = override.partition("=")
+    if key == "timeline":
+        return [f"timeline.enabled={value}"]
+    if key in _OF_RUNS and ("/" in value or Path(value).is_dir()):
+        return [f"{key}=run", f"{_OF_RUNS[key]}={value}"]
+    return [override]
+
+
 def to_hydra(override: str, own: Collection[str] = ()) -> str:
-    """An override of an argument with the ++ that lets Hydra add its key; `timeline=true` with the key
-    that it is short for; any other unchanged.
+    """An override of an argument with the ++ that lets Hydra add its key; any other unchanged.
 
     own: groups besides the model that name code of the user's.
     """
-    key, _, value = override.partition("=")
-    if key in SHORT:
-        return f"{SHORT[key]}={value}"
     group, dot, _ = override.partition("=")[0].partition(".")
     adds = override.startswith(ADDED) or (dot and group in own)
     return f"++{override}" if adds else override

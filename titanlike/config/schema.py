@@ -48,7 +48,13 @@ from titanlike.config.groups import (
     WsdLr,
     ZeroBubbleSchedule,
 )
-from titanlike.config.hardware import CpuHardware, Hardware, MeasuredHardware, NoHardware
+from titanlike.config.hardware import (
+    CpuHardware,
+    Hardware,
+    MeasuredHardware,
+    NoHardware,
+    RunHardware,
+)
 from titanlike.config.keys import Custom, Model, OwnOptimizer, Seconds, key
 from titanlike.config.profile import MemoryProfile, NoProfile, TraceProfile
 from titanlike.config.timeline import Timeline
@@ -159,6 +165,10 @@ class Launch:
         300.0, "seconds without progress in a later step that count as a hang; 0 = never"
     )
     heartbeat: float = key(10.0, "seconds between a rank's writes to logs/rankN.heartbeat")
+    straggler: float = key(
+        0.25,
+        "a rank that is busy for so much longer than others, 50 steps long, is named; 0 = none",
+    )
     max_restarts: int = key(0, "restarts of failed workers, from the newest checkpoint")
     elastic: bool = key(False, "dp follows the number of ranks that torchrun starts: --nnodes 1:2")
 
@@ -274,7 +284,7 @@ class Config:
         NoProfile, "a few steps recorded in detail, into run_dir/profile"
     )
     timeline: Timeline = key(Timeline, "a few steps as they were computed, rank by rank")
-    hardware: NoHardware | MeasuredHardware | Hardware = key(
+    hardware: NoHardware | MeasuredHardware | RunHardware | Hardware = key(
         NoHardware, "the devices and links that a run is planned for (tools/plan.py)"
     )
     launch: Launch = key(Launch, "starting and monitoring the workers")
@@ -349,6 +359,7 @@ VARIANTS: dict[str, dict[str, type]] = {
     "hardware": {
         "none": NoHardware,
         "measure": MeasuredHardware,
+        "run": RunHardware,
         **dict.fromkeys(("a100_40g", "a100_80g", "h100_sxm", "h100_pcie", "h200"), Hardware),
         **dict.fromkeys(("b200", "mi300x"), Hardware),
         "cpu": CpuHardware,

@@ -10,9 +10,10 @@ charts and, of time in which nothing is computed,
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,8 @@ from titanlike.metrics.chart import Box, Chart
 
 FILE = "timeline.json"
 IDLE = ("wait", "agree")
-_PIPELINE = ("F", "B", "I", "W", "gather", "reduce", "wait")
+_COMPUTED = ("F", "B", "I", "W")
+_PIPELINE = (*_COMPUTED, "gather", "reduce", "wait")
 
 
 @dataclass
@@ -73,6 +75,8 @@ class Timeline:
     config: dict[str, Any]  # plain, of the run
     order: list[list[str]]  # of each pipeline rank: its actions, 0F3
     place: list[int]  # of each stage: its pipeline rank
+    stages: list[list[str]]  # units of each
+    microbatch: int  # samples
     clock_error: float  # seconds by which times of two ranks may be apart
     steps: list[list[RankStep]]
     ranks: list[Place]
@@ -141,6 +145,8 @@ def merge(
     config: dict[str, Any],
     order: Sequence[Sequence[str]],
     place: Sequence[int],
+    stages: Sequence[Sequence[str]],
+    microbatch: int,
 ) -> Timeline:
     """Of the files of ranks in rising order, whose times are of rank 0's clock."""
     numbers = [each.step for each in found[0].steps]
@@ -152,7 +158,8 @@ def merge(
         _wait_for_the_last(steps[-1])
     places = [Place(each.steps[0].rank, each.host, each.device) for each in found if each.steps]
     error = 2 * max(each.clock_error for each in found)
-    return Timeline(config, [*map(list, order)], [*place], error, steps, places)
+    units = [*map(list, stages)]
+    return Timeline(config, [*map(list, order)], [*place], units, microbatch, error, steps, places)
 
 
 def _since(step: RankStep, zero: float) -> RankStep:
@@ -186,3 +193,34 @@ def chart_of(timeline: Timeline, step: list[RankStep]) -> Chart:
     rows = [[e for e in rank.events if e.kind != "wait"] for rank in ranks]
     first = [next(iter(timeline.local(rank.pp_rank)), -1) for rank in ranks]
     return Chart(title, rows, first, end)
+
+
+def stage_seconds(timeline: Timeline, stage: int) -> dict[str, float]:
+    """Medians over microbatches and recorded steps, of one rank: F, B, I, W, each with the exchanges
+    inside; gather and reduce of the whole stage, once a step. 0 of what it has not."""
+    found: dict[str, list[float]] = {kind: [] for kind in (*_COMPUTED, "gather", "reduce")}
+    for step in timeline.steps:
+        pipeline = timeline.first_pipeline(step)
+        (rank,) = [rank for rank in pipeline if rank.pp_rank == timeline.place[stage]]
+        for kind, seconds in _actions(rank, stage):
+            found[kind].append(seconds)
+        for kind in ("gather", "reduce"):
+            own = [e for e in rank.events if e.kind == kind and e.stage == stage and e.mb < 0]
+            found[kind].append(sum(event.end - event.start for event in own))
+    return {kind: statistics.median(seconds or [0.0]) for kind, seconds in found.items()}
+
+
+def _actions(rank: RankStep, stage: int) -> Iterator[tuple[str, float]]:
+    """(kind, seconds) of the actions of a stage, with the exchanges inside."""
+    for (own, mb), events in groupby(rank.events, key=lambda event: event[1:3]):
+        if own != stage or mb < 0:
+            continue
+        kind, seconds = "", 0.0
+        for event in events:
+            if event.kind in _COMPUTED and kind not in ("", event.kind):
+                yield kind, seconds
+                seconds = 0.0
+            kind = event.kind if event.kind in _COMPUTED else kind
+            seconds += 0.0 if event.kind in IDLE else event.end - event.start
+        if kind:
+            yield kind, seconds

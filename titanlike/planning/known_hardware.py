@@ -8,12 +8,14 @@ import torch
 import yaml
 
 from titanlike.config.errors import ConfigError, Problem
-from titanlike.config.hardware import Hardware
+from titanlike.config.hardware import Hardware, RunHardware
 from titanlike.config.parse import parse
 from titanlike.config.program import conf_dir
 from titanlike.config.schema import Config
 from titanlike.device import accelerator
 from titanlike.device.choose import first_device
+from titanlike.split.run_costs import run_timeline
+from titanlike.split.unit_costs import CostError
 
 # Words of a device's name -> the choice that stands for it; the first that is in it
 _CHOICES = {
@@ -32,6 +34,8 @@ def planned_hardware(config: Config) -> Hardware:
     """What a plan is made for. Raises ConfigError where none is named."""
     if isinstance(config.hardware, Hardware):
         return config.hardware
+    if isinstance(config.hardware, RunHardware):
+        return likely_hardware(_of_run(config.hardware))
     if config.hardware.name == "measure":
         from titanlike.planning.measured import measured_hardware
 
@@ -39,6 +43,15 @@ def planned_hardware(config: Config) -> Hardware:
     reason = "a plan is made for a device"
     fix = "hardware=h100_sxm, or hardware=measure for this machine"
     raise ConfigError([Problem("hardware", config.hardware.name, reason, fix)])
+
+
+def _of_run(settings: RunHardware) -> Config:
+    """The config of the run. Raises ConfigError where it has no timeline."""
+    try:
+        return parse(run_timeline(settings.path).config)[0]
+    except CostError as error:
+        problem = Problem("hardware", settings.path, str(error), "hardware=measure")
+        raise ConfigError([problem]) from None
 
 
 def likely_hardware(config: Config) -> Hardware:

@@ -12,13 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from titanlike.config.hardware import Hardware, MeasuredHardware
+from titanlike.config.errors import ConfigError, Problem
+from titanlike.config.hardware import Hardware, MeasuredHardware, RunHardware
 from titanlike.config.schema import Config
 from titanlike.pipeline.order import Order
 from titanlike.planning import links
 from titanlike.planning.simulate import Simulation, simulate
 from titanlike.planning.stage_times import LayoutTimes, Traffic, layout_times
 from titanlike.split.rank_memory import MemoryParts, Moment
+from titanlike.split.run_costs import seconds_of_units
+from titanlike.split.unit_costs import CostError
 from titanlike.training.draft import Draft, draft
 
 # With which rounds all ranks agree on the loss and the norm of the gradients, and read them
@@ -148,12 +151,27 @@ def make_plan(
 
 
 def _measured(config: Config, drafted: Draft) -> Sequence[Sequence[float]] | None:
-    """Of each unit, where this machine is the hardware; None = by what they compute."""
+    """Of each unit, where this machine or a run is the hardware; None = by what they compute."""
+    if isinstance(config.hardware, RunHardware):
+        return _of_run(config.hardware.path, config, drafted)
     if not isinstance(config.hardware, MeasuredHardware) or drafted.memory().unknown:
         return None
     from titanlike.planning.measured import measured_times
 
     return measured_times(config, drafted)
+
+
+def _of_run(run: str, config: Config, drafted: Draft) -> Sequence[Sequence[float]]:
+    memory = drafted.memory()
+    names = [name for stage in drafted.stages for name in stage]
+    try:
+        if memory.unit_costs is None:
+            raise CostError(memory.unknown)
+        return seconds_of_units(
+            run, names, memory.unit_costs.flops(), config, drafted.model_graph.microbatch_size
+        )
+    except CostError as error:
+        raise ConfigError([Problem("hardware", run, str(error), "hardware=measure")]) from None
 
 
 def agreement(config: Config, hardware: Hardware) -> float:

@@ -12,13 +12,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
 
 from titanlike.config.parse import parse
 from titanlike.config.schema import BalanceSplit, Config
 from titanlike.metrics import timeline_file
 from titanlike.metrics.chart import Box
-from titanlike.metrics.timeline_file import IDLE, RankStep, Timeline
+from titanlike.metrics.timeline_file import RankStep, Timeline
 from titanlike.pipeline.order import Act, Order
 from titanlike.planning.plan import Plan
 from titanlike.planning.roofline import Roofline
@@ -204,37 +203,9 @@ def _whole(times: StageTimes) -> float:
 
 
 def _stage_times(timeline: Timeline, stage: int) -> StageTimes:
-    found: dict[str, list[float]] = defaultdict(list)
-    gathers, reductions = [], []
-    for step in timeline.steps:
-        (rank,) = [r for r in timeline.first_pipeline(step) if r.pp_rank == timeline.place[stage]]
-        for kind, seconds in _actions(rank, stage):
-            found[kind].append(seconds)
-        own = [e for e in rank.events if e.stage == stage and e.mb < 0]
-        gathers.append(sum(e.end - e.start for e in own if e.kind == "gather"))
-        reductions.append(sum(e.end - e.start for e in own if e.kind == "reduce"))
-    each = {kind: Duration(statistics.median(found.get(kind, [0.0]))) for kind in _COMPUTED}
-    return StageTimes(
-        *(each[kind] for kind in _COMPUTED),
-        gather=statistics.median(gathers),
-        reduce=statistics.median(reductions),
-    )
-
-
-def _actions(rank: RankStep, stage: int) -> Iterator[tuple[str, float]]:
-    """(kind, seconds) of the actions of a stage, with the exchanges inside."""
-    for (own, mb), events in groupby(rank.events, key=lambda event: event[1:3]):
-        if own != stage or mb < 0:
-            continue
-        kind, seconds = "", 0.0
-        for event in events:
-            if event.kind in _COMPUTED and kind not in ("", event.kind):
-                yield kind, seconds
-                seconds = 0.0
-            kind = event.kind if event.kind in _COMPUTED else kind
-            seconds += 0.0 if event.kind in IDLE else event.end - event.start
-        if kind:
-            yield kind, seconds
+    seconds = timeline_file.stage_seconds(timeline, stage)
+    each = [Duration(seconds[kind]) for kind in "FBIW"]
+    return StageTimes(*each, gather=seconds["gather"], reduce=seconds["reduce"])
 
 
 def _better_split(report: TimelineReport) -> tuple[list[int], float] | None:

@@ -8,7 +8,7 @@ run_dir/split.json, so that a resumed run has the same stages.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -26,6 +26,7 @@ from titanlike.parallel.mesh import Mesh
 from titanlike.pipeline.order import Order
 from titanlike.split.best_split import CostedSplit, best_split, cost_of_split
 from titanlike.split.partition import partition
+from titanlike.split.run_costs import seconds_of_units
 from titanlike.split.stage_costs import StageCosts
 from titanlike.split.unit_costs import CostError, UnitCosts, memory_costs
 
@@ -73,18 +74,29 @@ def find_auto_split(
                 costs = StageCosts(sizes, [0] * len(units), ones)
             case "memory":
                 costs = memory_costs(unit_costs, config, order, zero)
+            case "run":
+                times = [round(1e9 * sum(each)) for each in of_run(config, unit_costs, units)]
+                costs = StageCosts(zeros, times, ones)
             case "time":
                 costs = StageCosts(zeros, measure_times(unit_costs), ones)
             case _:
                 costs = StageCosts(zeros, unit_costs.flops(), ones)
     except CostError as error:
-        others = {"params": "split=even", "time": "split.cost=flops"}
+        others = {"params": "split=even", "time": "split.cost=flops", "run": "split.cost=time"}
         fix = others.get(config.split.cost, "split.cost=params")
         problem = Problem("split.cost", config.split.cost, str(error), fix)
         raise ConfigError([problem]) from error
     sizes = map(len, partition(units, EvenSplit(), order.stages))
     even = cost_of_split(costs, order.place, [*accumulate(sizes, initial=0)][:-1])
     return AutoSplitResult(cost, best_split(costs, order.place), even, costs.scale)
+
+
+def of_run(config: Config, unit_costs: UnitCosts, units: list[Unit]) -> list[Sequence[float]]:
+    """Seconds of each unit, as a run has measured them. Raises CostError."""
+    assert isinstance(config.split, AutoSplit)
+    run = config.split.run or ""
+    names = [unit.name for unit in units]
+    return seconds_of_units(run, names, unit_costs.flops(), config, unit_costs.microbatch_size)
 
 
 def measured_times(config: Config, mesh: Mesh, unit_costs: UnitCosts) -> list[int]:

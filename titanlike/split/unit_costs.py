@@ -100,7 +100,7 @@ class UnitCosts:
 
     def __init__(self, model_graph: ModelGraph, targets: Tensor, loss: Loss) -> None:
         """targets: of one microbatch, on meta."""
-        self.model = model_graph.model
+        self.model, self.microbatch_size = model_graph.model, model_graph.microbatch_size
         recording = model_graph.recording(model_graph.fields, True)
         end = model_graph.last_stage(cut(recording, [recording.units])[0]).nodes[-1]
         if end.chunked_head is not None:  # the head and the loss are one call

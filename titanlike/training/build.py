@@ -30,6 +30,7 @@ from titanlike.optim.loss import build_loss
 from titanlike.optim.optimizer import StageState, build_optimizers
 from titanlike.parallel.activation_checkpoint import checkpoint_blocks
 from titanlike.parallel.batchnorm import BatchNorms
+from titanlike.parallel.busy import BusyTime
 from titanlike.parallel.cast_parameters import CastParameters
 from titanlike.parallel.compiled_blocks import CompiledBlocks
 from titanlike.parallel.cp.tokens import ContextRanks
@@ -74,6 +75,7 @@ class Run:
     compiled: CompiledBlocks | None  # with compile=true
     origin: str  # of the initial weights, for the opening table
     ranges: Ranges = field(default_factory=Ranges)  # what a profile shows
+    busy: BusyTime | None = None  # how long this rank waits for others, where that is measured
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:

@@ -109,7 +109,8 @@ def _settle(s: Session, rollbacks: list[int]) -> dict[str, Any] | None:
     BadNumbers), goes on without its update, or goes back to a checkpoint: then the result is None."""
     assert s.pending is not None
     launched, s.pending = s.pending, None
-    record, verdict, stop_code, graphs = settle(s.run, s.config, launched, s.guard)
+    record, waited, verdict, stop_code, graphs = settle(s.run, s.config, launched, s.guard)
+    s.stragglers.step(launched.step, record["step_seconds"], waited)
     s.stop_code = s.stop_code or stop_code
     if graphs:
         text = f"step {launched.step} compiled {graphs} more graph{'s' * (graphs > 1)} on a rank"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from titanlike.checkpoint.checkpointer import Checkpointer, Progress
@@ -27,14 +27,17 @@ from titanlike.metrics.events import Events
 from titanlike.metrics.run_files import RunFiles
 from titanlike.metrics.sinks import Sink, open_sinks
 from titanlike.metrics.starts import log_start
+from titanlike.parallel.busy import BusyTime
 from titanlike.parallel.device_events import device_queue
 from titanlike.parallel.mesh import open_mesh
+from titanlike.torch_private.fsdp import parameter_groups
 from titanlike.torch_private.process_groups import abort_groups
 from titanlike.training.build import Run, build
 from titanlike.training.guard import Guard
 from titanlike.training.profile import Profile
 from titanlike.training.samples import Sampler
 from titanlike.training.step import Launched
+from titanlike.training.stragglers import Stragglers
 from titanlike.training.timeline import Timeline
 
 DATA_TIMEOUT = 24 * 3600.0  # seconds for one process to tokenize while the others wait
@@ -60,6 +63,7 @@ class Session:
     profile: Profile
     timeline: Timeline
     sampler: Sampler | None  # with sample.every
+    stragglers: Stragglers
     progress: Progress  # after the last step whose numbers are known
     pending: Launched | None = None  # the step after it, whose numbers are on their way
     stop_code: int = 0  # of the stop request that ends the run, the same on every rank; 0 = none
@@ -120,6 +124,10 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
         checkpointer = Checkpointer(run.stage_states, config, data, events)
         queued = watchdog.action_queued if queue is not None else None
         run.ranges.connect(run.pipeline, watchdog.start_action, queued)
+        if mesh.world_size > 1:
+            groups = [group for stage in run.stages for group in parameter_groups(stage)]
+            run = replace(run, busy=BusyTime(mesh.device, groups))
+            run.ranges.add(run.busy)
 
         def report_profile(step: int, text: str) -> None:
             events.log("profile", step, text)
@@ -161,6 +169,7 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
                 profile,
                 timeline,
                 Sampler(run, config, data) if config.sample.every else None,
+                Stragglers(config, run, worker, events),
                 progress,
             )
             yield session

@@ -59,8 +59,24 @@ class Launched:
         return self.gradients.step
 
 
+@dataclass(frozen=True)
+class _Numbers:
+    """What `update` has sent, of all ranks."""
+
+    loss: float
+    norm: float
+    bad: bool
+    loads: list[float]  # of experts, see `ExpertBalance.loads`
+    stop_code: int
+    graphs: int
+    allocated: float  # bytes
+    reserved: float | None
+    waited: list[float]  # seconds of each rank; [] = not known
+
+
 class StepResult(NamedTuple):
     record: dict[str, Any]  # for metrics.jsonl
+    waited: list[float]  # seconds in which each rank waited for others; [] = not known
     verdict: Verdict | None  # of the guard; None = the numbers are good
     stop_code: int  # of a stop request, the same on every rank; 0 = none
     graphs: int  # compiled in this step, by the rank with the most
@@ -105,6 +121,10 @@ def update(
     largest = [stop_code, graphs, peak.allocated]
     if peak.reserved is not None:
         largest.append(peak.reserved)
+    if run.busy is not None:
+        waited = [0.0] * run.mesh.world_size
+        waited[worker.rank] = run.busy.waited()
+        largest += waited
     loads = run.balance.loads.unbind() if run.balance.present else ()
     sent = run.late.send([loss, norm, bad, *loads], largest)
     return Launched(gradients, sent, lr, time.time())
@@ -112,41 +132,41 @@ def update(
 
 def settle(run: Run, config: Config, launched: Launched, guard: Guard) -> StepResult:
     """The step's numbers, once they are here, and the guard's verdict. Collective where it is bad."""
-    numbers = launched.sent.read()
-    assert numbers is not None
-    record = step_record(run, config, launched, numbers)
-    numbers, _ = _without_loads(run, numbers)
-    bad, stop_code, graphs = numbers[2], int(numbers[3]), int(numbers[4])
+    sent = launched.sent.read()
+    assert sent is not None
+    record, numbers = step_record(run, config, launched, sent), _read(run, sent)
     verdict = guard.judge(record, lambda: _first_bad(run, launched.gradients.norms))
-    assert bool(bad) == (verdict is not None), "the device and the guard disagree on a step"
+    assert numbers.bad == (verdict is not None), "the device and the guard disagree on a step"
     if verdict is not None:
         record["lr"] = 0.0
-    return StepResult(record, verdict, stop_code, graphs)
+    return StepResult(record, numbers.waited, verdict, numbers.stop_code, numbers.graphs)
 
 
-def step_record(
-    run: Run, config: Config, launched: Launched, numbers: list[float]
-) -> dict[str, Any]:
+def step_record(run: Run, config: Config, launched: Launched, sent: list[float]) -> dict[str, Any]:
     """A record for metrics.jsonl from the numbers that `update` has sent."""
-    numbers, loads = _without_loads(run, numbers)
+    numbers = _read(run, sent)
     step, seconds = launched.step, launched.gradients.timer.seconds()
     tokens = config.batch_size * config.seq_len
     record = {
         "step": step,
-        "loss": numbers[0],
-        "grad_norm": numbers[1],
+        "loss": numbers.loss,
+        "grad_norm": numbers.norm,
         "lr": launched.lr,
         "tokens": step * tokens,
         "time": launched.time,
         "tokens_per_second": tokens / seconds,
         "step_seconds": seconds,
-        "memory_bytes": int(numbers[5]),
+        "memory_bytes": int(numbers.allocated),
     }
-    if loads:
-        busiest, idlest, dropped = loads
+    if numbers.loads:
+        busiest, idlest, dropped = numbers.loads
         record |= {"busiest_expert": busiest, "idlest_expert": -idlest, "dropped": dropped}
-    if len(numbers) > 6:  # on an accelerator
-        record["memory_reserved_bytes"] = int(numbers[6])
+    if numbers.reserved is not None:
+        record["memory_reserved_bytes"] = int(numbers.reserved)
+    if waited := numbers.waited:
+        record["busy_seconds"] = max(0.0, seconds - sum(waited) / len(waited))
+        record["busiest_rank"] = waited.index(min(waited))
+        record["busiest_seconds"] = max(0.0, seconds - min(waited))
     peak = peak_flops(run.mesh.device, config.precision.name)
     if peak is not None and run.draft.flops_per_token is not None:
         flops = record["tokens_per_second"] * run.draft.flops_per_token
@@ -154,9 +174,18 @@ def step_record(
     return record | launched.more
 
 
-def _without_loads(run: Run, numbers: list[float]) -> tuple[list[float], list[float]]:
-    """The numbers that `update` has sent, and those of `ExpertBalance.loads` among them."""
-    return (numbers[:3] + numbers[6:], numbers[3:6]) if run.balance.present else (numbers, [])
+def _read(run: Run, sent: list[float]) -> _Numbers:
+    """In the order in which `update` sends them."""
+    left = iter(sent)
+    loss, norm, bad = (next(left) for _ in range(3))
+    loads = [next(left) for _ in range(3)] if run.balance.present else []
+    stop_code, graphs, allocated = (next(left) for _ in range(3))
+    more = [*left]
+    waited = more[-run.mesh.world_size :] if run.busy is not None else []
+    reserved = more[0] if len(more) > len(waited) else None  # of an accelerator
+    return _Numbers(
+        loss, norm, bool(bad), loads, int(stop_code), int(graphs), allocated, reserved, waited
+    )
 
 
 def measured_step(

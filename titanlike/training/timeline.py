@@ -182,6 +182,8 @@ class Timeline:
             to_plain(self._config),
             [[*map(str, acts)] for acts in order.ranks],
             order.place,
+            self._run.draft.stages,
+            self._run.draft.model_graph.microbatch_size,
         )
         timeline_file.write_timeline(run_dir / timeline_file.FILE, merged)
         last = merged.steps[-1]
