@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,20 +11,27 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from support.cells import cells
 from support.models import tiny
 from support.slow_stages import train_with_a_slow_stage
 from support.world import RankError, run_world
-from titanlike.command.timeline import main, report_of
+from titanlike.command.timeline import main
 from titanlike.config.groups import LoopedSchedule
-from titanlike.config.schema import Checkpoint, Config, Fsdp, Schedule, Validation
+from titanlike.config.schema import Checkpoint, Config, Fsdp, Model, Schedule, Validation
 from titanlike.config.timeline import Timeline, timeline_problems
+from titanlike.data.loader import batches, open_data
 from titanlike.launch.worker import Worker
 from titanlike.metrics.chart import Box
 from titanlike.metrics.timeline_file import read_timeline
 from titanlike.parallel import clock
+from titanlike.parallel.mesh import close_mesh, open_mesh
+from titanlike.planning.timeline_report import report_of
 from titanlike.training import loop
+from titanlike.training import timeline as timeline_module
+from titanlike.training.build import build
+from titanlike.training.step import drop_gradients, forward_backward
 from titanlike.training.timeline import events_of
 from titanlike.training.train import train
 
@@ -151,8 +159,6 @@ def test_what_interrupts_an_action_is_cut_out_of_it() -> None:
 
 
 def offset_of_a_wrong_clock(config: Config, worker: Worker) -> tuple[float, float]:
-    from titanlike.parallel.mesh import close_mesh, open_mesh
-
     open_mesh(config, worker)
     real = time.perf_counter
     with mock.patch.object(clock.time, "perf_counter", lambda: real() + 5 * worker.rank):
@@ -219,3 +225,38 @@ def test_steps_that_a_run_does_not_have_are_refused_with_some_that_it_has(
     (problem,) = timeline_problems(Timeline(True, steps), 8)
     assert reason in str(problem) and "timeline.steps=[7,8]" in str(problem)
     assert not [*timeline_problems(replace(Timeline(), steps=[7, 8]), 8)]
+
+
+def cost_of_watching(config: Config, worker: Worker) -> float:
+    """CPU time of steps with a timeline / of steps without, in turns."""
+    torch.set_num_threads(1)
+    run = build(config, open_mesh(config, worker))
+    timeline = timeline_module.Timeline(config, worker, run, mock.Mock(), [], mock.Mock())
+    run.ranges.connect(run.pipeline, lambda _: None, None)
+    stream = batches(open_data(config).train, config, dp_rank=0)
+    spent: dict[bool, list[float]] = {True: [], False: []}
+    for step in range(4 + 2 * (96 // config.schedule.microbatches + 2)):
+        on = bool(step % 2)
+        if on:
+            timeline._start()
+        begin = time.process_time()
+        forward_backward(run, config, step, stream)
+        if step >= 4:
+            spent[on].append(time.process_time() - begin)
+        drop_gradients(run)
+        timeline._undo()
+        run.ranges.remove(timeline)
+    close_mesh()
+    return statistics.median(a / b for a, b in zip(spent[True], spent[False], strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.grid
+@pytest.mark.parametrize("microbatches", [8, 64])
+def test_watching_costs_less_than_2_percent_of_a_step(microbatches: int, tmp_path: Path) -> None:
+    """Of a model whose microbatches take a few milliseconds."""
+    config = tiny(2, 1, Schedule("1f1b", microbatches), batch_size=microbatches, seq_len=128)
+    model = Model("llama", config.model.args | {"dim": 128, "ffn_dim": 512})
+    found = run_world(cost_of_watching, replace(config, model=model), tmp_path, timeout=300)
+    print(f"{microbatches} microbatches: {', '.join(f'{ratio:.4f}' for ratio in found)}")
+    assert max(found) < 1.02

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanlike.config.errors import ConfigError, Problem
+from titanlike.config.errors import ConfigError
 from titanlike.config.program import program
 from titanlike.job.report import print_problems
 
@@ -35,6 +35,7 @@ def main(argv: list[str]) -> int:
     flags = parser.parse_args(argv)
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # the user's models
+    from titanlike.planning.timeline_report import report_of
     from titanlike.planning.timeline_text import as_data, as_text
 
     reports: list[tuple[str, TimelineReport]] = []
@@ -49,30 +50,3 @@ def main(argv: list[str]) -> int:
     else:
         print(as_text(reports, max(60, shutil.get_terminal_size().columns)))
     return 0
-
-
-def report_of(run: Path) -> TimelineReport:
-    """Raises ConfigError where the run has no timeline that can be read."""
-    from titanlike.metrics.timeline_file import FILE, read_timeline
-    from titanlike.planning.known_hardware import likely_hardware
-    from titanlike.planning.plan import make_plan
-    from titanlike.planning.timeline_report import TimelineReport
-
-    path = run / FILE if run.is_dir() else run
-    fix = "train with timeline=true, and write the directory of that run"
-    try:
-        timeline = read_timeline(path)
-        report = TimelineReport(timeline, None)
-    except OSError as error:
-        reason = f"{path} cannot be read: {error.strerror}"
-        raise ConfigError([Problem("timeline", str(run), reason, fix)]) from None
-    except (ValueError, KeyError, TypeError) as error:
-        reason = f"{path} is no timeline: {type(error).__name__} {error}"
-        raise ConfigError([Problem("timeline", str(run), reason, fix)]) from None
-    config = report.config
-    try:
-        hardware = likely_hardware(config)
-        report.plan = make_plan(config, hardware)
-    except (ConfigError, ValueError):  # its model or data are not here any more
-        pass
-    return report

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from titanlike.config.errors import Problem
 from titanlike.config.keys import Bytes, key, required
+from titanlike.config.timeline import TIMELINE
 
 
 @dataclass
@@ -94,6 +96,9 @@ _ZERO |= {"kernel_seconds", "host_seconds", "action_seconds"}
 
 def hardware_problems(hardware: NoHardware) -> Iterator[Problem]:
     """Numbers that no device has."""
+    if isinstance(hardware, RunHardware) and not (Path(hardware.path) / TIMELINE).is_file():
+        reason = f"cannot be read: there is no {TIMELINE} in it, which timeline=true writes"
+        yield Problem("hardware.path", hardware.path, reason, "hardware=measure")
     if not isinstance(hardware, Hardware):
         return
     for name, value in vars(hardware).items():

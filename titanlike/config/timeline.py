@@ -9,6 +9,7 @@ from pathlib import Path
 from titanlike.config.errors import Problem
 from titanlike.config.keys import key
 
+TIMELINE = "timeline.json"  # in the directory of a run
 _FIRST = 11  # of the steps by default: what compiles and allocates is over
 
 

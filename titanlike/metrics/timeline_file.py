@@ -21,7 +21,6 @@ from titanlike.config import files
 from titanlike.metrics import units
 from titanlike.metrics.chart import Box, Chart
 
-FILE = "timeline.json"
 IDLE = ("wait", "agree")
 _COMPUTED = ("F", "B", "I", "W")
 _PIPELINE = (*_COMPUTED, "gather", "reduce", "wait")

@@ -7,19 +7,24 @@ the host.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
+from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.parse import parse
 from titanlike.config.schema import BalanceSplit, Config
+from titanlike.config.timeline import TIMELINE
 from titanlike.metrics import timeline_file
 from titanlike.metrics.chart import Box
 from titanlike.metrics.timeline_file import RankStep, Timeline
 from titanlike.pipeline.order import Act, Order
-from titanlike.planning.plan import Plan
+from titanlike.planning.known_hardware import likely_hardware
+from titanlike.planning.plan import Plan, make_plan
 from titanlike.planning.roofline import Roofline
 from titanlike.planning.simulate import Duration, Simulation, StageTimes, simulate
 from titanlike.planning.stage_times import unit_times
@@ -195,6 +200,25 @@ class TimelineReport:
                 "in its data, its update, or its host"
             )
         return found
+
+
+def report_of(run: Path) -> TimelineReport:
+    """Of a run's directory. Raises ConfigError where it has no timeline that can be read."""
+    path = run / TIMELINE
+    try:
+        report = TimelineReport(timeline_file.read_timeline(path), None)
+    except OSError as error:
+        reason = f"{path} cannot be read: {error.strerror}"
+    except (ValueError, KeyError, TypeError) as error:
+        reason = f"{path} is no timeline: {type(error).__name__} {error}"
+    else:
+        with contextlib.suppress(
+            ConfigError, ValueError
+        ):  # its model or data are not here any more
+            report.plan = make_plan(report.config, likely_hardware(report.config))
+        return report
+    fix = "train with timeline=true, and write the directory of that run"
+    raise ConfigError([Problem("timeline", str(run), reason, fix)])
 
 
 def _whole(times: StageTimes) -> float:

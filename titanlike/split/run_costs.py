@@ -11,7 +11,8 @@ from pathlib import Path
 
 from titanlike.config.parse import parse
 from titanlike.config.schema import Config
-from titanlike.metrics.timeline_file import FILE, Timeline, read_timeline, stage_seconds
+from titanlike.config.timeline import TIMELINE
+from titanlike.metrics.timeline_file import Timeline, read_timeline, stage_seconds
 from titanlike.split.unit_costs import CostError
 
 Seconds = tuple[float, float, float]  # forward, input gradient, weight gradient of a microbatch
@@ -19,7 +20,7 @@ Seconds = tuple[float, float, float]  # forward, input gradient, weight gradient
 
 def run_timeline(run: str) -> Timeline:
     """Raises CostError where there is none."""
-    path = Path(run) / FILE
+    path = Path(run) / TIMELINE
     try:
         return read_timeline(path)
     except OSError as error:

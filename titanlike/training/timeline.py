@@ -21,7 +21,7 @@ import torch
 
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config
-from titanlike.config.timeline import timeline_folder
+from titanlike.config.timeline import TIMELINE, timeline_folder
 from titanlike.device import accelerator
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
@@ -185,7 +185,7 @@ class Timeline:
             self._run.draft.stages,
             self._run.draft.model_graph.microbatch_size,
         )
-        timeline_file.write_timeline(run_dir / timeline_file.FILE, merged)
+        timeline_file.write_timeline(run_dir / TIMELINE, merged)
         last = merged.steps[-1]
         from titanlike.metrics.chart_trace import write_trace
 
