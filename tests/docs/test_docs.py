@@ -44,6 +44,7 @@ NOT_KEYS = {
     "join_timeout",
     "lengths",
     "temperature",  # of titanlike generate
+    "timeline",  # short for timeline.enabled
 }
 
 

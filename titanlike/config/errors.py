@@ -98,3 +98,9 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
     found = max(known, key=similarity, default=None)
     return found if found is not None and similarity(found)[0] >= 0.6 else None
+
+
+def abbreviates(short: str, word: str) -> bool:
+    """hf of huggingface: the first letter, and others in their order."""
+    letters = iter(word.lower())
+    return short[:1].lower() == word[:1].lower() != "" and all(c in letters for c in short.lower())

@@ -17,7 +17,7 @@ import typing
 from dataclasses import replace
 from typing import Any, Literal, Union
 
-from titanlike.config.errors import Problem, nearest, override_text
+from titanlike.config.errors import Problem, abbreviates, nearest, override_text
 from titanlike.config.keys import Bytes, Paths
 from titanlike.config.schema import (
     OPEN_GROUPS,
@@ -163,7 +163,9 @@ def convert(
         if any(value == choice and type(value) is type(choice) for choice in arguments):
             return value
         expected = "must be one of " + ", ".join(override_text(choice) for choice in arguments)
-        example = nearest(str(value), map(str, arguments)) or ""
+        words = [*map(str, arguments)]
+        short = (word for word in words if abbreviates(word, str(value)))
+        example = nearest(str(value), words) or next(short, "")
     elif annotation is Paths:
         several = isinstance(value, list) and value
         if all(isinstance(one, str) and one for one in (value if several else [value])):
