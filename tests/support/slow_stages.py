@@ -18,7 +18,7 @@ def train_with_a_slow_stage(config: Config, worker: Worker, slow_ranks: tuple[in
     def batches_from(session: Any) -> Any:
         if worker.rank in slow_ranks:
             for stage in session.run.stages:
-                stage.register_forward_pre_hook(lambda *_: time.sleep(0.05))
+                stage.register_forward_pre_hook(lambda *_: time.sleep(0.1))
         return take(session)
 
     with mock.patch.object(loop, "batches_from", batches_from):
