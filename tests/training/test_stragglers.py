@@ -30,7 +30,8 @@ def short(pp: int, dp: int, share: float = 0.3) -> Config:
 
 
 def told(run_dir: Path) -> list[dict]:
-    lines = (run_dir / "events.jsonl").read_text().splitlines()
+    path = run_dir / "events.jsonl"  # of a run without events there is none
+    lines = path.read_text().splitlines() if path.exists() else []
     return [event for event in map(json.loads, lines) if event["event"] == "straggler"]
 
 

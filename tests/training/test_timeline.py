@@ -27,6 +27,7 @@ from titanlike.metrics.chart import Box
 from titanlike.metrics.timeline_file import read_timeline
 from titanlike.parallel import clock
 from titanlike.parallel.mesh import close_mesh, open_mesh
+from titanlike.planning.simulate import equal_stages, simulate
 from titanlike.planning.timeline_report import report_of
 from titanlike.training import loop
 from titanlike.training import timeline as timeline_module
@@ -248,6 +249,20 @@ def cost_of_watching(config: Config, worker: Worker) -> float:
         run.ranges.remove(timeline)
     close_mesh()
     return statistics.median(a / b for a, b in zip(spent[True], spent[False], strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.grid
+def test_the_bubble_of_equal_stages_is_that_of_the_simulation(tmp_path: Path) -> None:
+    """Of stages that are heavy enough for the host not to matter; needs two idle cores."""
+    model = Model("llama", tiny(layers=8).model.args | {"dim": 128, "ffn_dim": 512})
+    config = short(2, batch_size=8, seq_len=256, model=model, steps=12)
+    config = replace(config, timeline=Timeline(True, [5, 12]), schedule=Schedule("1f1b", 8))
+    run_world(train, config, tmp_path, timeout=300)
+    report = report_of(tmp_path)
+    simulated = simulate(report.order, equal_stages(report.order)).bubble
+    print(f"bubble {report.bubble:.3f}, of the measured times {report.simulation.bubble:.3f}")
+    assert report.bubble == pytest.approx(simulated, abs=0.03)
 
 
 @pytest.mark.slow
