@@ -215,6 +215,7 @@ def test_a_run_goes_on_in_other_dimensions_as_in_one_process(tmp_path: Path) -> 
     assert sizes[1] == sizes[4] and {dtype for _, dtype in sizes[1].values()} == {"bfloat16"}
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_experts_and_sequences(tmp_path: Path) -> None:
     """ep=2, then dp=2, cp=2, pp=2: with the losses and the balance of one process."""
     sizes = {"vocab_size": None, "dim": 32, "heads": 4, "kv_heads": 2, "layers": 2}

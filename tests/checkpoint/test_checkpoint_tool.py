@@ -266,6 +266,7 @@ def edited(tool: Tool, source: Path, tmp_path: Path, change: Callable[[Any], Any
 # --- converting ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_restored_file_to_the_last_bit(
     saved: Config, tool: Tool, tmp_path: Path
 ) -> None:

@@ -80,6 +80,7 @@ def flip_in(folder: Path, entry_name: str) -> None:
 KINDS = ("model.head.weight", "optimizer.state.head.weight.exp_avg", "rng.0.cpu")
 
 
+@pytest.mark.slow
 def test_damage_is_found_while_another_layout_loads(tmp_path: Path) -> None:
     """Also in what no rank of it loads; and nothing of the damaged checkpoint is trained on."""
     source = a_run(tmp_path / "source")

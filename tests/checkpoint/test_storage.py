@@ -22,6 +22,7 @@ from titanlike.job import check
 from titanlike.launch.worker import Worker
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_url(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/kept elsewhere"
     truth = a_run(tmp_path / "truth", pp=2, steps=6)
@@ -37,6 +38,7 @@ def test_a_run_goes_on_from_a_url(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_a_file_system_without_directories_or_renames_will_do(tmp_path: Path) -> None:
     """fsspec's memory, in one process; saves, retention, damage and going on, as on a disk."""
     run_dir = tmp_path / "run"

@@ -96,6 +96,7 @@ def test_a_single_checkpoint_that_cannot_be_read_is_not_lost(run: Config) -> Non
     assert [event["step"] for event in events(folder, "resume")] == [6]
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_read_its_part_is_no_verdict_either(tmp_path: Path) -> None:
     config = a_run(tmp_path / "run", 1, 2)
     assert train_all(config) == [""]

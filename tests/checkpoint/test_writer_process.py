@@ -123,6 +123,7 @@ def test_it_is_gone_when_its_trainer_is_killed(how: str) -> None:
     assert gone and not left
 
 
+@pytest.mark.slow
 def test_a_run_that_a_process_saves_is_the_run_that_saves_itself(tmp_path: Path) -> None:
     truth = a_run(tmp_path / "truth")
     config = a_run(tmp_path / "run", mode="async_process")

@@ -62,6 +62,7 @@ def test_the_package_comes_from_the_wheel(environment: Path, tmp_path: Path) -> 
     assert Path(text.strip()).is_relative_to(environment)
 
 
+@pytest.mark.slow
 def test_training_names_the_command_that_continues(environment: Path, tmp_path: Path) -> None:
     words = ["checkpoint.last=true", "run_dir=run"]
     text = run(environment, "titanlike", "train", *SMALL, *words, cwd=tmp_path)

@@ -19,6 +19,7 @@ from titanlike.does_not_exist import x
 """
 
 
+@pytest.mark.slow
 def test_commands_that_start_nothing_leave_nothing(tmp_path: Path) -> None:
     (tmp_path / "failing.py").write_text(FAILING)
     (tmp_path / "raising.py").write_text("def Model(**words):\n    raise RuntimeError('no')\n")

@@ -82,6 +82,7 @@ def leaks(folder: Path, *more: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_an_error_that_quotes_a_secret_leaves_it_nowhere(tmp_path: Path) -> None:
     """Not in any rank's log, error file or result, events, checkpoint or W&B's files."""
     words = ["data=synthetic", "data.name=leaky.data", "pp=2", "run_dir=run"]
@@ -123,6 +124,7 @@ def test_a_command_that_holds_secrets_writes_nothing(mode: list[str], tmp_path: 
     assert os.listdir(tmp_path) == ["leaky.py"]
 
 
+@pytest.mark.slow
 def test_a_sweep_keeps_the_secrets_of_a_refused_job_out_of_its_folders(tmp_path: Path) -> None:
     """One is only known when the job is composed, one when the user's function is called."""
     words = ["run_dir=sweep", "data=synthetic", "data.name=leaky.closed,leaky.data"]
@@ -138,6 +140,7 @@ def test_a_sweep_keeps_the_secrets_of_a_refused_job_out_of_its_folders(tmp_path:
     assert not any(secret in done.stdout + done.stderr for secret in PLANTED.values())
 
 
+@pytest.mark.slow
 def test_a_sweeps_submit_command_runs_with_its_secrets_which_are_written_nowhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -235,6 +235,7 @@ def test_steps_of_any_lengths_are_exact_and_a_length_is_prepared_once(
         assert recorded == RECORDINGS
 
 
+@pytest.mark.slow
 def test_lengths_that_are_forgotten_are_prepared_again_and_still_exact(tmp_path: Path) -> None:
     config = long_and_short("1f1b", family="gpt2")
     results = run_world(several_steps, config, tmp_path, 1)

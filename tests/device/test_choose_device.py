@@ -177,6 +177,7 @@ def test_the_checks_before_a_start_do_not_initialize_cuda(
     assert accelerator.multiplies_float8(torch.device("cuda", 0))
 
 
+@pytest.mark.slow
 def test_a_command_on_a_machine_with_gpus_uses_them_or_says_why_not(
     monkeypatch: Patch, tmp_path: Path
 ) -> None:

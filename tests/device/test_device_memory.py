@@ -29,6 +29,7 @@ def train_after_a_larger_job(config: Config, worker: Worker) -> int:
     return peak_memory(torch.device("cpu")).allocated
 
 
+@pytest.mark.slow
 def test_a_jobs_peak_is_its_own_not_that_of_a_job_before_it_in_the_process(tmp_path: Path) -> None:
     """As of a sweep whose jobs share a process."""
     (peak,) = run_world(train_after_a_larger_job, tiny(steps=2), tmp_path)

@@ -202,6 +202,7 @@ def test_a_rank_is_let_out_of_a_collective_whose_peer_has_failed(tmp_path: Path)
     assert failure is not None and "CUDA out of memory" in failure.error
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_be_let_out_ends(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="rank 0 died without a result"):
         run_world(wait_for_a_failed_peer, tiny(2), tmp_path, False, timeout=30)

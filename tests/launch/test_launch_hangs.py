@@ -59,6 +59,7 @@ def cause_of(config: Config, run_dir: Path, hang: str) -> Failure:
     return failure
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_in_its_data_is_named(tmp_path: Path) -> None:
     failure = cause_of(tiny(2), tmp_path, "sleep")
     assert re.match(
@@ -82,6 +83,7 @@ def test_a_rank_that_does_not_respond_is_named_with_its_process(tmp_path: Path) 
     assert (tmp_path / "woken").exists()  # a stopped process does not handle SIGTERM
 
 
+@pytest.mark.slow
 def test_a_command_whose_model_hangs_says_where(tmp_path: Path) -> None:
     (tmp_path / "hanging.py").write_text(
         "import os, time\n"

@@ -86,6 +86,7 @@ def test_garbage_is_collected_once_a_job_is_built_and_before_the_next() -> None:
     gc.unfreeze()
 
 
+@pytest.mark.slow
 def test_a_script_that_calls_titanlike_goes_on_after_it(tmp_path: Path) -> None:
     """A script of the user's own is not titanlike's process: what follows in it runs."""
     script = tmp_path / "mine.py"

@@ -40,6 +40,7 @@ def test_it_trains_and_goes_on_in_another_layout(tmp_path: Path) -> None:
     assert [step["step"] for step in steps] == [1, 2, 3] and steps[1]["val_loss"] > 0
 
 
+@pytest.mark.slow
 def test_it_is_proven_with_stages_that_begin_inside_of_blocks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -221,6 +221,7 @@ def test_a_recomputed_block_runs_twice_under_every_schedule(schedule, tmp_path: 
     assert sum(calls["real"] for calls, _ in runs) == 2 * blocks * draft(config).microbatches
 
 
+@pytest.mark.slow
 def test_dropout_draws_the_masks_of_the_forward_again(tmp_path: Path) -> None:
     model = Custom(f"{__name__}.Model")
     config = tiny(2, 1, ZeroBubbleSchedule(), model=model, data=tiny().data)
@@ -333,6 +334,7 @@ def test_fit_recomputes_the_fewest_blocks_that_fit_on_each_rank(schedule: str) -
         assert counts[-1] < min(counts[:-1])
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_other_activations_in_memory(tmp_path: Path) -> None:
     saving = {"checkpoint": Checkpoint(every=2), "lr": ConstantLr(warmup=0)}
     run_world(train, tiny(2, 1, steps=4, **saving), tmp_path / "whole")

@@ -92,6 +92,7 @@ def test_every_layout_that_shards_nothing_is_exact_in_bf16(config: Config, tmp_p
     assert_proven(config, tmp_path, 300)
 
 
+@pytest.mark.slow
 def test_a_run_in_bf16_resumes_where_it_is_sharded(tmp_path: Path) -> None:
     config = tiny(precision=BF16, checkpoint=Checkpoint(every=3, last=False))
     run_world(train, config, tmp_path)

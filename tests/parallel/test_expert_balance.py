@@ -146,6 +146,7 @@ def expert_balance_full(gradient: Any) -> Tensor:
     return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient.clone()
 
 
+@pytest.mark.slow
 def test_the_losses_are_those_of_the_global_batch_with_the_last_steps_load(tmp_path: Path) -> None:
     """Written down in plain torch, for two steps of a pipeline in microbatches."""
     config = mixture(2, 2, args={"layers": 4}, lr=ConstantLr(warmup=0), optimizer=AdamW(clip=None))
@@ -310,6 +311,7 @@ def test_a_step_that_is_not_applied_moves_no_balance(tmp_path: Path) -> None:
             assert first[name].sum().abs() < 1e-7 and first[name].abs().max() < 0.02
 
 
+@pytest.mark.slow
 def test_a_run_that_moves_keeps_its_balance(tmp_path: Path) -> None:
     """From a pipeline to FSDP to one process."""
     saving = {"checkpoint": Checkpoint(every=2), "lr": ConstantLr(warmup=0)}

@@ -120,6 +120,7 @@ def drawn_after_resume(config: Config, worker: Worker) -> tuple[int, Tensor]:
         return session.progress.step, torch.rand(3)
 
 
+@pytest.mark.slow
 def test_ranks_that_share_layers_draw_alike_after_a_checkpoint_of_ranks_that_do_not(
     tmp_path: Path,
 ) -> None:
@@ -135,6 +136,7 @@ def other_masks(config: Config, worker: Worker) -> Any:
     return verify(config, worker)
 
 
+@pytest.mark.slow
 def test_verify_tells_masks_that_differ_where_they_should_not(tmp_path: Path) -> None:
     case = replace(config(tp_sequence=False), verify=Verify(steps=2))
     told = {}

@@ -67,6 +67,7 @@ def test_the_plan_for_eight_gpus_has_every_schedule_level_and_precision() -> Non
     assert {cell.ranks for cell in plan(8)} == {1, 2, 4, 8}
 
 
+@pytest.mark.slow
 def test_what_fails_or_takes_too_long_is_reported_and_the_rest_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

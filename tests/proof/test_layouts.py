@@ -211,6 +211,7 @@ def test_a_wrong_gradient_is_named_in_low_precision_too(
     assert re.search(r"gradient +layers.5.ffn.up.weight .*DIFFERS", shown), shown
 
 
+@pytest.mark.slow
 def test_an_update_that_follows_from_rounding_alone_is_no_fault_in_fp32(tmp_path: Path) -> None:
     """As below; BART's decoder has such biases."""
     assert_proven(tiny(2, 2, model=Custom("support.wrapped_transformers.bart")), tmp_path)
@@ -347,6 +348,7 @@ def test_a_run_resumes_in_another_layout(other: Config, tmp_path: Path) -> None:
         assert loss == pytest.approx(right, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
     saving = Checkpoint(every=0, last=True)
     run_world(train, tiny(steps=1, checkpoint=saving), tmp_path)

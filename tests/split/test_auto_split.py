@@ -241,6 +241,7 @@ def test_measured_times_are_shared_and_kept(tmp_path: Path) -> None:
     assert stages[0] == stages[1] and stages[0][1] == ["head"]
 
 
+@pytest.mark.slow
 def test_a_run_says_what_it_chose_and_goes_on_in_another_split(tmp_path: Path) -> None:
     saving = Checkpoint(every=0, last=True)
     config = tiny(2, 1, "interleaved1f1b", split=AutoSplit(), steps=1, checkpoint=saving)

@@ -196,6 +196,7 @@ def test_what_is_known_to_be_wrong_is_left_out_with_the_reason():
     assert ("pp=2", "dp=2", "schedule=1f1b") not in reasons
 
 
+@pytest.mark.slow
 def test_tensor_parallel_ranks_are_tried_as_the_plan_allows_within_a_machine():
     """4 heads; 12 ranks, of which a machine has 6 or all. A model without a plan has no tp."""
     search = SearchSpace(schedules=["1f1b"], microbatches=[1])

@@ -131,6 +131,7 @@ def test_a_sweep_whose_process_is_killed_all_exit_and_is_gone_on_with(tmp_path: 
         assert steps == list(range(1, 61)), "no step is missing, and none is there twice"
 
 
+@pytest.mark.slow
 def test_a_sweep_in_a_file_is_grouped_and_named_in_wandb(tmp_path: Path) -> None:
     """Offline; the file alone says that it is a sweep."""
     (tmp_path / "conf" / "experiment").mkdir(parents=True)
@@ -272,6 +273,7 @@ def test_a_sweep_that_cannot_be_run_as_asked_is_refused_at_once(
     assert not (tmp_path / "s").exists()
 
 
+@pytest.mark.slow
 def test_a_sweep_that_varies_nothing_runs_with_wandb(tmp_path: Path) -> None:
     """No override names its job."""
     words = ["logger=wandb", "logger.mode=offline", "steps=1", f"run_dir={tmp_path}/s"]
@@ -279,6 +281,7 @@ def test_a_sweep_that_varies_nothing_runs_with_wandb(tmp_path: Path) -> None:
     assert code == 0 and "completed" in out, err
 
 
+@pytest.mark.slow
 def test_a_check_of_a_search_or_for_another_launcher_starts_nothing_either(tmp_path: Path) -> None:
     for words in (
         ["seed=1,2", "hydra/launcher=submitit_local"],
@@ -289,6 +292,7 @@ def test_a_check_of_a_search_or_for_another_launcher_starts_nothing_either(tmp_p
         assert code == 0 and "config OK" in out and not (tmp_path / "s").exists(), words
 
 
+@pytest.mark.slow
 def test_a_folder_with_a_run_takes_no_sweep_and_one_with_a_sweep_no_run(tmp_path: Path) -> None:
     """Nor the sweep of a tool; and one job whose folder is taken does not stop the others."""
     (tmp_path / "s").mkdir()

@@ -208,6 +208,7 @@ def test_a_rollback_ends_where_a_run_without_those_batches_ends(layout, tmp_path
         assert torch.equal(tensor, cut[name]), name
 
 
+@pytest.mark.slow
 def test_a_spike_is_skipped_and_judged_alike_after_a_restart(tmp_path: Path) -> None:
     """The window is in the checkpoint: a run resumed from step 4 still has steps 1 to 4."""
     config = replace(touchy(2, 2), on_spike="skip", spike_window=8)

@@ -115,6 +115,7 @@ def stopped_in_step_3(config: Config, worker: Worker) -> dict:
     return train(config, worker)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pp", "dp"), [(2, 1), *slow((1, 1), (2, 2))])
 def test_a_stop_request_of_one_rank_ends_all_after_the_next_step(pp, dp, tmp_path: Path) -> None:
     config = tiny(pp, dp, steps=9, checkpoint=Checkpoint(every=0, last=True))

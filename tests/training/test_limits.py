@@ -44,6 +44,7 @@ def test_max_time_stops_a_run_that_resumes_with_the_same_metrics(tmp_path: Path)
     assert numbers(tmp_path / "stopped") == numbers(tmp_path / "uninterrupted")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["validation", *slow("save")])
 def test_a_signal_to_one_rank_stops_all_of_them(where: str, tmp_path: Path) -> None:
     """Also during a validation, which is aborted, and during a save."""

@@ -44,6 +44,7 @@ def logged_starts(run_dir: Path) -> list[dict[str, Any]]:
     return read_jsonl(run_dir / starts.FILE)
 
 
+@pytest.mark.slow
 def test_other_data_are_refused_unless_they_are_meant(run: Config, tmp_path: Path) -> None:
     folder = Path(run.run_dir)
     kept = {name: (folder / name).read_bytes() for name in ("config.yaml", "metrics.jsonl")}

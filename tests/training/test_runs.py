@@ -108,6 +108,7 @@ def test_verify_leaves_a_runs_files_alone_and_ends_with_a_verdict(
     assert {path.name: path.read_bytes() for path in run.glob("*.*")} == before
 
 
+@pytest.mark.slow
 def test_bench_measures_a_command_beside_a_plain_loop(tmp_path: Path) -> None:
     done = command("model.layers=2", "steps=10", "logger=none", tool="tools/bench.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

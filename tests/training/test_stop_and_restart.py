@@ -95,6 +95,7 @@ def test_a_signal_stops_a_run_after_its_step_with_a_checkpoint(
     assert numbers(tmp_path) == uninterrupted(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_restarted_and_the_run_resumes(tmp_path: Path, uninterrupted) -> None:
     """Also with checkpoint.resume=never, a restart resumes from the run's own checkpoint."""
     words = ["launch.max_restarts=3", "checkpoint.resume=never", "steps=20", "checkpoint.every=5"]
