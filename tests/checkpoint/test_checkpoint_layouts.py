@@ -78,10 +78,10 @@ def test_any_layout_loads_what_any_other_saved(tmp_path: Path) -> None:
     "divided",
     cells(
         {
-            "shards of parts": {"dp": 2, "tp": 2, "tied": False, "mode": "async_process"},
             "packed matrices": {"dp": 2, "tp": 2, "family": "gpt2"},
         },
         {
+            "shards of parts": {"dp": 2, "tp": 2, "tied": False, "mode": "async_process"},
             "repeated heads": {"tp": 4, "tied": False},
             "packed matrices among four": {"tp": 4, "family": "gpt2"},
         },
@@ -232,7 +232,7 @@ def test_a_run_goes_on_with_other_experts_and_sequences(tmp_path: Path) -> None:
         assert [row[key] for row in moved] == pytest.approx([row[key] for row in whole], abs=1e-5)
 
 
-@pytest.mark.parametrize("mode", [*slow("sync", "async"), "async_pinned", "async_process"])
+@pytest.mark.parametrize("mode", [*slow("sync", "async", "async_pinned"), "async_process"])
 def test_a_background_save_holds_the_state_of_its_step(mode: str, tmp_path: Path) -> None:
     """Parameters change while it is written, and again before the next one."""
     config = tiny(2, 1, layers=2, steps=6, checkpoint=Checkpoint(every=1, mode=mode))

@@ -27,14 +27,14 @@ LATE = PointSplit(points=["blocks.1", "blocks.3", "blocks.5"])
 LAYOUTS = {
     "U-Net, zero bubble": of_images("UNet", 2, 2, "zbvzerobubble", split=STAGES),
     "ResNet": of_images("ResNet", 2, 2),
-    "average of all steps": of_images("ResNet", 2, 2, args={"momentum": None}),
     "recomputed, zero bubble": of_images("Tower", 2, 1, "zbvzerobubble", args={"recompute": True}),
     "used late": of_images("Late", 4, 1, split=LATE),
+}
+MORE_LAYOUTS = {
     "Sequential": of_images(
         "sequential", 3, 2, split=BalanceSplit(balance=[3, 2, 3]), batch_size=12
     ),
-}
-MORE_LAYOUTS = {
+    "average of all steps": of_images("ResNet", 2, 2, args={"momentum": None}),
     "ResNet, replicas of shards": of_images("ResNet", 1, 4, Schedule("1f1b", 2), replicate=2),
     "U-Net": of_images("UNet", 4, 2, split=STAGES),
     "U-Net, interleaved": of_images("UNet", 2, 2, "interleaved1f1b", split=STAGES),

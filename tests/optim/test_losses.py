@@ -50,15 +50,15 @@ def ended(end: str, *mesh: Any, **changes: Any) -> Config:
 
 LAYOUTS = {
     "chunked 1f1b": tiny(2, 2, loss=CHUNKED, data=UNEVEN),
-    "chunked, soft cap, in a dict": ended("cap", 2, 1, "interleavedzerobubble"),
     "chunked, norm and head in one module": ended("inside", 2, 1),
-    "mse": regression(Mse(), 2, 2, returns="dict"),
-    "own with arguments": regression(own("huber", delta=0.3), 2, 2, "zbvzerobubble"),
     "own of a dataclass": regression(own("likelihood"), 2, 1, returns="dataclass"),
-    "own that counts": tiny(2, 2, data=UNEVEN, loss=own("Smoothed", amount=0.1)),
     "torch's own": regression(Custom("torch.nn.functional.l1_loss", {"reduction": "none"}), 1, 2),
 }
 MORE_LAYOUTS = {
+    "chunked, soft cap, in a dict": ended("cap", 2, 1, "interleavedzerobubble"),
+    "own with arguments": regression(own("huber", delta=0.3), 2, 2, "zbvzerobubble"),
+    "own that counts": tiny(2, 2, data=UNEVEN, loss=own("Smoothed", amount=0.1)),
+    "mse": regression(Mse(), 2, 2, returns="dict"),
     "chunked, tied by the forward": ended("tied", 2, 2),
     "chunked zero 3": tiny(2, 2, "interleaved1f1b", loss=CHUNKED, fsdp=Fsdp(3)),
     "chunked zero bubble, tied": tiny(2, 2, "zbvzerobubble", family="gpt2", loss=CHUNKED),

@@ -65,7 +65,7 @@ TOGETHER = {
     "zbvzerobubble": ZeroBubbleSchedule(weight_gradients="together"),
     "dualpipev": ZeroBubbleSchedule("dualpipev", weight_gradients="together"),
 }
-QUICK = {("zbvzerobubble", "full", 2), ("interleaved1f1b", "selective", 2), ("1f1b", "fit", 1)}
+QUICK = {("zbvzerobubble", "full", 2), ("1f1b", "fit", 1)}
 EVERY = [(schedule, how, dp) for schedule in SCHEDULES for how in HOW for dp in (1, 2)]
 
 

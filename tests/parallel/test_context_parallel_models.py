@@ -139,13 +139,10 @@ def cover() -> list[tuple[str, str, str]]:
 
 
 QUICK = [
-    ("llama", "pp=2 dp=2 cp=2", "gather"),
     ("llama", "zero bubble, recomputed", "ring"),
-    ("llama", "cp=2 tp=2", "ulysses"),
     ("llama", "documents", "gather"),
     ("hf qwen3", "cp=4", "ulysses"),
     ("own, bias of attention", "cp=2", "gather"),
-    ("own, weights of positions", "zero bubble, recomputed", "ulysses"),
 ]
 
 

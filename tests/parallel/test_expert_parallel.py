@@ -86,10 +86,8 @@ def config_of(
 
 
 QUICK = [
-    ("moe", "dp=4 ep=2, sharded parameters"),
     ("moe", "zero bubble, recomputed"),
     ("hf mixtral", "dp=2 cp=2 ep=4"),
-    ("hf qwen3 moe", "pp=2 dp=2 ep=2"),
 ]
 
 

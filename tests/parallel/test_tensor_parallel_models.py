@@ -95,10 +95,6 @@ def cover() -> list[Cell]:
 QUICK = [
     ("llama", "pp=2 tp=2", "zbvzerobubble", "full", False),
     ("hf llama", "tp=4", "1f1b", "none", False),
-    ("hf qwen3", "dp=2 tp=2", "1f1b", "none", False),
-    ("hf phi3", "tp=2", "1f1b", "full", False),
-    ("hf gemma2", "tp=2", "1f1b", "none", False),
-    ("hf gpt2", "pp=2 tp=2", "1f1b", "none", False),
     ("own", "dp=2 tp=2", "1f1b", "full", False),
 ]
 
