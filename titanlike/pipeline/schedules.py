@@ -158,4 +158,5 @@ SCHEDULES: Mapping[str, Callable[..., Order]] = {
     "dualpipev": dual_pipe_v,
 }
 
+LOOPED = ("interleaved1f1b", "loopedbfs", "interleavedzerobubble")  # any number of stages a rank
 V_SCHEDULES = ("vhalf", "vmin", "zbvzerobubble", "dualpipev")  # always two stages a rank
