@@ -2,8 +2,8 @@
 
 1. The model's units are counted (or, with hardware=measure, timed) once; times and activations of the
    stages of any split and placement follow.
-2. Each placement that `schedule.search` allows is searched (`order_search.py`). With search=split the
-   stages of the best are then moved a unit at a time as long as a step gets shorter.
+2. Each placement that `schedule.search` allows is searched (`order_search.py`). With search=split
+   where stages begin is searched as well (`split_search.py`).
 3. What is found is written to run_dir/order.csv, and run from there; beside it what it was found for, in
    order.json: a run that resumes, or starts again, with the same settings has the same order.
 """
@@ -11,7 +11,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -44,6 +45,7 @@ from titanlike.planning.order_search import (
     lower_bound,
     trials_for,
 )
+from titanlike.planning.split_search import Cut, FoundCut, best_cut
 from titanlike.planning.stage_times import Layout, as_measured, stage_times
 from titanlike.split.best_split import best_split
 from titanlike.split.partition import SplitError, partition
@@ -56,8 +58,6 @@ _MATTERS = (
     *("pp", "dp", "replicate", "tp", "cp", "ep", "batch_size", "seq_len", "model", "schedule"),
     *("split", "loss", "precision", "activation_checkpoint", "fsdp", "hardware", "compile"),
 )
-_MOST_MOVES = 60  # of a unit from a stage to the next
-
 Stages = list[list[str]]  # names of the units of each stage
 
 
@@ -153,101 +153,119 @@ class _Search:
             self.table.times = as_measured(self.table.times, seconds)
         self.deferred = schedule.weight_gradients == "deferred"
         self.limit = float("inf")
-        first = self.problem(self.stages(loop(config.pp), even=True), loop(config.pp))
+        self._bytes: dict[object, tuple[int, int]] = {}
+        self._orders: dict[tuple[int, ...], list[Known]] = {}
+        whole = self._given(loop(config.pp), even=True)
+        if whole is None:
+            raise ValueError(f"schedule=auto: the model has fewer units than pp={config.pp}; pp=1")
+        first = self.problem(whole)
         order = one_f_one_b(config.pp, self.microbatches)
         most = max(first.peak(order, rank) for rank in range(config.pp))
         self.limit = schedule.memory * most
 
     def run(self) -> FoundSchedule:
-        config, best, known = self.config, None, None
-        problems = [*self._problems()]
-        if not problems:
-            reason = "no placement of so many stages suits the split"
-            fix = "split=even, or schedule.search=split"
-            raise ConfigError([ConfigProblem("split", config.split.name, reason, fix)])
-        trials = trials_for([problem for problem, _, _ in problems])
-        for problem, stages, given in problems:
-            own = [*self._known(problem)]
-            if (
-                given
-                and (one := best_known(problem, own))
-                and (not known or one.seconds < known.seconds)
-            ):
-                known = one
-            found = best_order(problem, own, trials, config.seed)
-            if found and (best is None or found.seconds < best[0].seconds):
-                best = found, stages
+        """Raises ConfigError."""
+        cuts, given = [], []
+        for place in _placements(self.config.schedule, self.config.pp):
+            own = [self._given(place)]
+            given += [cut for cut in own if cut is not None]
+            if self.config.schedule.search == "split":  # whose stages are not empty
+                own = [cut for cut in own if cut is not None and len({*cut.starts}) == len(place)]
+                own += [self._balanced(place), self._balanced(place, by_memory=True)]
+            cuts += [cut for at, cut in enumerate(own) if cut is not None and cut not in own[:at]]
+        if not cuts:
+            reason = "no placement that schedule=auto may choose has so many stages"
+            fix = "split=even, or schedule.search=placement"
+            raise ConfigError([ConfigProblem("split", self.config.split.name, reason, fix)])
+        problems = [self.problem(cut) for cut in cuts]
+        trials, seed = trials_for(problems), self.config.seed
+        if self.config.schedule.search == "split":
+            best = best_cut(self.problem, self._known, cuts, len(self.table.units), trials, seed)
+        else:
+            each = [
+                FoundCut(cut, found)
+                for cut, problem in zip(cuts, problems, strict=True)
+                if (found := best_order(problem, self._known(problem), trials, seed)) is not None
+            ]
+            best = min(each, key=lambda one: one.found.seconds, default=None)
         if best is None:
-            reason = "no order keeps within it: a rank holds at least one microbatch of its stages"
-            raise ConfigError(
-                [
-                    ConfigProblem(
-                        "schedule.memory", config.schedule.memory, reason, "schedule.memory=1.0"
-                    )
-                ]
-            )
-        if config.schedule.search == "split":
-            best = self._moved(*best)
-        found, stages = best
+            raise ConfigError([self._too_little(problems)])
+        known = [best_known(problem := self.problem(cut), self._known(problem)) for cut in given]
+        fastest = min(filter(None, known), key=lambda one: one.seconds, default=None)
+        found = best.found
         bound = lower_bound(found.problem)
-        return FoundSchedule(found.order.check(), stages, found.seconds, bound, known)
+        return FoundSchedule(
+            found.order.check(), self.names(best.cut), found.seconds, bound, fastest
+        )
 
-    def _problems(self) -> Iterator[tuple[Problem, Stages, bool]]:
-        """(what an order is made for, its stages, whether they are as config.split says)"""
-        schedule, tried = self.config.schedule, []
-        for place in _placements(schedule, self.config.pp):
-            for given in (True, False) if schedule.search == "split" else (True,):
-                try:
-                    stages = self.stages(place) if given else self._balanced(place)
-                except SplitError:
-                    continue
-                if (place, stages) not in tried and all(stages):
-                    tried.append((place, stages))
-                    yield self.problem(stages, place), stages, given
+    def _too_little(self, problems: Sequence[Problem]) -> ConfigProblem:
+        """Of schedule.memory: no order keeps within it."""
+        share = self.config.schedule.memory
+        least = min(problem.least_memory for problem in problems) / self.limit * share
+        reason = "a rank holds at least a microbatch of all its stages, which takes more"
+        fix = f"schedule.memory={math.ceil(100 * least) / 100:g}"
+        return ConfigProblem("schedule.memory", share, reason, fix)
 
-    def stages(self, place: Sequence[int], even: bool = False) -> Stages:
-        """As config.split cuts. Raises SplitError."""
-        split, units = self.config.split, self.table.units
-        if isinstance(split, AutoSplit) and not even:
+    def names(self, cut: Cut) -> list[list[str]]:
+        """Of the units of each stage."""
+        names = [unit.name for unit in self.table.units]
+        return [names[a:b] for a, b in pairwise([*cut.starts, len(names)])]
+
+    def _given(self, place: tuple[int, ...], even: bool = False) -> Cut | None:
+        """As config.split cuts; None where it has another number of stages."""
+        split = schema.EvenSplit() if even else self.config.split
+        if isinstance(split, AutoSplit):
             return self._balanced(place)
-        if even or isinstance(split, AutoSplit):
-            split = schema.EvenSplit()
-        return partition(units, split, len(place))
+        try:
+            stages = partition(self.table.units, split, len(place))
+        except SplitError:
+            return None
+        starts = [0, *accumulate(map(len, stages))][:-1]
+        return Cut(place, tuple(starts))
 
-    def _balanced(self, place: Sequence[int]) -> Stages:
-        """With ranks that take the same time, as far as can be."""
-        units = self.table.units
-        each = [self.table.times[unit.name] for unit in units]
-        seconds = [t.forward + t.input_gradient + t.weight_gradient for t in each]
-        none = np.zeros((len(units) + 1, len(units) + 1), dtype=np.int64)
-        costs = StageCosts(none, [round(s.device * 1e9) for s in seconds], [1] * len(place))
-        starts = best_split(costs, place).starts
-        names = [unit.name for unit in units]
-        return [names[a:b] for a, b in pairwise([*starts, len(names)])]
+    def _balanced(self, place: tuple[int, ...], by_memory: bool = False) -> Cut | None:
+        """With ranks that take the same time, or the same memory, as far as can be."""
+        names = [unit.name for unit in self.table.units]
+        if by_memory:
+            each = [self._held([name], False)[0] for name in names]
+        else:
+            times = [self.table.times[name] for name in names]
+            whole = [t.forward + t.input_gradient + t.weight_gradient for t in times]
+            each = [round(seconds.device * 1e9) for seconds in whole]
+        none = np.zeros((len(names) + 1, len(names) + 1), dtype=np.int64)
+        starts = best_split(StageCosts(none, each, [1] * len(place)), place).starts
+        return Cut(place, tuple(starts)) if len(names) >= len(place) else None
 
-    def problem(self, stages: Stages, place: tuple[int, ...]) -> Problem:
-        config, table = self.config, self.table
-        recomputed = [[name for name in own if self._again(name)] for own in stages]
-        count, message, numel = len(stages), table.message, table.memory.unit_parameters()
-        deferred = range(count) if self.deferred else ()
+    def problem(self, cut: Cut) -> Problem:
+        """What an order of such stages is made for."""
+        config, table, stages = self.config, self.table, self.names(cut)
+        recomputed = [frozenset(name for name in own if self._again(name)) for own in stages]
+        between, numel = [table.message] * (len(stages) - 1), table.memory.unit_parameters()
         layout = Layout(
             stages,
-            [frozenset(own) for own in recomputed],
-            deferred,
-            place,
+            recomputed,
+            range(len(stages)) if self.deferred else (),
+            cut.place,
             1,
             self.microbatches,
             [sum(numel[name] for name in own) for own in stages],
-            [0, *([message] * (count - 1))],
-            [*([message] * (count - 1)), 0],
+            [0, *between],
+            [*between, 0],
         )
         times = stage_times(config, layout, self.hardware, table.times).stages
-        order = Order(((),) * config.pp, place, self.microbatches)
-        memory = table.memory.arranged(config, order, 1, stages, deferred, message)
-        each = [memory.activations(stage, recomputed[stage]) for stage in range(count)]
-        held, queued = ([float(row[at]) for row in each] for at in (0, 1))
+        held, queued = zip(*(self._held(own) for own in stages), strict=True)
         ahead = self.hardware.runs_ahead
-        return Problem(place, self.microbatches, times, held, queued, self.limit, ahead)
+        return Problem(cut.place, self.microbatches, times, held, queued, self.limit, ahead)
+
+    def _held(self, names: Sequence[str], sends: bool = True) -> tuple[int, int]:
+        """Bytes of a microbatch of a stage of these units, and of what waits between I and W."""
+        key = tuple(names), sends
+        if key not in self._bytes:
+            order = Order(((),), (0,), self.microbatches)
+            deferred, message = (range(1) if self.deferred else ()), self.table.message * sends
+            memory = self.table.memory.arranged(self.config, order, 1, [names], deferred, message)
+            self._bytes[key] = memory.activations(0, [n for n in names if self._again(n)])
+        return self._bytes[key]
 
     def _again(self, name: str) -> bool:
         """Whether a unit is recomputed; of `fit`, which asks for the order, none is here."""
@@ -259,8 +277,12 @@ class _Search:
             return ordered.index(name) % how.every == 0
         return how.name in ("full", "selective")
 
-    def _known(self, problem: Problem) -> Iterator[Known]:
+    def _known(self, problem: Problem) -> list[Known]:
         """Schedules of a problem's placement."""
+        key = problem.place
+        if key in self._orders:
+            return self._orders[key]
+        found = self._orders[key] = []
         pp, m, chunks = problem.ranks, problem.microbatches, len(problem.place) // problem.ranks
         for name in SCHEDULES:
             looped = name in LOOPED
@@ -270,38 +292,8 @@ class _Search:
                 schedule = schema.Schedule(name, m)
             of = vee(pp) if name in V_SCHEDULES else loop(pp, chunks if looped else 1)
             if of == problem.place and microbatch_problem(schedule, pp, m) is None:
-                yield Known(name, build_order(schedule, pp, m))
-
-    def _moved(self, found: Found, stages: Stages) -> tuple[Found, Stages]:
-        """With a unit moved from a stage to the next as long as that makes a step shorter."""
-        trials = max(12, trials_for([found.problem]) // 8)
-        place, moves, better = found.problem.place, 0, True
-        while better and moves < _MOST_MOVES:
-            better = False
-            for edge in range(1, len(stages)):
-                for by in (-1, 1):
-                    other = _shifted(stages, edge, by)
-                    if other is None or moves >= _MOST_MOVES:
-                        continue
-                    moves += 1
-                    problem = self.problem(other, place)
-                    if lower_bound(problem) >= found.seconds:
-                        continue
-                    known = [*self._known(problem), Known("", found.order)]
-                    one = best_order(problem, known, trials, self.config.seed)
-                    if one is not None and one.seconds < found.seconds * (1 - 1e-6):
-                        found, stages, better = one, other, True
-        return found, stages
-
-
-def _shifted(stages: Stages, edge: int, by: int) -> Stages | None:
-    """With the begin of stage `edge` a unit later or earlier; None where a stage would be empty."""
-    starts = [0, *accumulate(map(len, stages))]
-    starts[edge] += by
-    if any(a >= b for a, b in pairwise(starts)):
-        return None
-    names = [name for own in stages for name in own]
-    return [names[a:b] for a, b in pairwise(starts)]
+                found.append(Known(name, build_order(schedule, pp, m)))
+        return found
 
 
 def _placements(schedule: AutoSchedule, pp: int) -> list[tuple[int, ...]]:

@@ -68,6 +68,14 @@ class Problem:
         """Memory that activations of a rank may take."""
         return (self.limit - (self.fixed[rank] if self.fixed else 0.0)) * (1 + _EQUAL)
 
+    @property
+    def least_memory(self) -> float:
+        """What activations take on the fullest rank with one microbatch at a time."""
+        each = [0.0] * self.ranks
+        for rank, held in zip(self.place, self.held, strict=True):
+            each[rank] += held
+        return max(each)
+
     def fits(self, order: Order) -> bool:
         return all(self.peak(order, rank) <= self.room(rank) for rank in range(self.ranks))
 
