@@ -58,16 +58,25 @@ class CostSet:
         microbatches = pp * draw.choice((2, 3, 4))
         return cls(pp, microbatches, forward, inputs, weights, [0.1, *held, 0.5], message)
 
-    def balanced(self, place: tuple[int, ...]) -> Split:
-        """As split=auto, by the time of each unit."""
-        count = len(self.forward)
-        seconds = zip(self.forward, self.inputs, self.weights, strict=True)
+    def balanced(self, place: tuple[int, ...], by_memory: bool = False) -> Split:
+        """As split=auto, by the time of each unit, or what it holds."""
+        count, each = len(self.forward), self.held
+        if not by_memory:
+            seconds = zip(self.forward, self.inputs, self.weights, strict=True)
+            each = [sum(unit) for unit in seconds]
         costs = StageCosts(
             np.zeros((count + 1, count + 1), dtype=np.int64),
-            [round(1e6 * sum(unit)) for unit in seconds],
+            [round(1e6 * value) for value in each],
             [1] * len(place),
         )
         return tuple(best_split(costs, place, 2000).starts)
+
+    def least_memory(self) -> float:
+        """What the fullest rank holds at the least, of one microbatch, whatever the split."""
+        return min(
+            self.problem(place, self.balanced(place, True), 1.0).least_memory
+            for place in (vee(self.pp), loop(self.pp), loop(self.pp, 2))
+        )
 
     def even(self, place: tuple[int, ...]) -> Split:
         """As split=even: as many blocks on each stage."""
@@ -157,7 +166,7 @@ def compare_all(costs: CostSet, share: float, trials: int) -> Compared:
         balanced = Cut(place, costs.balanced(place))
         problem = problem_of(balanced)
         built_in = _faster(built_in, best_known(problem, known_of(problem)))
-        cuts += [balanced, Cut(place, costs.even(place))]
+        cuts += [balanced, Cut(place, costs.even(place)), Cut(place, costs.balanced(place, True))]
     one = best_cut(problem_of, known_of, cuts, len(costs.forward), trials)
     work = sum(costs.forward) + sum(costs.inputs) + sum(costs.weights)
     bound = costs.microbatches * work / costs.pp

@@ -155,7 +155,7 @@ class _Search:
         self.limit = float("inf")
         self._bytes: dict[object, tuple[int, int]] = {}
         self._orders: dict[tuple[int, ...], list[Known]] = {}
-        whole = self._given(loop(config.pp), even=True)
+        whole = self._given(loop(config.pp)) or self._given(loop(config.pp), even=True)
         if whole is None:
             raise ValueError(f"schedule=auto: the model has fewer units than pp={config.pp}; pp=1")
         first = self.problem(whole)

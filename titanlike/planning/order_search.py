@@ -19,9 +19,9 @@ from titanlike.pipeline.order import Order
 from titanlike.planning.list_scheduling import Keys, Problem, Rule, joined, list_order, wanted
 
 _RULES = (Rule(0.0, 0.5), Rule(0.5, 0.5), Rule(0.5, 0.0), Rule(1.0, 0.2))
-_PERIODS = 1.12  # each period of a block is so much longer than the one before
+_PERIODS = 10  # that are tried of a block
 _KEPT = 4  # candidates that are changed
-_ACTIONS = 1_000_000  # that are scheduled in all: a few seconds of one core
+_ACTIONS = 500_000  # that are scheduled in all: a few seconds of one core
 _MOST = 240  # candidates
 
 
@@ -70,12 +70,11 @@ def best_order(
     best = best_known(problem, known)
     pool: list[_Candidate] = []
     tried = 0
-    for forward, backward, rules in _starts(problem, known):
-        for rule in rules:
-            tried += 1
-            _consider(problem, pool, forward, backward, rule)
-        if tried > trials and pool:
+    for forward, backward, rule in _starts(problem, known):
+        if tried >= trials and (pool or best):
             break
+        tried += 1
+        _consider(problem, pool, forward, backward, rule)
     draw = random.Random(seed)
     unit = sum(map(sum, problem.seconds)) / problem.ranks
     while pool and tried < trials:
@@ -104,13 +103,16 @@ def adapted(problem: Problem, order: Order) -> Found | None:
     return best
 
 
-def _starts(
-    problem: Problem, known: Sequence[Known]
-) -> Iterator[tuple[Keys, Keys, Sequence[Rule]]]:
-    for one in known:
-        yield *wanted(problem, one.order), _RULES
-    for keys in block_keys(problem):
-        yield *keys, _RULES[1:3]
+def _starts(problem: Problem, known: Sequence[Known]) -> Iterator[tuple[Keys, Keys, Rule]]:
+    """What is likely the best first."""
+    keys = [wanted(problem, one.order) for one in known]
+    blocks = [*block_keys(problem)]
+    for rule in _RULES[1:3]:
+        for each in (*keys, *blocks):
+            yield *each, rule
+    for rule in (_RULES[0], _RULES[3]):
+        for each in keys:
+            yield *each, rule
 
 
 def block_keys(problem: Problem) -> Iterator[tuple[Keys, Keys]]:
@@ -126,14 +128,12 @@ def block_keys(problem: Problem) -> Iterator[tuple[Keys, Keys]]:
     loads = [0.0] * problem.ranks
     for stage, rank in enumerate(problem.place):
         loads[rank] += sum(problem.seconds[stage])
-    period = 0.9 * max(loads)
-    while True:
+    shortest = 0.9 * max(loads)
+    for step in range(_PERIODS):
+        period = shortest * (now / shortest) ** (step / (_PERIODS - 1)) if shortest else 0.0
         yield tuple(
             [[at + period * mb for mb in range(m)] for at in each] for each in (forward, backward)
         )
-        if period > now or period <= 0:
-            return
-        period *= _PERIODS
 
 
 def _shifted(keys: Keys, far: float, draw: random.Random) -> Keys:
@@ -153,8 +153,12 @@ def _consider(
     if order is None:
         return
     seconds = problem.step(order)
-    if (one := joined(order)) != order and (whole := problem.step(one)) <= seconds:
-        order, seconds = one, whole
+    if len(pool) == _KEPT and seconds >= pool[-1].seconds:
+        return
+    if not pool or seconds < pool[0].seconds:  # a step may be shorter with whole backwards
+        whole = problem.step(one := joined(order))
+        if whole <= seconds:
+            order, seconds = one, whole
     if any(abs(seconds - one.seconds) <= 1e-9 * seconds for one in pool):
         return
     pool.append(_Candidate(seconds, forward, backward, rule, order))

@@ -47,7 +47,8 @@ def best_cut(
     first = []
     for cut in cuts:
         problem = problem_of(cut)
-        if (found := best_order(problem, known_of(problem), trials, seed)) is not None:
+        found = best_order(problem, known_of(problem), trials // len(cuts), seed)
+        if found is not None:
             first.append(FoundCut(cut, found))
     if not first:
         return None
