@@ -178,7 +178,9 @@ class _Search:
             fix = "split=even, or schedule.search=placement"
             raise ConfigError([ConfigProblem("split", self.config.split.name, reason, fix)])
         problems = [self.problem(cut) for cut in cuts]
-        trials, seed = trials_for(problems), self.config.seed
+        seed = self.config.seed
+        # placements that are searched, each with as many
+        trials = trials_for(problems[:3] if self.config.schedule.search == "split" else problems)
         if self.config.schedule.search == "split":
             best = best_cut(self.problem, self._known, cuts, len(self.table.units), trials, seed)
         else:
