@@ -3,6 +3,7 @@ possible, and fit to be run."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from titanlike.torch_private.pipeline_runtime import _lower
 
 # all of 200 random sets of costs
 REST = slow(range(200), marks=[pytest.mark.slow, pytest.mark.grid])
-SHARES = (1.0, 0.75, 0.5, 0.35)
+SHARES = (math.inf, 1.0, 0.75, 0.5, 0.35)
 TRIALS = 40
 
 
