@@ -25,8 +25,8 @@ AUTO = AutoSchedule(microbatches=8)
 WAYS = {"2 ranks": tiny(2, 1, replace(AUTO, search="split", memory=0.8), **H100)}
 MORE_WAYS = {
     "4 ranks and FSDP, tied": tiny(4, 2, AUTO, tied=True, layers=12, **H100),
-    "recomputed, little memory": tiny(
-        2, 1, replace(AUTO, memory=0.6), activation_checkpoint=ActivationCheckpoint("full"), **H100
+    "recomputed, less memory": tiny(
+        2, 1, replace(AUTO, memory=0.95), activation_checkpoint=ActivationCheckpoint("full"), **H100
     ),
     "tp=2": tiny(2, 1, AUTO, tp=2, **H100),
     "bf16, weight gradients together": tiny(

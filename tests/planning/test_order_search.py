@@ -4,6 +4,7 @@ possible, and fit to be run."""
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -12,11 +13,12 @@ import pytest
 
 from support.cells import slow
 from support.cost_sets import Compared, CostSet, compare, compare_all, known
+from support.exact_order import exact_seconds
 from support.message_streams import a_pair, compute, makespan, one_stream
 from titanlike.pipeline.schedules import interleaved_1f1b, loop, vee
 from titanlike.planning.list_scheduling import Problem, Rule, list_order, wanted
 from titanlike.planning.order_search import Found, best_order, lower_bound, trials_for
-from titanlike.planning.simulate import equal_stages
+from titanlike.planning.simulate import Duration, StageTimes, equal_stages
 from titanlike.torch_private.pipeline_runtime import _lower
 
 # all of 200 random sets of costs
@@ -130,3 +132,33 @@ def test_an_order_follows_its_keys_and_keeps_within_its_memory() -> None:
     less = Problem(loop(2), 4, problem.times, [1.0, 1.0], [0.0, 0.0], 0.5)
     assert list_order(less, *wanted(problem, order), Rule()) is None
     assert best_order(less, [], 10) is None
+
+
+@pytest.mark.slow
+def test_small_orders_are_within_two_percent_of_the_optimum() -> None:
+    """Nine of ten; by a search that is exact (see support/exact_order.py)."""
+    pytest.importorskip("ortools", reason="see tests/support/exact_order.py")
+    above = []
+    for seed in range(10):
+        draw = random.Random(seed)
+        pp, microbatches = draw.choice((2, 2, 3)), draw.choice((3, 4))
+        for place in (vee(pp), loop(pp), loop(pp, 2)):
+            seconds = [draw.uniform(0.8, 1.2) for _ in place]
+            seconds[-1] *= draw.uniform(1, 2)
+            times = [
+                StageTimes(
+                    *(Duration(round(part * each, 3)) for part in (1, 2, 1.1, 0.9)), 0.02, 0.02
+                )
+                for each in seconds
+            ]
+            held = [2 * pp / len(place)] * len(place)
+            limit = 2 * pp * draw.choice((1.0, 0.8, 0.6))
+            problem = Problem(place, microbatches, times, held, held, limit)
+            found = best_order(problem, [*known(place, pp, microbatches)], 240)
+            if found is not None:
+                best, bound = exact_seconds(found, 8)
+                above.append(found.seconds / best - 1)
+                print(
+                    f"pp={pp} {len(place)} stages: {above[-1]:.2%} above; bound {bound / best:.1%}"
+                )
+    assert len(above) > 20 and sorted(above)[9 * len(above) // 10 - 1] <= 0.02

@@ -101,6 +101,7 @@ class Rule(NamedTuple):
 
     ahead: float = 0.5  # share of an action for which a rank waits for a more urgent one
     weights: float = 0.5  # share of a W by which it may delay what is about to arrive
+    frees: bool = False  # whether W run before an I where memory keeps a more urgent F waiting
 
 
 def wanted(problem: Problem, order: Order) -> tuple[Keys, Keys]:
@@ -201,6 +202,8 @@ class _Run:
             seconds = problem.seconds[best.stage]["FI".index(best.kind)]
             if soon - now < self.rule.ahead * seconds:
                 best = None
+        if full and self.rule.frees and self.weights[rank] and wanted < key and ready <= moment:
+            return Act("W", *self.weights[rank][0]), soon
         if best is None and self.weights[rank]:
             stage, mb = self.weights[rank][0]
             late = now + self.rule.weights * problem.seconds[stage][2]

@@ -5,6 +5,7 @@
 2. So are blocks: a microbatch through all stages and back without a pause, the next one a period later.
    With a period as long as the block it is one microbatch at a time, the least memory that there is.
 3. The best are changed at random, a stage's keys earlier or later, and kept where they get better.
+4. In the fastest single actions are moved, as long as steps get no longer.
 
 Every candidate is simulated: what is found is never slower than the best known order that fits.
 """
@@ -13,16 +14,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from titanlike.pipeline.order import Order
 from titanlike.planning.list_scheduling import Keys, Problem, Rule, joined, list_order, wanted
 
-_RULES = (Rule(0.0, 0.5), Rule(0.5, 0.5), Rule(0.5, 0.0), Rule(1.0, 0.2))
+_RULES = (
+    *(Rule(0.0, 0.5), Rule(0.5, 0.5), Rule(0.5, 0.0), Rule(1.0, 0.2)),
+    *(Rule(0.5, 0.5, True), Rule(0.5, 0.0, True)),
+)
 _PERIODS = 10  # that are tried of a block
 _KEPT = 4  # candidates that are changed
 _ACTIONS = 500_000  # that are scheduled in all: a few seconds of one core
 _MOST = 240  # candidates
+_MOVES = 1500  # of single actions at the most, and so many
+_MOVED = 300_000  # actions are simulated for them
+_FAR = 8  # places in the list of its rank that an action moves at the most
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,43 @@ def best_order(
         _consider(problem, pool, forward, backward, rule)
     if pool and (best is None or pool[0].seconds < best.seconds * (1 - 1e-9)):
         best = Found(problem, pool[0].order, pool[0].seconds)
+    return best and _polished(best, trials, draw)
+
+
+def _polished(best: Found, trials: int, draw: random.Random) -> Found:
+    """With single actions moved on their ranks; as many moves a trial, whatever the size."""
+    problem = best.problem
+    size = sum(map(len, best.order.ranks))
+    for _ in range(min(_MOVES, _MOVED // size, 25 * trials)):
+        order = _moved(best.order, draw)
+        if order is None or not problem.fits(order):
+            continue
+        try:
+            seconds = problem.step(order)
+        except ValueError:  # it would wait forever
+            continue
+        if seconds <= best.seconds:
+            name = best.name if seconds == best.seconds else ""
+            best = Found(problem, order, seconds, name)
     return best
+
+
+def _moved(order: Order, draw: random.Random) -> Order | None:
+    """With an action at another place; None where that breaks the order of its microbatch or stage."""
+    rank = draw.randrange(len(order.ranks))
+    acts = list(order.ranks[rank])
+    start = draw.randrange(len(acts))
+    end = max(0, min(len(acts) - 1, start + draw.choice((-1, 1)) * draw.randint(1, _FAR)))
+    act = acts.pop(start)
+    passed = acts[min(start, end) : max(start, end)]
+    if not passed or any(
+        other.stage == act.stage and (other.mb == act.mb or other.kind == act.kind)
+        for other in passed
+    ):
+        return None
+    acts.insert(end, act)
+    ranks = (*order.ranks[:rank], tuple(acts), *order.ranks[rank + 1 :])
+    return replace(order, ranks=ranks)
 
 
 def adapted(problem: Problem, order: Order) -> Found | None:
@@ -110,7 +153,7 @@ def _starts(problem: Problem, known: Sequence[Known]) -> Iterator[tuple[Keys, Ke
     for rule in _RULES[1:3]:
         for each in (*keys, *blocks):
             yield *each, rule
-    for rule in (_RULES[0], _RULES[3]):
+    for rule in (*_RULES[3:], _RULES[0]):
         for each in keys:
             yield *each, rule
 
