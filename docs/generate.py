@@ -15,6 +15,7 @@ import typing
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -94,6 +95,7 @@ def pictures() -> None:
     from titanlike.config.parse import parse
     from titanlike.metrics.chart_picture import draw
     from titanlike.pipeline.schedules import SCHEDULES
+    from titanlike.planning.auto_schedule import with_found_order
     from titanlike.planning.known_hardware import shipped
     from titanlike.planning.plan import make_plan
     from titanlike.planning.plan_chart import chart_of
@@ -102,12 +104,16 @@ def pictures() -> None:
     folder.mkdir(exist_ok=True)
     model = {"name": "llama", "layers": 32, "dim": 1024, "heads": 8, "kv_heads": 8}
     model |= {"ffn_dim": 4096, "vocab_size": 256}
-    for name in SCHEDULES:
+    device = shipped("h100_sxm")
+    for name in (*SCHEDULES, "auto"):
         plain = {"pp": 4, "batch_size": 8, "seq_len": 4096, "model": model}
         plain |= {"schedule": {"name": name, "microbatches": 8}, "precision": {"name": "bf16"}}
         config, problems = parse({**plain, "data": {"name": "synthetic"}})
         assert not problems, problems
-        draw(chart_of(make_plan(config, shipped("h100_sxm"))), folder / f"{name}.svg")
+        with TemporaryDirectory() as found:
+            config = dataclasses.replace(config, hardware=device, run_dir=found)
+            plan = make_plan(with_found_order(config), device)
+        draw(chart_of(plan), folder / f"{name}.svg")
 
 
 def styles() -> str:

@@ -14,7 +14,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from support.message_streams import Deadlock, Stream, a_pair, compute, makespan, one_stream
-from support.models import LOOPED, tiny
+from support.models import tiny
 from support.world import run_world
 from titanlike.config.schema import Config, LoopedSchedule, Schedule
 from titanlike.launch.worker import Worker
@@ -22,7 +22,7 @@ from titanlike.parallel import mesh as mesh_module
 from titanlike.parallel.mesh import open_mesh
 from titanlike.pipeline.from_config import build_order, microbatch_problem
 from titanlike.pipeline.order import Order
-from titanlike.pipeline.schedules import SCHEDULES
+from titanlike.pipeline.schedules import LOOPED, SCHEDULES
 from titanlike.torch_private.pipeline_runtime import _lower
 
 MESSAGE = 0.1  # of a microbatch's forward on one rank

@@ -20,11 +20,17 @@ from titanlike.pipeline.from_config import (
     stage_count,
 )
 from titanlike.pipeline.order import Order, awaited, needs, walk
-from titanlike.pipeline.schedules import SCHEDULES, interleaved_1f1b, loop, looped_bfs, vee
+from titanlike.pipeline.schedules import (
+    LOOPED,
+    SCHEDULES,
+    interleaved_1f1b,
+    loop,
+    looped_bfs,
+    vee,
+)
 from titanlike.torch_private.pipeline_runtime import generated_order
 
-LOOPED = ("interleaved1f1b", "loopedbfs", "interleavedzerobubble")
-SPLITTING = ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
+SPLITTING = {*SCHEDULES} - {"gpipe", "1f1b", "interleaved1f1b", "loopedbfs"}
 
 
 def chosen(name: str, stages_per_rank: int = 2) -> Schedule | LoopedSchedule:
@@ -38,7 +44,7 @@ sizes = st.tuples(st.integers(1, 8), st.integers(1, 24))
 
 
 def test_every_schedule_that_can_be_declared_has_its_function():
-    assert {*SCHEDULES, "csv"} == set(VARIANTS["schedule"])
+    assert {*SCHEDULES, "csv", "auto"} == set(VARIANTS["schedule"])
 
 
 @settings(max_examples=250, deadline=None)

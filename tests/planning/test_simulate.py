@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 from support.cells import slow
 from support.message_streams import a_pair, makespan
-from support.models import LOOPED
 from titanlike.config.schema import LoopedSchedule, Schedule
 from titanlike.pipeline.from_config import build_order, microbatch_problem
 from titanlike.pipeline.order import Order
-from titanlike.pipeline.schedules import SCHEDULES
+from titanlike.pipeline.schedules import LOOPED, SCHEDULES
 from titanlike.planning.simulate import Duration, StageTimes, equal_stages, simulate
 from titanlike.torch_private.pipeline_runtime import _lower
 

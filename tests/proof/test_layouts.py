@@ -23,6 +23,7 @@ from support.models import SCHEDULES, schedule_of, tiny
 from support.proven import assert_proven
 from support.world import run_world
 from titanlike.config.schema import (
+    ActivationCheckpoint,
     BalanceSplit,
     Checkpoint,
     Config,
@@ -51,7 +52,7 @@ UNEVEN = Custom("support.data.uneven", {"vocab_size": 64})
 MESHES = ((2, 1), (2, 2), (4, 2))
 QUICK = {  # of one stage a rank, of a V, and a table; WAYS and other rooms have those in loops
     ("1f1b", 4, 2),
-    ("zbvzerobubble", 4, 2),
+    ("vhalf", 4, 2),
 }
 EVERY = [(name, *mesh) for name in SCHEDULES for mesh in MESHES]
 
@@ -114,6 +115,15 @@ MORE_WAYS = {  # of the same kinds
     "tied in one process": tiny(tied=True),
     "tied and CPU offload": tiny(2, 2, fsdp=Fsdp(cpu_offload=True), tied=True),
     "two blocks in a V of eight": tiny(4, 1, "zbvzerobubble", layers=2),
+    **{
+        f"{name}, {how}": tiny(2, 2 if how != "tp=2" else 1, name, **changes)
+        for name in ("zbh1", "zbh2", "vhalf", "vmin")
+        for how, changes in {
+            "recomputed": {"activation_checkpoint": ActivationCheckpoint("full")},
+            "tp=2": {"tp": 2},
+            "bf16": {"precision": BF16},
+        }.items()
+    },
     "bf16 and zero bubble": tiny(2, 2, "zbvzerobubble", precision=BF16),
 }
 

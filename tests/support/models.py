@@ -16,7 +16,7 @@ from titanlike.config.schema import (
     Schedule,
     SyntheticData,
 )
-from titanlike.pipeline.schedules import interleaved_1f1b
+from titanlike.pipeline.schedules import LOOPED, interleaved_1f1b
 
 SCHEDULES = (
     "gpipe",
@@ -24,11 +24,14 @@ SCHEDULES = (
     "interleaved1f1b",
     "loopedbfs",
     "interleavedzerobubble",
+    "zbh1",
+    "zbh2",
+    "vhalf",
+    "vmin",
     "zbvzerobubble",
     "dualpipev",
     "csv",
 )
-LOOPED = ("interleaved1f1b", "loopedbfs", "interleavedzerobubble")
 LLAMA = {"dim": 32, "heads": 4, "kv_heads": 2, "ffn_dim": 64}
 GPT2 = {"dim": 32, "heads": 4, "max_seq_len": None}
 

@@ -100,6 +100,7 @@ def _gpus(words: list[str], searching: bool) -> tuple[int | None, list[str], lis
 
 def _plan(config: Config, flags: argparse.Namespace) -> int:
     from titanlike.planning.advice import advise
+    from titanlike.planning.auto_schedule import with_found_order
     from titanlike.planning.known_hardware import planned_hardware
     from titanlike.planning.plan import make_plan
     from titanlike.planning.plan_chart import chart_of
@@ -107,7 +108,8 @@ def _plan(config: Config, flags: argparse.Namespace) -> int:
     from titanlike.planning.room import memory_warning
 
     hardware = planned_hardware(config)
-    plan = make_plan(config, hardware, jitter=flags.jitter)
+    say = (lambda _: None) if flags.json else print
+    plan = make_plan(with_found_order(config, say), hardware, jitter=flags.jitter)
     warning = "" if plan.fits else memory_warning(config, plan.draft, hardware.usable, 4.0)
     advice = advise(plan) if plan.fits else []
     if flags.json:

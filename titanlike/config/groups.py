@@ -62,7 +62,7 @@ class AutoSplit:
 
 @dataclass
 class Schedule:
-    """A schedule with one stage on each pipeline rank (gpipe, 1f1b), or two in a V (zbv, dualpipev)."""
+    """A schedule with whole backwards and one stage on each pipeline rank."""
 
     name: str = key("1f1b", "choice")
     microbatches: int | None = key(None, "number per dp rank and step; null = derived and printed")
@@ -84,7 +84,7 @@ _WEIGHT_GRADIENTS = (
 
 @dataclass
 class ZeroBubbleSchedule(Schedule):
-    """A schedule with two stages a rank in a V that splits the backward."""
+    """A schedule that splits the backward, of one stage a rank (zbh1, zbh2) or of two in a V."""
 
     name: str = key("zbvzerobubble", "choice")
     weight_gradients: Literal["deferred", "together"] = key("deferred", _WEIGHT_GRADIENTS)
@@ -105,6 +105,28 @@ class CsvSchedule:
     name: str = key("csv", "choice")
     path: str = required("CSV file; microbatches and stages are counted in it")
     weight_gradients: Literal["deferred", "together"] = key("deferred", _WEIGHT_GRADIENTS)
+
+
+@dataclass
+class AutoSchedule:
+    """An order made for the costs of this model's stages: kept as order.csv in run_dir."""
+
+    name: str = key("auto", "choice")
+    microbatches: int | None = key(None, "number per dp rank and step; null = derived and printed")
+    stages_per_rank: int = key(2, "stages on each pipeline rank; search=placement|split: the most")
+    placement: Literal["v", "loop"] = key(
+        "v", "where the stages of a rank are: loop = 0 1 2 0 1 2; v = 0 1 2 2 1 0 (two a rank)"
+    )
+    search: Literal["order", "placement", "split"] = key(
+        "placement",
+        "what is chosen: order, for stages_per_rank, placement and split as they are said; placement = "
+        "and stages a rank and placement; split = and where stages begin",
+    )
+    memory: float = key(
+        1.0, "what activations of a rank may take, as a share of what they take under 1f1b"
+    )
+    weight_gradients: Literal["deferred", "together"] = key("deferred", _WEIGHT_GRADIENTS)
+    path: str | None = key(None, "CSV of an order that was found; null = search, or order.csv")
 
 
 @dataclass

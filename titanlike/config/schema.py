@@ -20,6 +20,7 @@ from titanlike.config.data_groups import (
 from titanlike.config.groups import (
     ActivationCheckpoint,
     AdamW,
+    AutoSchedule,
     AutoSplit,
     BalanceSplit,
     ChunkedCrossEntropy,
@@ -261,7 +262,9 @@ class Config:
     # the model's keys are its constructor's arguments: see titanlike/models
     model: Model = key(lambda: Model("llama"), "model family or import path, and its arguments")
     split: EvenSplit | PointSplit | BalanceSplit | AutoSplit = key(EvenSplit, "where stages begin")
-    schedule: Schedule | CsvSchedule | OwnSchedule = key(Schedule, "pipeline schedule")
+    schedule: Schedule | CsvSchedule | AutoSchedule | OwnSchedule = key(
+        Schedule, "pipeline schedule"
+    )
     data: TextData | TokenData | MixtureData | SyntheticData | Custom = key(
         TextData, "training data"
     )
@@ -328,9 +331,11 @@ VARIANTS: dict[str, dict[str, type]] = {
         "interleaved1f1b": LoopedSchedule,
         "loopedbfs": LoopedSchedule,
         "interleavedzerobubble": LoopedZeroBubbleSchedule,
+        **dict.fromkeys(("zbh1", "zbh2", "vhalf", "vmin"), ZeroBubbleSchedule),
         "zbvzerobubble": ZeroBubbleSchedule,
         "dualpipev": ZeroBubbleSchedule,
         "csv": CsvSchedule,
+        "auto": AutoSchedule,
     },
     "data": {
         "text": TextData,

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.config.imports import import_object
-from titanlike.config.schema import CsvSchedule, Custom, LoopedSchedule, Schedule
+from titanlike.config.schema import AutoSchedule, CsvSchedule, Custom, LoopedSchedule, Schedule
 from titanlike.pipeline.order import Order
 from titanlike.pipeline.schedules import SCHEDULES, V_SCHEDULES
 
-AnySchedule = Schedule | LoopedSchedule | CsvSchedule | Custom
+AnySchedule = Schedule | LoopedSchedule | CsvSchedule | AutoSchedule | Custom
 
 
 def build_order(schedule: AnySchedule, pp: int, microbatches: int) -> Order:
@@ -26,8 +26,9 @@ def build_order(schedule: AnySchedule, pp: int, microbatches: int) -> Order:
         return _custom_order(schedule, pp, microbatches)
     if problem := microbatch_problem(schedule, pp, microbatches):
         raise ValueError(problem)
-    if isinstance(schedule, CsvSchedule):
+    if _in_a_file(schedule):
         return csv_order(schedule)
+    schedule = _until_found(schedule)
     looped = isinstance(schedule, LoopedSchedule)
     more = {"stages_per_rank": schedule.stages_per_rank} if looped else {}
     return SCHEDULES[schedule.name](pp=pp, microbatches=microbatches, **more).check()
@@ -42,11 +43,25 @@ def stage_count(schedule: AnySchedule, pp: int, microbatches: int | None = None)
     if isinstance(schedule, Custom):
         microbatches = microbatches or declared_microbatches(schedule) or 4 * pp
         return _custom_order(schedule, pp, microbatches).stages
-    if isinstance(schedule, CsvSchedule):
+    if _in_a_file(schedule):
         return csv_order(schedule).stages
+    schedule = _until_found(schedule)
     if isinstance(schedule, LoopedSchedule):
         return pp * schedule.stages_per_rank
     return pp * (2 if schedule.name in V_SCHEDULES else 1)
+
+
+def _in_a_file(schedule: AnySchedule) -> bool:
+    return getattr(schedule, "path", None) is not None
+
+
+def _until_found(schedule: Any) -> Any:
+    """What stands for schedule=auto until its order is found (`planning/auto_schedule.py`)."""
+    if not isinstance(schedule, AutoSchedule):
+        return schedule
+    if schedule.placement == "v" and schedule.stages_per_rank == 2:
+        return Schedule("vhalf", schedule.microbatches)
+    return LoopedSchedule("interleaved1f1b", schedule.microbatches, schedule.stages_per_rank)
 
 
 def defers_weight_gradients(schedule: AnySchedule) -> bool:
@@ -58,8 +73,8 @@ def declared_microbatches(schedule: AnySchedule) -> int | None:
     """The microbatches that the user gave, or that are counted in the CSV; None = to be derived."""
     if isinstance(schedule, Custom):
         return schedule.args.get("microbatches")
-    csv = isinstance(schedule, CsvSchedule)
-    return csv_order(schedule).microbatches if csv else schedule.microbatches
+    found = _in_a_file(schedule)
+    return csv_order(schedule).microbatches if found else schedule.microbatches
 
 
 def microbatch_problem(schedule: AnySchedule, pp: int, microbatches: int) -> str | None:
@@ -78,7 +93,7 @@ def microbatch_problem(schedule: AnySchedule, pp: int, microbatches: int) -> str
         except ValueError as error:
             return str(error)
         return None
-    if isinstance(schedule, CsvSchedule):
+    if _in_a_file(schedule):
         order = csv_order(schedule)
         has = {"pp": (len(order.ranks), pp), "microbatches": (order.microbatches, microbatches)}
         for what, (found, asked) in has.items():
@@ -105,6 +120,8 @@ def microbatch_problem(schedule: AnySchedule, pp: int, microbatches: int) -> str
 
 def _stages_problem(schedule: Schedule | LoopedSchedule) -> str | None:
     """What is wrong whatever the number of microbatches: the name, the stages a rank."""
+    if isinstance(schedule, AutoSchedule):
+        return _auto_problem(schedule)
     if schedule.name not in SCHEDULES:
         return _unknown_schedule(schedule.name)
     least = 2 if schedule.name == "interleavedzerobubble" else 1
@@ -115,12 +132,25 @@ def _stages_problem(schedule: Schedule | LoopedSchedule) -> str | None:
     return None
 
 
+def _auto_problem(schedule: AutoSchedule) -> str | None:
+    key, count = "schedule.stages_per_rank", schedule.stages_per_rank
+    if count < 1:
+        return f"{key}={count}: a rank has at least 1 stage; write {key}=1"
+    if schedule.search == "order" and schedule.placement == "v" and count != 2:
+        fix = f"{key}=2, or schedule.placement=loop"
+        return f"{key}={count}: a V has two stages a rank; write {fix}"
+    if schedule.memory <= 0:
+        key = "schedule.memory"
+        return f"{key}={schedule.memory}: must be a share of 1f1b's; write {key}=1.0"
+    return None
+
+
 def _nearest_first(value: int, pp: int) -> list[int]:
     """Positive integers, the nearest to `value` first; every schedule runs one of them."""
     return sorted(range(1, value + 2 * pp + 1), key=lambda other: abs(other - value))
 
 
-def csv_order(schedule: CsvSchedule) -> Order:
+def csv_order(schedule: CsvSchedule | AutoSchedule) -> Order:
     """The order in a CSV file. Raises ValueError."""
     try:
         return _with_backwards(Order.from_csv(Path(schedule.path).read_text(encoding="utf-8")))
@@ -183,7 +213,7 @@ def _import_schedule(name: str) -> Callable[..., Any]:
 
 
 def _unknown_schedule(name: str) -> str:
-    known = [*SCHEDULES, "csv"]
+    known = [*SCHEDULES, "csv", "auto"]
     near = difflib.get_close_matches(name, known, n=1)
     return (
         f"schedule.name={name}: no such schedule{f'; did you mean {near[0]}?' if near else ''} "
@@ -207,7 +237,7 @@ def derive_microbatches(schedule: AnySchedule, pp: int, batch_per_dp_rank: int) 
     possible. Raises ValueError, with the nearest batch that works, where no divisor does.
     """
     batch = batch_per_dp_rank
-    if isinstance(schedule, CsvSchedule):
+    if _in_a_file(schedule):
         count = csv_order(schedule).microbatches
         if batch < 1 or batch % count:
             cuts = f"{schedule.path} cuts a dp rank's batch into {count} microbatches"

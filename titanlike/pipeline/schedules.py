@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from titanlike.pipeline.building_blocks import repeated, v_half_block, v_min_block
 from titanlike.pipeline.order import Act, Order
 
 
@@ -85,6 +86,46 @@ def interleaved_zero_bubble(pp: int, microbatches: int, stages_per_rank: int) ->
     return _generated("InterleavedZeroBubble", pp, microbatches, place)
 
 
+def zero_bubble_h1(pp: int, microbatches: int) -> Order:
+    """1F1B whose weight gradients wait: a third of its bubble at its memory (arXiv 2401.10241)."""
+    return _with_weights_later(pp, microbatches, ahead=1)
+
+
+def zero_bubble_h2(pp: int, microbatches: int) -> Order:
+    """As ZB-H1 with twice the microbatches in flight: no rank waits between its first and its last
+    action (arXiv 2401.10241). All ranks begin a step together here, as they agree on the norm of the
+    gradients: so a step is no shorter than ZB-H1's where stages are equal."""
+    return _with_weights_later(pp, microbatches, ahead=2)
+
+
+def _with_weights_later(pp: int, microbatches: int, ahead: int) -> Order:
+    """1F1B with I for B, `ahead` forwards for each rank that comes after, and W so many microbatches
+    later that all ranks hold the same number."""
+    ranks = []
+    for rank in range(pp):
+        forwards, inputs, weights = (
+            [Act(kind, rank, mb) for mb in range(microbatches)] for kind in "FIW"
+        )
+        late = ahead * rank
+        acts = []
+        for act in _one_by_one(forwards, inputs, ahead * (pp - 1 - rank)):
+            acts.append(act)
+            if act.kind == "I" and act.mb >= late:
+                acts.append(weights[act.mb - late])
+        ranks.append((*acts, *weights[max(0, microbatches - late) :]))
+    return Order(tuple(ranks), loop(pp), microbatches)
+
+
+def v_half(pp: int, microbatches: int) -> Order:
+    """A V with half of 1F1B's activations, and about half its bubble (arXiv 2405.15362)."""
+    return repeated(v_half_block(pp), vee(pp), microbatches)
+
+
+def v_min(pp: int, microbatches: int) -> Order:
+    """A V with a third of 1F1B's activations (arXiv 2405.15362)."""
+    return repeated(v_min_block(pp), vee(pp), microbatches)
+
+
 def zbv_zero_bubble(pp: int, microbatches: int) -> Order:
     """Split backwards on a V of two stages a rank (arXiv 2401.10241 section 6, as in torch)."""
     return _generated("ZBVZeroBubble", pp, microbatches, vee(pp))
@@ -109,8 +150,13 @@ SCHEDULES: Mapping[str, Callable[..., Order]] = {
     "interleaved1f1b": interleaved_1f1b,
     "loopedbfs": looped_bfs,
     "interleavedzerobubble": interleaved_zero_bubble,
+    "zbh1": zero_bubble_h1,
+    "zbh2": zero_bubble_h2,
+    "vhalf": v_half,
+    "vmin": v_min,
     "zbvzerobubble": zbv_zero_bubble,
     "dualpipev": dual_pipe_v,
 }
 
-V_SCHEDULES = ("zbvzerobubble", "dualpipev")  # always two stages a rank
+LOOPED = ("interleaved1f1b", "loopedbfs", "interleavedzerobubble")  # any number of stages a rank
+V_SCHEDULES = ("vhalf", "vmin", "zbvzerobubble", "dualpipev")  # always two stages a rank

@@ -200,7 +200,10 @@ def short_order(config: Config, microbatches: int, known: dict[object, Order]) -
 
 
 # schedules that go on as they began: with more microbatches no more are in flight
-_PERIODIC = ("1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev")
+_PERIODIC = (
+    *("1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev"),
+    *("zbh1", "zbh2", "vhalf", "vmin"),
+)
 
 
 def simulated_seconds(judged: Judged, hardware: Hardware) -> float:

@@ -33,7 +33,10 @@ from titanlike.planning.plan_text import as_data, mesh_text, table
 from titanlike.planning.tensor_sizes import tensor_sizes
 from titanlike.split.partition import SplitError
 
-_SCHEDULES = ["1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev"]
+_SCHEDULES = [
+    *("1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev"),
+    *("vhalf", "vmin"),
+]
 _STAGES_PER_RANK = [2, 3, 4]
 _MOST_TOKENS = 2**16  # of a microbatch of several sequences: products are no faster with more
 _MOST_SIZES = 6  # of microbatches, on each number of tensor-parallel ranks
@@ -160,7 +163,7 @@ def _without_count(config: Config) -> Config:
 
 def _variants(config: Config, given: set[str], several: bool) -> Iterator[tuple[list[str], Config]]:
     """With each level of ZeRO and each way to recompute that the command line leaves open."""
-    splits = config.schedule.name in ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
+    splits = hasattr(config.schedule, "weight_gradients")
     levels = [1] if splits or config.shards == 1 else [1, 2, 3]
     levels = [config.fsdp.zero] if "fsdp.zero" in given else levels
     ways = [FitActivationCheckpoint(), SelectiveActivationCheckpoint()]

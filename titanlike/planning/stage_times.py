@@ -158,7 +158,7 @@ def guessed_times(config: Config, draft: Draft, roofline: Roofline) -> dict[str,
     return found
 
 
-def _as_measured(
+def as_measured(
     units: Mapping[str, UnitTimes], measured: Sequence[Sequence[float]]
 ) -> dict[str, UnitTimes]:
     """With seconds that were measured; of what runs again the share that was estimated."""
@@ -186,7 +186,7 @@ def layout_times(
     roofline, estimated = Roofline.of(config, hardware), ""
     try:
         units = unit_times(config, draft, roofline)
-        units = units if measured is None else _as_measured(units, measured)
+        units = units if measured is None else as_measured(units, measured)
     except CostError as error:
         units, estimated = guessed_times(config, draft, roofline), str(error)
     return stage_times(config, Layout.of(config, draft), hardware, units, estimated)

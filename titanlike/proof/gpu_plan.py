@@ -13,7 +13,10 @@ from itertools import cycle
 from math import prod
 
 KINDS = ("verify", "determinism", "hangs", "kills", "speed")
-_SPLIT = ("interleavedzerobubble", "zbvzerobubble", "dualpipev")  # the backward: ZeRO 1 alone
+_SPLIT = (  # the backward: ZeRO 1 alone
+    *("interleavedzerobubble", "zbvzerobubble", "dualpipev"),
+    *("zbh1", "vhalf", "vmin"),
+)
 _SCHEDULES = ("1f1b", "gpipe", "interleaved1f1b", "loopedbfs", *_SPLIT)
 # a model of sixteen blocks that a GPU's matrix products and attention kernels can take
 _SMALL = (

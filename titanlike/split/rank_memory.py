@@ -212,6 +212,11 @@ class RankMemory:
         """Of each unit."""
         return {name: unit.parameters for name, unit in self._units(False).items()}
 
+    def activations(self, stage: int, recomputed: Collection[str]) -> tuple[int, int]:
+        """Bytes of a microbatch of a stage from F on, and of what waits between I and W."""
+        changes = self._changes(stage, frozenset(recomputed))
+        return changes["F"].after, -changes["W"].after
+
     def deferring(self, stages: Collection[int]) -> RankMemory:
         """The same, where the weight gradients of these stages wait."""
         other = copy.copy(self)

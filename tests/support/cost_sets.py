@@ -1,0 +1,173 @@
+"""Random costs of a model's units, and the orders that are made for them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from titanlike.config.schema import LoopedSchedule, Schedule
+from titanlike.pipeline.from_config import build_order, microbatch_problem
+from titanlike.pipeline.order import Order
+from titanlike.pipeline.schedules import LOOPED, SCHEDULES, V_SCHEDULES, loop, vee
+from titanlike.planning.list_scheduling import Problem
+from titanlike.planning.order_search import Found, Known, best_known, best_order, lower_bound
+from titanlike.planning.simulate import Duration, StageTimes
+from titanlike.planning.split_search import Cut, best_cut
+from titanlike.split.best_split import best_split
+from titanlike.split.stage_costs import StageCosts
+
+Split = tuple[int, ...]  # the first unit of each stage
+
+
+@dataclass(frozen=True)
+class CostSet:
+    """Units of unequal cost on pp ranks: blocks, some recomputed, an embedding, a heavy head."""
+
+    pp: int
+    microbatches: int
+    forward: Sequence[float]
+    inputs: Sequence[float]  # input gradients
+    weights: Sequence[float]
+    held: Sequence[float]
+    message: float
+
+    @classmethod
+    def draw(cls, seed: int) -> CostSet:
+        draw = random.Random(seed)
+        pp = draw.choice((2, 4, 4, 8))
+        blocks = pp * draw.choice((2, 3, 4, 6))
+        forward = [draw.uniform(0.9, 1.1) for _ in range(blocks)]
+        ratio = draw.uniform(0.9, 1.3), draw.uniform(0.7, 1.1)
+        inputs = [ratio[0] * each for each in forward]
+        held = [1.0] * blocks
+        if draw.random() < 0.3:  # the first ranks recompute
+            for at in range(blocks // 2):
+                inputs[at] += forward[at]
+                held[at] = 0.3
+        weights = [ratio[1] * each for each in forward]
+        head, embedding = draw.uniform(0.5, 4.0), draw.uniform(0.0, 0.5)
+        forward = [embedding, *forward, head]
+        inputs = [0.0, *inputs, ratio[0] * head]
+        weights = [embedding, *weights, ratio[1] * head]
+        message = draw.choice((0.0, 0.02, 0.1, 0.3)) * blocks / pp
+        microbatches = pp * draw.choice((2, 3, 4))
+        return cls(pp, microbatches, forward, inputs, weights, [0.1, *held, 0.5], message)
+
+    def balanced(self, place: tuple[int, ...], by_memory: bool = False) -> Split:
+        """As split=auto, by the time of each unit, or what it holds."""
+        count, each = len(self.forward), self.held
+        if not by_memory:
+            seconds = zip(self.forward, self.inputs, self.weights, strict=True)
+            each = [sum(unit) for unit in seconds]
+        costs = StageCosts(
+            np.zeros((count + 1, count + 1), dtype=np.int64),
+            [round(1e6 * value) for value in each],
+            [1] * len(place),
+        )
+        return tuple(best_split(costs, place, 2000).starts)
+
+    def least_memory(self) -> float:
+        """What the fullest rank holds at the least, of one microbatch, whatever the split."""
+        return min(
+            self.problem(place, self.balanced(place, True), 1.0).least_memory
+            for place in (vee(self.pp), loop(self.pp), loop(self.pp, 2))
+        )
+
+    def even(self, place: tuple[int, ...]) -> Split:
+        """As split=even: as many blocks on each stage."""
+        count = len(self.forward)
+        return tuple(at * count // len(place) for at in range(len(place)))
+
+    def limit(self, share: float) -> float:
+        """A share of what 1f1b holds, at the most on a rank, with an even split."""
+        place = loop(self.pp)
+        problem = self.problem(place, self.even(place), 1.0)
+        order = known_order("1f1b", self.pp, self.microbatches)
+        assert order is not None
+        return share * max(problem.peak(order, rank) for rank in range(self.pp))
+
+    def problem(self, place: tuple[int, ...], split: Split, limit: float) -> Problem:
+        def of(values: Sequence[float]) -> list[float]:
+            sums = [0.0, *accumulate(values)]
+            return [sums[b] - sums[a] for a, b in pairwise([*split, len(values)])]
+
+        times = [
+            StageTimes(
+                Duration(f), Duration(i + w), Duration(i), Duration(w), self.message, self.message
+            )
+            for f, i, w in zip(of(self.forward), of(self.inputs), of(self.weights), strict=True)
+        ]
+        held = of(self.held)
+        return Problem(place, self.microbatches, times, held, held, limit)
+
+
+@cache
+def known_order(name: str, pp: int, microbatches: int) -> Order | None:
+    schedule = LoopedSchedule(name, microbatches, 2) if name in LOOPED else Schedule(name)
+    if microbatch_problem(schedule, pp, microbatches):
+        return None
+    return build_order(schedule, pp, microbatches)
+
+
+def known(place: tuple[int, ...], pp: int, microbatches: int) -> Iterator[Known]:
+    """Schedules of a placement."""
+    for name in SCHEDULES:
+        of = vee(pp) if name in V_SCHEDULES else loop(pp, 2 if name in LOOPED else 1)
+        if of == place and (order := known_order(name, pp, microbatches)) is not None:
+            yield Known(name, order)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One set of costs under one limit of memory."""
+
+    built_in: Found | None  # the fastest of all schedules
+    found: Found | None
+    bound: float  # of the placements
+    best_bound: float  # of the rank with the least to do, whatever the split and the placement
+
+
+def compare(costs: CostSet, share: float, balance: bool, trials: int) -> Compared:
+    """The best order with the split given: even, or balanced as split=auto does it."""
+    built_in, found, bounds = None, None, []
+    for place in (vee(costs.pp), loop(costs.pp), loop(costs.pp, 2)):
+        split = costs.balanced(place) if balance else costs.even(place)
+        problem = costs.problem(place, split, costs.limit(share))
+        own = [*known(place, costs.pp, costs.microbatches)]
+        bounds.append(lower_bound(problem))
+        built_in = _faster(built_in, best_known(problem, own))
+        found = _faster(found, best_order(problem, own, trials))
+    work = sum(costs.forward) + sum(costs.inputs) + sum(costs.weights)
+    return Compared(built_in, found, min(bounds), costs.microbatches * work / costs.pp)
+
+
+def _faster(one: Found | None, other: Found | None) -> Found | None:
+    found = [each for each in (one, other) if each is not None]
+    return min(found, key=lambda each: each.seconds, default=None)
+
+
+def compare_all(costs: CostSet, share: float, trials: int) -> Compared:
+    """The best split, placement and order together, against schedules with split=auto."""
+
+    def problem_of(cut: Cut) -> Problem:
+        return costs.problem(cut.place, cut.starts, limit)
+
+    def known_of(problem: Problem) -> list[Known]:
+        return [*known(problem.place, costs.pp, costs.microbatches)]
+
+    limit, built_in = costs.limit(share), None
+    cuts = []
+    for place in (vee(costs.pp), loop(costs.pp), loop(costs.pp, 2)):
+        balanced = Cut(place, costs.balanced(place))
+        problem = problem_of(balanced)
+        built_in = _faster(built_in, best_known(problem, known_of(problem)))
+        cuts += [balanced, Cut(place, costs.even(place)), Cut(place, costs.balanced(place, True))]
+    one = best_cut(problem_of, known_of, cuts, len(costs.forward), trials)
+    work = sum(costs.forward) + sum(costs.inputs) + sum(costs.weights)
+    bound = costs.microbatches * work / costs.pp
+    return Compared(built_in, None if one is None else one.found, bound, bound)

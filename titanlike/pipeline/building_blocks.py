@@ -1,0 +1,136 @@
+"""V-Half and V-Min (arXiv 2405.15362): one building block, repeated for every microbatch, then squeezed.
+
+1. A block says in which time step each stage computes F and I of a microbatch, when every action
+   takes one; the next microbatch follows six steps later, as a rank with two stages needs them:
+   2 F, 2 I, 2 W. How long a rank's two activations live in the block decides its memory.
+2. W are put into the steps that are left, oldest first.
+3. Squeezed: in the order of time, each action moves to the first free step behind what it needs, unless its
+   rank would hold more activations than before. This closes the gaps at the beginning and the end.
+4. The order of F and I is that of the steps, and W fill the gaps that remain.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from titanlike.pipeline.order import Act, Order, needs
+
+_PERIOD = 6
+Steps = dict[Act, int]  # when each action is computed
+
+
+def v_half_block(pp: int) -> list[tuple[int, int]]:
+    """(step of F, step of I) of each stage of a V: about half of 1F1B's activations."""
+    gap = 3 if pp % 2 == 0 else 0  # else two actions of a rank would be in one step
+    first = [(2 * rank, 6 * pp + gap - rank - 2) for rank in range(pp)]
+    second = [(3 * pp - rank - 2, 3 * pp + gap + 2 * rank - 1) for rank in range(pp)]
+    return first + second[::-1]
+
+
+def v_min_block(pp: int) -> list[tuple[int, int]]:
+    """(step of F, step of I) of each stage of a V: about a third of 1F1B's activations."""
+    gap = 2 if pp % 3 == 0 else 0
+    first = [(rank, 4 * pp + gap - rank - 1) for rank in range(pp)]
+    second = [(2 * pp - rank - 1, 2 * pp + gap + rank) for rank in range(pp)]
+    return first + second[::-1]
+
+
+def repeated(block: list[tuple[int, int]], place: tuple[int, ...], microbatches: int) -> Order:
+    """The order in which the block is computed for so many microbatches."""
+    steps: list[Steps] = [{} for _ in range(max(place) + 1)]
+    for stage, (forward, backward) in enumerate(block):
+        for mb in range(microbatches):
+            steps[place[stage]][Act("F", stage, mb)] = forward + _PERIOD * mb
+            steps[place[stage]][Act("I", stage, mb)] = backward + _PERIOD * mb
+    most = max(_held(_with_weights(own)) for own in steps)
+    _squeeze(steps := [_with_weights(own) for own in steps], place, most)
+    ranks = [[a for a in sorted(own, key=own.__getitem__) if a.kind != "W"] for own in steps]
+    return Order(_filled(ranks, len(place), most), place, microbatches)
+
+
+def _with_weights(steps: Steps) -> Steps:
+    """With each W in the first free step after its I, oldest first."""
+    busy = {step: act for act, step in steps.items()}
+    waiting: deque[Act] = deque()
+    found, step, end = dict(steps), 0, max(busy)
+    while step <= end or waiting:
+        act = busy.get(step)
+        if act is not None and act.kind == "I":
+            waiting.append(act._replace(kind="W"))
+        elif act is None and waiting:
+            found[waiting.popleft()] = step
+        step += 1
+    return found
+
+
+def _held(steps: Steps) -> int:
+    """The most activations at a time, from F to W."""
+    now = most = 0
+    for act in sorted(steps, key=steps.__getitem__):
+        now += {"F": 1, "I": 0, "W": -1}[act.kind]
+        most = max(most, now)
+    return most
+
+
+def _squeeze(steps: list[Steps], place: tuple[int, ...], most: int) -> None:
+    """Move actions to earlier steps, in place; no rank holds more than `most` activations."""
+    last = len(place) - 1
+    held = [_levels(own) for own in steps]
+    busy = [set(own.values()) for own in steps]
+    in_time = sorted((step, act) for own in steps for act, step in own.items())
+    for step, act in in_time:
+        rank = place[act.stage]
+        before = [steps[place[need.stage]][need] for need in needs(act, last)]
+        if act.mb:  # microbatches of a stage stay in order
+            before.append(steps[rank][act._replace(mb=act.mb - 1)])
+        for earlier in range(max(before, default=-1) + 1, step):
+            levels = held[rank][earlier:step]
+            if earlier in busy[rank] or (act.kind == "F" and max(levels) >= most):
+                continue
+            steps[rank][act] = earlier
+            busy[rank].remove(step)
+            busy[rank].add(earlier)
+            # an F holds its activation from its step on, a W frees it after its own
+            begin, change = (earlier + 1, -1) if act.kind == "W" else (earlier, 1)
+            for at in range(begin, step + (act.kind == "W")) if act.kind != "I" else ():
+                held[rank][at] += change
+            break
+
+
+def _levels(steps: Steps) -> list[int]:
+    """Activations that a rank holds in each step."""
+    changes = [0] * (max(steps.values()) + 2)
+    for act, step in steps.items():
+        if act.kind == "F":
+            changes[step] += 1
+        elif act.kind == "W":
+            changes[step + 1] -= 1
+    now = 0
+    return [now := now + change for change in changes]
+
+
+def _filled(ranks: list[list[Act]], stages: int, most: int) -> tuple[tuple[Act, ...], ...]:
+    """With a W in every step in which a rank cannot go on in its order of F and I."""
+    todo = [deque(acts) for acts in ranks]
+    weights: list[deque[Act]] = [deque() for _ in ranks]
+    found: list[list[Act]] = [[] for _ in ranks]
+    held, done = [0] * len(ranks), set()
+    while any(todo) or any(weights):
+        now = []
+        for rank, acts in enumerate(todo):
+            full = acts and acts[0].kind == "F" and held[rank] == most
+            if acts and not full and done.issuperset(needs(acts[0], stages - 1)):
+                act = acts.popleft()
+                now.append(act)
+                if act.kind == "F":
+                    held[rank] += 1
+                else:
+                    weights[rank].append(act._replace(kind="W"))
+            elif weights[rank]:
+                act = weights[rank].popleft()
+                held[rank] -= 1
+            else:
+                continue
+            found[rank].append(act)
+        done.update(now)
+    return tuple(map(tuple, found))
