@@ -10,24 +10,17 @@ from pathlib import Path
 import pytest
 
 from support.cells import slow
-from support.command_lines import examined
 from support.commands import command
+from support.plans import planned
 from titanlike.command import plan as plan_command
 from titanlike.metrics.chart_picture import draw
 from titanlike.metrics.chart_trace import write_trace
 from titanlike.planning.advice import advise
-from titanlike.planning.known_hardware import planned_hardware, shipped
-from titanlike.planning.plan import Plan, make_plan
+from titanlike.planning.known_hardware import shipped
 from titanlike.planning.plan_chart import chart_of
 from titanlike.planning.plan_text import as_text
 
 SMALL = ["data=synthetic", "device=cpu", "model.layers=8", "batch_size=16", "hardware=h100_sxm"]
-
-
-def planned(*words: str) -> Plan:
-    checked = examined(*words)
-    assert checked.config is not None and not checked.problems, checked.problems
-    return make_plan(checked.config, planned_hardware(checked.config))
 
 
 def run(capsys: pytest.CaptureFixture, *words: str) -> tuple[int, str, str]:
@@ -96,7 +89,7 @@ def test_every_choice_that_costs_is_known() -> None:
     assert max(offloaded.memory_bytes) < max(resident.memory_bytes)
     assert offloaded.simulation.step > resident.simulation.step
     divided = planned(*words, "tp=2")
-    assert divided.traffic(0).exchanged > 0 and max(divided.memory_bytes) < max(base.memory_bytes)
+    assert divided.traffic(0).tp > 0 and max(divided.memory_bytes) < max(base.memory_bytes)
     fp32 = planned(*SMALL, "pp=2", "schedule.microbatches=4", "seq_len=1024")
     assert fp32.step_seconds > base.step_seconds
     again = planned(*words, "optimizer=muon")

@@ -20,7 +20,8 @@ from titanlike.config.hardware import Hardware
 from titanlike.planning.known_hardware import planned_hardware
 from titanlike.planning.plan import Plan, make_plan
 from titanlike.planning.roofline import Roofline, Seconds
-from titanlike.planning.stage_times import Layout, LayoutTimes, UnitTimes, stage_times, unit_times
+from titanlike.planning.stage_times import Layout, LayoutTimes, stage_times
+from titanlike.planning.unit_times import UnitTimes, unit_times
 from titanlike.training.draft import draft
 
 

@@ -20,7 +20,8 @@ from titanlike.pipeline.order import Order
 from titanlike.planning.plan import agreement
 from titanlike.planning.roofline import Roofline
 from titanlike.planning.simulate import simulate
-from titanlike.planning.stage_times import Layout, LayoutTimes, UnitTimes, stage_times, unit_times
+from titanlike.planning.stage_times import Layout, LayoutTimes, stage_times
+from titanlike.planning.unit_times import UnitTimes, unit_times
 from titanlike.split.partition import partition
 from titanlike.split.rank_memory import RankMemory
 from titanlike.training.draft import Draft, draft
@@ -34,7 +35,8 @@ class UnitTable:
     def __init__(self, config: Config, hardware: Hardware, rows: int) -> None:
         """Raises ConfigError and CostError."""
         schedule, fsdp = Schedule("1f1b", 1), replace(config.fsdp, zero=1)
-        alone = replace(config, pp=1, dp=1, replicate=1, batch_size=rows, schedule=schedule)
+        alone = replace(config, pp=1, dp=config.ep, replicate=1, schedule=schedule)
+        alone = replace(alone, batch_size=rows * config.ep)
         alone = replace(alone, fsdp=fsdp, split=EvenSplit())
         alone = replace(alone, activation_checkpoint=ActivationCheckpoint("none"))
         self.draft: Draft = draft(alone, device_memory=lambda: None)
@@ -129,9 +131,10 @@ def judge(
         order.place,
         zero,
         microbatches,
-        [sum(numel[name] for name in own) for own in names],
+        [sum(numel[name][0] for name in own) for own in names],
         [0, *([table.message] * (count - 1))],
         [*([table.message] * (count - 1)), 0],
+        [sum(numel[name][1] for name in own) for own in names],
     )
     each = stage_times(config, layout, hardware, table.times)
     seconds, parts = step_seconds(order, each, microbatches, config, hardware)

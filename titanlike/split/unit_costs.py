@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -24,14 +24,14 @@ from titanlike.graph import node_cost
 from titanlike.graph.cut import cut, unit_starts
 from titanlike.graph.model_graph import ModelGraph
 from titanlike.graph.node_memory import NodePeak, peak_bytes
-from titanlike.graph.node_operators import NodeOperators, node_operators
+from titanlike.graph.node_operators import Exchanges, NodeOperators, node_operators
 from titanlike.graph.node_times import Times, node_times
 from titanlike.graph.pytree import tree_map
 from titanlike.graph.recording import Node
 from titanlike.models.float8 import in_bf16
 from titanlike.optim.loss import Loss
 from titanlike.optim.muon import hidden_matrices
-from titanlike.parallel.tp.collectives import TensorRanks
+from titanlike.parallel.exchanges import Peers
 from titanlike.parallel.weight_gradients import DeferredWeightGradients
 from titanlike.pipeline.order import Order
 from titanlike.split.stage_costs import StageCosts
@@ -176,16 +176,16 @@ class UnitCosts:
         free = _NodeMemory(0, 0, NodePeak(0, 0, 0))
         return [_unit_peak(nodes) for nodes in self._costs(cost, free)]
 
-    def operators(self, ranks: TensorRanks | None) -> list[list[NodeOperators]]:
-        """What each call of each unit computes, as it is on the first rank of `ranks`, on meta; those of
+    def operators(self, peers: Mapping[str, Peers]) -> list[list[NodeOperators]]:
+        """What each call of each unit computes, as it is on the first rank of each axis, on meta; those of
         equal calls are one object. Linear layers in float8 are counted in bf16. Raises CostError.
         """
 
         if self._operators is not None:
             return self._operators
 
-        def exchanged() -> tuple[int, ...]:
-            return (0, 0) if ranks is None else (ranks.exchanged, ranks.exchanges)
+        def exchanged() -> Exchanges:
+            return {axis: ranks.exchanged for axis, ranks in peers.items()}
 
         def cost(node: Node) -> NodeOperators:
             with in_bf16(self.model.modules() if node.kind == "unit" else ()):
