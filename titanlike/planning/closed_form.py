@@ -112,15 +112,15 @@ def judge(
     muon = config.optimizer.name == "muon"
     blocks = [[name for name in stage if name in table.blocks] for stage in names]
     memory = table.memory.arranged(config, order, zero, names, deferred, table.message, muon)
-    recomputed: list[list[str]] = [[] for _ in names]
-    if how.name in ("full", "selective"):
-        recomputed = blocks
-    elif isinstance(how, EveryActivationCheckpoint):
-        every = {name for at, name in enumerate(sum(blocks, [])) if at % how.every == 0}
-        recomputed = [[name for name in stage if name in every] for stage in blocks]
-    found = memory.of_ranks(recomputed)
-    if how.name == "fit" and max(found) > hardware.usable:
-        recomputed = _as_must_be(found, memory.of_ranks(blocks), blocks, order, hardware.usable)
+    if how.name == "fit":
+        recomputed, found = _as_must_be(memory, blocks, order, hardware.usable)
+    else:
+        recomputed = [[] for _ in names]
+        if how.name in ("full", "selective"):
+            recomputed = blocks
+        elif isinstance(how, EveryActivationCheckpoint):
+            every = {name for at, name in enumerate(sum(blocks, [])) if at % how.every == 0}
+            recomputed = [[name for name in stage if name in every] for stage in blocks]
         found = memory.of_ranks(recomputed)
     numel = table.memory.unit_parameters()
     count = len(names)
@@ -142,19 +142,29 @@ def judge(
 
 
 def _as_must_be(
-    kept: list[int], least: list[int], blocks: list[list[str]], order: Order, limit: int
-) -> list[list[str]]:
-    """Blocks of each stage that are recomputed so that a rank takes no more than `limit`.
-
-    kept, least: bytes of each rank with none and with all of them.
-    """
+    memory: RankMemory, blocks: list[list[str]], order: Order, limit: int
+) -> tuple[list[list[str]], list[int]]:
+    """(blocks of each stage that are recomputed so that a rank takes no more than `limit`, bytes of each
+    rank with these)."""
+    # the first rank has the most microbatches in flight, the last the loss: what does not fit is
+    # most often known by these two
+    ranks = range(len(order.ranks))
+    edges = [memory.of_rank(rank, blocks) for rank in {0, ranks[-1]}]
+    if max(edges) > limit:
+        return blocks, edges
+    none: list[list[str]] = [[] for _ in blocks]
+    kept = memory.of_ranks(none)
+    if max(kept) <= limit:
+        return none, kept
+    least = memory.of_ranks(blocks)
     shares = [
         1.0 if a <= b else min(1.0, max(0.0, (a - limit) / (a - b)))
         for a, b in zip(kept, least, strict=True)
     ]
-    return [
+    recomputed = [
         own[: math.ceil(shares[order.place[stage]] * len(own))] for stage, own in enumerate(blocks)
     ]
+    return recomputed, memory.of_ranks(recomputed)
 
 
 def step_seconds(

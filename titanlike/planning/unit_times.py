@@ -138,7 +138,8 @@ def guessed_times(config: Config, draft: Draft, roofline: Roofline) -> dict[str,
 def as_measured(
     units: Mapping[str, UnitTimes], measured: Sequence[Sequence[float]]
 ) -> dict[str, UnitTimes]:
-    """With seconds that were measured; of what runs again the share that was estimated."""
+    """With seconds that were measured (forward, backward, weight gradients that wait); of what runs
+    again the share that was estimated."""
     found = {}
     for (name, unit), (forward, inputs, weights) in zip(units.items(), measured, strict=True):
         again = forward * unit.again.device / (unit.forward.device or 1.0)

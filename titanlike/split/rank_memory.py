@@ -226,7 +226,7 @@ class RankMemory:
         """Bytes on a pipeline rank; recomputed: blocks of each stage."""
         base = self._base(rank)
         most = now = sum(base)
-        for _, change, _ in self._walk(rank, recomputed):
+        for _, _, change in self._walk(rank, recomputed):
             most = max(most, now + change.most)
             now += change.after
         return max(most, now + self._update)
@@ -237,9 +237,13 @@ class RankMemory:
         weights = int(sum(self._state.weights * self._parameters[s] for s in self._local(rank)))
         parts = MemoryParts(min(weights, kept), max(0, kept - weights), messages=sent)
         found = []
-        for act, change, delta in self._walk(rank, recomputed):
+        known: dict[tuple[int, str], MemoryParts] = {}  # that actions leave, by what it is
+        for act, kind, change in self._walk(rank, recomputed):
             at_most = replace(parts, temporary=change.most)
-            parts = parts.add(delta)
+            if (act.stage, kind) not in known:
+                changes = self._changes(act.stage, frozenset(recomputed[act.stage]))
+                known |= {(act.stage, name): own for name, own in _parts(changes).items()}
+            parts = parts.add(known[act.stage, kind])
             found.append(Moment(act, at_most if change.most > change.after else parts, parts))
         found.append(Moment(None, replace(parts, temporary=self._update), parts))
         return found
@@ -255,29 +259,28 @@ class RankMemory:
 
     def _walk(
         self, rank: int, recomputed: Sequence[Collection[str]]
-    ) -> Iterator[tuple[Act, _Change, MemoryParts]]:
-        """Of each action: what it adds, and the same by what it is. The gathers before a stage's first
-        action and the reductions behind its last are of the same action."""
+    ) -> Iterator[tuple[Act, str, _Change]]:
+        """Of each action: its kind, and what it adds. The gathers before a stage's first action and the
+        reductions behind its last are of the same action."""
         order, local = self._order, self._local(rank)
         changes = {stage: self._changes(stage, frozenset(recomputed[stage])) for stage in local}
-        parts = {stage: _parts(changes[stage]) for stage in local}
         left = dict.fromkeys(local, order.microbatches)
         forwards: set[int] = set()
         backwards: set[int] = set()
         for act in order.ranks[rank]:
-            kinds = [act.kind]
-            if act.kind == "F" and act.stage not in forwards:
-                forwards.add(act.stage)
-                kinds = ["gather", "F"]
-            elif act.kind in "BI" and act.stage not in backwards:
-                backwards.add(act.stage)
-                kinds = ["first " + act.kind]
+            kind, stage, _ = act
+            own = changes[stage]
+            if kind == "F" and stage not in forwards:
+                forwards.add(stage)
+                yield act, "gather", own["gather"]
+            elif kind in "BI" and stage not in backwards:
+                backwards.add(stage)
+                kind = "first " + kind
+            yield act, kind, own[kind]
             if act.kind in "BW":
-                left[act.stage] -= 1
-                if left[act.stage] == 0:
-                    kinds.append("reduce")
-            for kind in kinds:
-                yield act, changes[act.stage][kind], parts[act.stage][kind]
+                left[stage] -= 1
+                if left[stage] == 0:
+                    yield act, "reduce", own["reduce"]
 
     def of_ranks(self, recomputed: Sequence[Collection[str]]) -> list[int]:
         """As `of_rank`, of each pipeline rank."""
