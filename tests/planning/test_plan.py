@@ -163,6 +163,33 @@ def test_a_search_finds_what_planning_each_layout_finds(capsys) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "choices"),
+    [
+        (["model=moe_tiny"], ["ep=1", "ep=2", "ep=4"]),
+        (["seq_len=16384"], ["cp=1 dp=4", "cp=2 dp=2"]),
+        (["fsdp.zero=3", "hardware.devices_per_node=2"], ["replicate=1", "replicate=2"]),
+    ],
+    ids=["ep", "cp", "replicate"],
+)
+def test_a_search_tries_every_axis(capsys, words: list[str], choices: list[str]) -> None:
+    """Its first choice is that of planning each."""
+    line = ["data=synthetic", "device=cpu", "batch_size=16", "hardware=h100_sxm", "precision=bf16"]
+    line += [*words, "pp=1", "tp=1", "schedule=1f1b", "schedule.microbatches=2"]
+    line += ["activation_checkpoint=none"]
+    code, text, _ = run(capsys, "search", *line, "gpus=4", "--json")
+    assert code == 0
+    found = json.loads(text)
+    seconds = []
+    for choice in choices:
+        for zero in (1, 2, 3) if "fsdp.zero=3" not in words else (3,):
+            each = [f"fsdp.zero={zero}", *(choice.split() if "dp=" in choice else [choice, "dp=4"])]
+            seconds.append(planned(*line, *each).step_seconds)
+    assert len(found["ranked"]) == len(seconds)
+    assert found["ranked"][0]["step_seconds"] == pytest.approx(min(seconds))
+
+
+@pytest.mark.slow
 @pytest.mark.grid  # for a machine that does nothing else
 def test_a_search_over_512_devices_takes_less_than_a_minute(capsys) -> None:
     begin = time.process_time()
