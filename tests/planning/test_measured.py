@@ -68,8 +68,8 @@ def test_step_and_bubble_are_those_of_the_real_actions(schedule, blocks, kept, t
     step, bubble = plan.simulation.pipeline, plan.simulation.bubble
     print(f"{schedule.name} {blocks}: step {step:.3f} of {real.pipeline:.3f} s", end=", ")
     print(f"bubble {bubble:.3f} of {real.bubble:.3f}")
-    # CPU time of a core that is shared with other programs varies by a fifth from minute to minute
-    assert step == pytest.approx(real.pipeline, rel=0.25)
+    # CPU time of a core that is shared with other programs varies by some percent
+    assert step == pytest.approx(real.pipeline, rel=0.15)
     assert bubble == pytest.approx(real.bubble, abs=0.03)
 
 

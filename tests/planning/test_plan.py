@@ -10,24 +10,17 @@ from pathlib import Path
 import pytest
 
 from support.cells import slow
-from support.command_lines import examined
 from support.commands import command
+from support.plans import planned
 from titanlike.command import plan as plan_command
 from titanlike.metrics.chart_picture import draw
 from titanlike.metrics.chart_trace import write_trace
 from titanlike.planning.advice import advise
-from titanlike.planning.known_hardware import planned_hardware, shipped
-from titanlike.planning.plan import Plan, make_plan
+from titanlike.planning.known_hardware import shipped
 from titanlike.planning.plan_chart import chart_of
 from titanlike.planning.plan_text import as_text
 
 SMALL = ["data=synthetic", "device=cpu", "model.layers=8", "batch_size=16", "hardware=h100_sxm"]
-
-
-def planned(*words: str) -> Plan:
-    checked = examined(*words)
-    assert checked.config is not None and not checked.problems, checked.problems
-    return make_plan(checked.config, planned_hardware(checked.config))
 
 
 def run(capsys: pytest.CaptureFixture, *words: str) -> tuple[int, str, str]:
@@ -96,7 +89,7 @@ def test_every_choice_that_costs_is_known() -> None:
     assert max(offloaded.memory_bytes) < max(resident.memory_bytes)
     assert offloaded.simulation.step > resident.simulation.step
     divided = planned(*words, "tp=2")
-    assert divided.traffic(0).exchanged > 0 and max(divided.memory_bytes) < max(base.memory_bytes)
+    assert divided.traffic(0).tp > 0 and max(divided.memory_bytes) < max(base.memory_bytes)
     fp32 = planned(*SMALL, "pp=2", "schedule.microbatches=4", "seq_len=1024")
     assert fp32.step_seconds > base.step_seconds
     again = planned(*words, "optimizer=muon")
@@ -167,6 +160,33 @@ def test_a_search_finds_what_planning_each_layout_finds(capsys) -> None:
     replayed = [word for word in first["command"].split() if "=" in word]
     again = planned(*replayed, "hardware=h100_sxm")
     assert again.step_seconds == pytest.approx(first["step_seconds"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "choices"),
+    [
+        (["model=moe_tiny"], ["ep=1", "ep=2", "ep=4"]),
+        (["seq_len=16384"], ["cp=1 dp=4", "cp=2 dp=2"]),
+        (["fsdp.zero=3", "hardware.devices_per_node=2"], ["replicate=1", "replicate=2"]),
+    ],
+    ids=["ep", "cp", "replicate"],
+)
+def test_a_search_tries_every_axis(capsys, words: list[str], choices: list[str]) -> None:
+    """Its first choice is that of planning each."""
+    line = ["data=synthetic", "device=cpu", "batch_size=16", "hardware=h100_sxm", "precision=bf16"]
+    line += [*words, "pp=1", "tp=1", "schedule=1f1b", "schedule.microbatches=2"]
+    line += ["activation_checkpoint=none"]
+    code, text, _ = run(capsys, "search", *line, "gpus=4", "--json")
+    assert code == 0
+    found = json.loads(text)
+    seconds = []
+    for choice in choices:
+        for zero in (1, 2, 3) if "fsdp.zero=3" not in words else (3,):
+            each = [f"fsdp.zero={zero}", *(choice.split() if "dp=" in choice else [choice, "dp=4"])]
+            seconds.append(planned(*line, *each).step_seconds)
+    assert len(found["ranked"]) == len(seconds)
+    assert found["ranked"][0]["step_seconds"] == pytest.approx(min(seconds))
 
 
 @pytest.mark.slow

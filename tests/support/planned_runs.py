@@ -72,7 +72,7 @@ def ran(config: Config, worker: Worker) -> Ran:
 def compared(config: Config, folder: Path) -> tuple[Plan, Simulation, Sequence[Ran]]:
     """(the plan, the step that the ranks' real actions make, what they did)."""
     plan = make_plan(config, planned_hardware(config))
-    ranks = run_world(ran, config, folder)
+    ranks = run_world(ran, config, folder, timeout=240)
     own = {key: seconds for rank in ranks for key, seconds in rank.seconds.items()}
     stages = []
     for stage, times in enumerate(plan.times.stages):

@@ -9,6 +9,12 @@
 
 Where they did what this program does not (float8 with tp, attention without a fused kernel) the plan is
 made of the nearest that it can say.
+
+`LATER` are rows that nothing was fitted to, held against the plan when all was fitted:
+
+- torchtitan on H200: benchmarks/llama3_8b_h200_2025-06_torchtitan.md in its repository.
+- Llama 3 405B: arXiv 2407.21783, table 4, teraFLOP/s a GPU; what it does not say (stages a rank, FLOPs of
+  attention) is guessed: 7 of a block or two, and all of attention's.
 """
 
 from __future__ import annotations
@@ -20,7 +26,8 @@ from titanlike.config.hardware import Hardware
 from titanlike.planning.known_hardware import planned_hardware
 from titanlike.planning.plan import Plan, make_plan
 from titanlike.planning.roofline import Roofline, Seconds
-from titanlike.planning.stage_times import Layout, LayoutTimes, UnitTimes, stage_times, unit_times
+from titanlike.planning.stage_times import Layout, LayoutTimes, stage_times
+from titanlike.planning.unit_times import UnitTimes, unit_times
 from titanlike.training.draft import draft
 
 
@@ -28,10 +35,11 @@ from titanlike.training.draft import draft
 class Row:
     name: str
     words: str  # overrides
-    measured: float  # tokens/s a GPU, or teraFLOP/s a GPU of Megatron-LM
+    measured: float  # tokens/s a GPU, or teraFLOP/s a GPU
     float8: bool = False
     megatron: tuple[int, ...] = ()  # layers, dim
     scores: int = 0  # bytes of the attention scores of a microbatch, where they are in memory
+    teraflops: bool = False  # `measured` is of model FLOPs
 
 
 def _megatron(
@@ -106,6 +114,29 @@ ROWS = [
 ]
 
 
+_H200 = "model=llama3_8b hardware=h200 precision=bf16 seq_len=8192 activation_checkpoint=selective "
+_H200 += "schedule.microbatches=1 fsdp.zero=3 compile=true "
+_META = "model=llama3_405b hardware=h100_sxm precision=bf16 tp=8 pp=16 schedule=interleaved1f1b "
+_META += "schedule.stages_per_rank=7 fsdp.zero=1 "
+
+
+def _meta(name: str, words: str, measured: float) -> Row:
+    return Row(f"Llama 3 405B, {name}", _META + words, measured, teraflops=True)
+
+
+LATER = [
+    Row("torchtitan H200 8B, 32, float8", _H200 + "dp=32 batch_size=64", 10938, True),
+    Row("torchtitan H200 8B, 64, float8", _H200 + "dp=64 batch_size=128", 10753, True),
+    _meta("8192", "dp=64 batch_size=2048 seq_len=8192 schedule.microbatches=32", 430),
+    _meta("16384", "dp=128 batch_size=2048 seq_len=8192 schedule.microbatches=16", 400),
+    _meta(
+        "16384, cp",
+        "dp=8 cp=16 context_parallel=gather batch_size=128 seq_len=131072 schedule.microbatches=16",
+        380,
+    ),
+]
+
+
 def planned(row: Row, **hardware: float) -> Plan:
     """hardware: numbers to change."""
     checked = examined(*row.words.split())
@@ -142,6 +173,9 @@ def _unfused(times: UnitTimes, seconds: float) -> UnitTimes:
 
 def predicted(row: Row, plan: Plan) -> float:
     """In the units of what was measured."""
+    if row.teraflops:
+        assert plan.draft.flops_per_token is not None
+        return plan.tokens_per_second_per_gpu * plan.draft.flops_per_token / 1e12
     if not row.megatron:
         return plan.tokens_per_second_per_gpu
     layers, dim = row.megatron

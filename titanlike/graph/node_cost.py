@@ -1,10 +1,7 @@
-"""The cost of one recorded node, run alone: FLOPs and saved bytes on meta, time on a device."""
+"""The cost of one recorded node, run alone on meta: FLOPs and saved bytes."""
 
 from __future__ import annotations
 
-import copy
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -13,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from titanlike.device.accelerator import kept_rng, synchronize
 from titanlike.graph.fused_attention import FusedAttention
 from titanlike.graph.pytree import tree_flatten, tree_map
 from titanlike.graph.recording import DEVICE, Node
@@ -103,28 +99,6 @@ def queued_bytes(node: Node, model: nn.Module, compiled: bool) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def seconds(node: Node, model: nn.Module, device: torch.device, repeats: int = 5) -> float:
-    """Median time of forward and backward with random values."""
-    module = module_of(node, model)
-    if module is not None:
-        module = copy.deepcopy(module).to_empty(device=device)
-        with torch.no_grad():
-            for parameter in module.parameters():
-                parameter.normal_(0, 0.02)
-            for buffer in module.buffers():
-                buffer.fill_(1 if buffer.is_floating_point() else 0)
-    with kept_rng(device):
-        call = Call(node, module, device, lambda tensor: random_like(tensor, device))
-        times = []
-        for _ in range(2 + repeats):
-            synchronize(device)
-            start = time.perf_counter()
-            call.forward_backward()
-            synchronize(device)
-            times.append(time.perf_counter() - start)
-    return statistics.median(times[2:])
-
-
 class Call:
     """A node's function, with its own copies of the arguments."""
 
@@ -146,8 +120,8 @@ class Call:
         wanted = [*self._inputs.values(), *(module.parameters() if module else ())]
         self._wanted = [tensor for tensor in wanted if tensor.requires_grad]
 
-    def forward(self) -> list[Tensor]:
-        """The results that require a gradient."""
+    def arguments(self) -> Any:
+        """For a forward: (args, kwargs)."""
 
         def real(leaf: Any) -> Any:
             if not isinstance(leaf, Node):
@@ -156,7 +130,11 @@ class Call:
             # a clone: a leaf that requires a gradient must not be changed in place
             return tensor.clone() if tensor.requires_grad and not _is_weight(leaf) else tensor
 
-        args, kwargs = tree_map((self._node.args, self._node.kwargs), real)
+        return tree_map((self._node.args, self._node.kwargs), real)
+
+    def forward(self, arguments: Any = None) -> list[Tensor]:
+        """The results that require a gradient."""
+        args, kwargs = self.arguments() if arguments is None else arguments
         with torch.set_grad_enabled(self._node.grad_enabled), self._device:
             result = self._function(*args, **kwargs)
         leaves, _ = tree_flatten(result)

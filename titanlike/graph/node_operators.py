@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from titanlike.graph.fused_attention import FusedAttention
-from titanlike.graph.node_cost import META, Call, empty_like, module_of
+from titanlike.graph.node_cost import EXPERTS_PRODUCT, META, Call, empty_like, module_of
 from titanlike.graph.recording import Node
 from titanlike.torch_private.base_classes import TorchDispatchMode
 from titanlike.torch_private.pytree import tree_leaves
@@ -31,6 +31,7 @@ Deferring = Callable[[nn.Module], AbstractContextManager[Callable[[], object]]]
 _FREE = ("detach", "alias", "empty", "new_empty", "_unsafe_view", "lift", "unbind")
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 ATTENTION = "attention"
+_KERNELS = "_scaled_dot_product_"  # in their names
 
 
 class Operator(NamedTuple):
@@ -44,27 +45,29 @@ class Operator(NamedTuple):
 
 
 Operators = Mapping[Operator, int]  # operator -> how often
+# axis -> (bytes that a rank sends, messages, bytes of these that are sent while it attends)
+Exchanges = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class NodeOperators:
     """Of a node's forward, of its backward up to its inputs, and of the weight gradients left; with what
-    is exchanged in the first two, as `exchanged` counts it."""
+    the ranks of each axis exchange in the first two."""
 
     forward: Operators
     input_gradient: Operators
     weight_gradient: Operators
-    exchanged_forward: tuple[int, ...] = (0, 0)
-    exchanged_backward: tuple[int, ...] = (0, 0)
+    exchanged_forward: Exchanges = field(default_factory=dict)
+    exchanged_backward: Exchanges = field(default_factory=dict)
 
 
 def node_operators(
     node: Node,
     model: nn.Module,
     deferring: Deferring,
-    exchanged: Callable[[], tuple[int, ...]] = lambda: (0, 0),
+    exchanged: Callable[[], Exchanges] = dict,
 ) -> NodeOperators:
-    """exchanged: (bytes, messages) that the node's ranks have exchanged so far."""
+    """exchanged: what the node's ranks have exchanged so far."""
     module = module_of(node, model)
     call = Call(node, module, META, empty_like)
     weights = [*call.weights, *(module.parameters() if module is not None else ())]
@@ -94,8 +97,9 @@ def node_operators(
     return NodeOperators(forward.found, backward.found, later.found, there, back)
 
 
-def _difference(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(b - a for a, b in zip(before, after, strict=True))
+def _difference(before: Exchanges, after: Exchanges) -> Exchanges:
+    pairs = {axis: zip(before[axis], after[axis], strict=True) for axis in before}
+    return {axis: tuple(b - a for a, b in both) for axis, both in pairs.items()}
 
 
 def _backward_of(operator: Operator) -> Operator:
@@ -149,12 +153,27 @@ class _Recorder(TorchDispatchMode):
             flops = 2 * made[0].numel() * a.shape[-1]
         elif (packet := getattr(function, "overloadpacket", None)) in flop_registry:
             flops = int(flop_registry[packet](*args, **kwargs, out_val=result))
+            if _KERNELS in name:  # called by name: a ring's blocks
+                name = ATTENTION
+                arguments = [argument.name for argument in function._schema.arguments]
+                at = arguments.index("is_causal")
+                flops //= 2 if len(args) > at and args[at] else 1
+            elif name.startswith(EXPERTS_PRODUCT):
+                sizes = _of_an_expert(*given[:2], made[0])
         read = sum(min(tensor.nbytes, _storage_bytes(tensor)) for tensor in given)
         written = sum(tensor.nbytes for tensor in made)
         if "embedding" in short or short in ("gather", "index", "index_select"):
             read = written  # of a table only some rows
         self.found[Operator(name, flops, read + written, made[0].itemsize, sizes)] += 1
         return result
+
+
+def _of_an_expert(a: Tensor, b: Tensor, result: Tensor) -> tuple[int, int, int]:
+    """Sizes of the product of one expert, where all have equally many rows: a [N, I] and b [E, O, I],
+    or gradients a [N, O] and rows b [N, I] of a weight [E, O, I]."""
+    if b.dim() == 3:
+        return a.shape[0] // b.shape[0], b.shape[1], b.shape[2]
+    return result.shape[1], result.shape[2], a.shape[0] // result.shape[0]
 
 
 def _storage_bytes(tensor: Tensor) -> int:

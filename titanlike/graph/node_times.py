@@ -1,4 +1,4 @@
-"""How long one recorded node takes on a device, alone: forward, input gradients, weight gradients."""
+"""How long one recorded node takes on a device, alone: forward and backward."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from titanlike.graph.node_cost import Call, module_of, random_like
 from titanlike.graph.node_operators import Deferring
 from titanlike.graph.recording import Node
 
-Times = tuple[float, float, float]  # seconds: forward, input gradients, weight gradients that wait
+Times = tuple[float, float, float]  # seconds: forward, backward, weight gradients that wait for it
 
 
 def node_times(
-    node: Node, model: nn.Module, device: torch.device, deferring: Deferring, repeats: int = 7
+    node: Node, model: nn.Module, device: torch.device, deferring: Deferring, repeats: int = 15
 ) -> Times:
     """Medians, of random values; weights have gradients already, as in most microbatches."""
     module = module_of(node, model)
@@ -37,8 +37,9 @@ def node_times(
     ):
         call = Call(node, module, device, lambda tensor: random_like(tensor, device))
         for _ in range(2 + repeats):
+            arguments = call.arguments()
             moments = [now(device)]
-            results = call.forward()
+            results = call.forward(arguments)
             moments.append(now(device))
             ones: list[Tensor] = [torch.ones_like(result) for result in results]
             moments.append(now(device))
@@ -56,8 +57,8 @@ def node_times(
 
 
 def now(device: torch.device) -> float:
-    """On a CPU its own time, which other programs do not lengthen."""
-    if device.type == "cpu":
-        return time.process_time() / torch.get_num_threads()
+    """Of one thread of a CPU its own time, which other programs do not lengthen."""
+    if device.type == "cpu" and torch.get_num_threads() == 1:
+        return time.process_time()
     synchronize(device)
     return time.perf_counter()

@@ -6,7 +6,7 @@ Each exchange is a pair of operations, of which one is the other's gradient.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,14 @@ from torch import Tensor
 from titanlike.torch_private import functional_collectives
 
 Operation = Literal["copy", "all_reduce", "all_gather", "reduce_scatter", "take", "all_to_all"]
+
+
+class Exchanged(NamedTuple):
+    """What a rank sends to the others of its group."""
+
+    nbytes: int = 0
+    messages: int = 0
+    beside: int = 0  # of the bytes, those that are under way while the rank attends
 
 
 @dataclass(eq=False)
@@ -29,9 +37,13 @@ class Peers:
     rank: int
     group: dist.ProcessGroup | None = None
 
-    # where there are no others: bytes of whole activations, each way, and how often
-    exchanged: int = 0
-    exchanges: int = 0
+    exchanged: Exchanged = Exchanged()  # where there are no others: what they would be sent
+
+    def count(self, nbytes: int, messages: int = 1, beside: bool = False) -> None:
+        """Of what is sent where there is nobody."""
+        bytes_, times, hidden = self.exchanged
+        hidden += nbytes if beside else 0
+        self.exchanged = Exchanged(bytes_ + nbytes, times + messages, hidden)
 
 
 def exchange(x: Tensor, peers: Peers, there: Operation, back: Operation, dim: int) -> Tensor:
@@ -93,10 +105,10 @@ def _take(x: Tensor, peers: Peers, dim: int) -> Tensor:
 
 def _shape_alone(operation: Operation, x: Tensor, peers: Peers, dim: int) -> Tensor:
     shape = list(x.shape)
-    # an all-reduce is a reduce-scatter and an all-gather
-    times = {"all_gather": peers.size, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}
-    peers.exchanged += times[operation] * x.nbytes
-    peers.exchanges += 2 if operation == "all_reduce" else 1
+    # a rank has its own part already; an all-reduce is a reduce-scatter and an all-gather
+    whole = x.nbytes * (peers.size if operation == "all_gather" else 1)
+    messages = 2 if operation == "all_reduce" else 1
+    peers.count(messages * whole * (peers.size - 1) // peers.size, messages)
     if operation == "all_gather":
         shape[dim] *= peers.size
     elif operation == "reduce_scatter":

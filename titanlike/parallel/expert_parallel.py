@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlike.parallel.exchanges import Peers
+from titanlike.parallel.exchanges import Peers, exchange
 from titanlike.parallel.expert_balance import experts_of
 from titanlike.parallel.tp.part import Part
 from titanlike.parallel.tp.styles import Placement
@@ -59,9 +59,8 @@ def _elsewhere(
     """tokens [S, D] sorted by expert, counts [E] -> results [S, D]; forward: of this rank's experts."""
     of_rank = counts.unflatten(0, (ranks.size, -1))  # [n, E / n]
     if ranks.group is None or tokens.is_meta:  # alone: as many tokens come as go
-        ranks.exchanged += 2 * tokens.nbytes
-        ranks.exchanges += 2
-        return forward(tokens, of_rank.sum(0))
+        mine = exchange(tokens, ranks, "all_to_all", "all_to_all", 0)
+        return exchange(forward(mine, of_rank.sum(0)), ranks, "all_to_all", "all_to_all", 0)
     route = _route(of_rank, ranks.group)
     mine = _Exchange.apply(tokens, route, True)  # [R, D]
     return _Exchange.apply(forward(mine, route.counts), route, False)

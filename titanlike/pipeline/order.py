@@ -18,6 +18,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -79,14 +80,21 @@ class Order:
         """Stages on all ranks together."""
         return len(self.place)
 
-    @property
+    @cached_property
     def splits_backward(self) -> bool:
         """Whether some backward is split into I and W, which restricts sharding and compile."""
         return any(act.kind in "IW" for acts in self.ranks for act in acts)
 
     def local(self, rank: int) -> tuple[int, ...]:
         """The stages that a pipeline rank holds, in ascending order."""
-        return tuple(stage for stage, holder in enumerate(self.place) if holder == rank)
+        return self._local[rank]
+
+    @cached_property
+    def _local(self) -> list[tuple[int, ...]]:
+        held: list[list[int]] = [[] for _ in self.ranks]
+        for stage, rank in enumerate(self.place):
+            held[rank].append(stage)
+        return [*map(tuple, held)]
 
     def forward_only(self, microbatches: int | None = None) -> Order:
         """Evaluation on the same placement: all stages' forwards of so many microbatches."""

@@ -46,7 +46,8 @@ from titanlike.planning.order_search import (
     trials_for,
 )
 from titanlike.planning.split_search import Cut, FoundCut, best_cut
-from titanlike.planning.stage_times import Layout, as_measured, stage_times
+from titanlike.planning.stage_times import Layout, stage_times
+from titanlike.planning.unit_times import as_measured
 from titanlike.split.best_split import best_split
 from titanlike.split.partition import SplitError, partition
 from titanlike.split.stage_costs import StageCosts

@@ -20,7 +20,8 @@ from titanlike.pipeline.order import Order
 from titanlike.planning.plan import agreement
 from titanlike.planning.roofline import Roofline
 from titanlike.planning.simulate import simulate
-from titanlike.planning.stage_times import Layout, LayoutTimes, UnitTimes, stage_times, unit_times
+from titanlike.planning.stage_times import Layout, LayoutTimes, stage_times
+from titanlike.planning.unit_times import UnitTimes, unit_times
 from titanlike.split.partition import partition
 from titanlike.split.rank_memory import RankMemory
 from titanlike.training.draft import Draft, draft
@@ -34,7 +35,8 @@ class UnitTable:
     def __init__(self, config: Config, hardware: Hardware, rows: int) -> None:
         """Raises ConfigError and CostError."""
         schedule, fsdp = Schedule("1f1b", 1), replace(config.fsdp, zero=1)
-        alone = replace(config, pp=1, dp=1, replicate=1, batch_size=rows, schedule=schedule)
+        alone = replace(config, pp=1, dp=config.ep, replicate=1, schedule=schedule)
+        alone = replace(alone, batch_size=rows * config.ep)
         alone = replace(alone, fsdp=fsdp, split=EvenSplit())
         alone = replace(alone, activation_checkpoint=ActivationCheckpoint("none"))
         self.draft: Draft = draft(alone, device_memory=lambda: None)
@@ -110,15 +112,15 @@ def judge(
     muon = config.optimizer.name == "muon"
     blocks = [[name for name in stage if name in table.blocks] for stage in names]
     memory = table.memory.arranged(config, order, zero, names, deferred, table.message, muon)
-    recomputed: list[list[str]] = [[] for _ in names]
-    if how.name in ("full", "selective"):
-        recomputed = blocks
-    elif isinstance(how, EveryActivationCheckpoint):
-        every = {name for at, name in enumerate(sum(blocks, [])) if at % how.every == 0}
-        recomputed = [[name for name in stage if name in every] for stage in blocks]
-    found = memory.of_ranks(recomputed)
-    if how.name == "fit" and max(found) > hardware.usable:
-        recomputed = _as_must_be(found, memory.of_ranks(blocks), blocks, order, hardware.usable)
+    if how.name == "fit":
+        recomputed, found = _as_must_be(memory, blocks, order, hardware.usable)
+    else:
+        recomputed = [[] for _ in names]
+        if how.name in ("full", "selective"):
+            recomputed = blocks
+        elif isinstance(how, EveryActivationCheckpoint):
+            every = {name for at, name in enumerate(sum(blocks, [])) if at % how.every == 0}
+            recomputed = [[name for name in stage if name in every] for stage in blocks]
         found = memory.of_ranks(recomputed)
     numel = table.memory.unit_parameters()
     count = len(names)
@@ -129,9 +131,10 @@ def judge(
         order.place,
         zero,
         microbatches,
-        [sum(numel[name] for name in own) for own in names],
+        [sum(numel[name][0] for name in own) for own in names],
         [0, *([table.message] * (count - 1))],
         [*([table.message] * (count - 1)), 0],
+        [sum(numel[name][1] for name in own) for own in names],
     )
     each = stage_times(config, layout, hardware, table.times)
     seconds, parts = step_seconds(order, each, microbatches, config, hardware)
@@ -139,19 +142,29 @@ def judge(
 
 
 def _as_must_be(
-    kept: list[int], least: list[int], blocks: list[list[str]], order: Order, limit: int
-) -> list[list[str]]:
-    """Blocks of each stage that are recomputed so that a rank takes no more than `limit`.
-
-    kept, least: bytes of each rank with none and with all of them.
-    """
+    memory: RankMemory, blocks: list[list[str]], order: Order, limit: int
+) -> tuple[list[list[str]], list[int]]:
+    """(blocks of each stage that are recomputed so that a rank takes no more than `limit`, bytes of each
+    rank with these)."""
+    # the first rank has the most microbatches in flight, the last the loss: what does not fit is
+    # most often known by these two
+    ranks = range(len(order.ranks))
+    edges = [memory.of_rank(rank, blocks) for rank in {0, ranks[-1]}]
+    if max(edges) > limit:
+        return blocks, edges
+    none: list[list[str]] = [[] for _ in blocks]
+    kept = memory.of_ranks(none)
+    if max(kept) <= limit:
+        return none, kept
+    least = memory.of_ranks(blocks)
     shares = [
         1.0 if a <= b else min(1.0, max(0.0, (a - limit) / (a - b)))
         for a, b in zip(kept, least, strict=True)
     ]
-    return [
+    recomputed = [
         own[: math.ceil(shares[order.place[stage]] * len(own))] for stage, own in enumerate(blocks)
     ]
+    return recomputed, memory.of_ranks(recomputed)
 
 
 def step_seconds(

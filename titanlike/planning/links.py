@@ -1,7 +1,7 @@
 """Which links the ranks of an axis are joined by, and how long they take to exchange something.
 
 The mesh is laid over the devices in the order of their ranks, so the last of its axes has neighbours.
-To add an axis, name it in `axes`.
+To add an axis, name it in `axes`, or in `_place` if it is a part of one.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ class Link:
 
     size: int  # ranks
     nodes: int  # over which they are spread
-    bandwidth: float  # bytes/s that each rank sends
+    bandwidth: float  # bytes/s that each rank sends in a collective
     latency: float  # seconds of a collective of nothing
+    to_all: float  # bytes/s where each sends another message to each other one
+    to_next: float  # bytes/s where each sends to the next one, and the slowest counts
 
     @property
     def inside(self) -> bool:
@@ -37,10 +39,27 @@ class Link:
         and all others'."""
         if self.size == 1:
             return 0.0
-        return nbytes * (self.size - 1) / self.size / self.bandwidth + count * self.latency
+        return self.sent(nbytes * (self.size - 1) / self.size, count, self.bandwidth)
+
+    def sent(self, nbytes: float, count: float, bandwidth: float) -> float:
+        """Seconds of `count` exchanges in which a rank sends so many bytes together."""
+        return nbytes / bandwidth + count * self.latency
 
     def all_reduce(self, nbytes: float, count: float = 1) -> float:
         return 2 * self.gather(nbytes, count)
+
+
+def _place(config: Config, axis: str) -> tuple[int, int]:
+    """(ranks along an axis, how far apart they are). Those of cp and ep are neighbours in shard; what
+    has the same experts is ep apart."""
+    inside = {"cp": config.cp, "ep": config.ep}
+    if axis in inside:
+        return inside[axis], config.tp
+    if axis == "expert_shard":
+        return config.shards // config.ep, config.ep * config.tp
+    sizes = axes(config)
+    names = list(sizes)
+    return sizes[axis], math.prod(sizes[name] for name in names[names.index(axis) + 1 :])
 
 
 def link(config: Config, axis: str, hardware: Hardware) -> Link:
@@ -48,18 +67,23 @@ def link(config: Config, axis: str, hardware: Hardware) -> Link:
 
     A ring over several nodes leaves each by as many links as it has ranks there.
     """
-    sizes = axes(config)
-    names = list(sizes)
-    stride = math.prod(sizes[name] for name in names[names.index(axis) + 1 :])
-    size, node = sizes[axis], hardware.devices_per_node
+    size, stride = _place(config, axis)
+    node = hardware.devices_per_node
     together = max(1, min(size, node // stride))  # ranks of the axis in one node
     nodes = -(-size // together)
-    bandwidth, latency = hardware.node_bandwidth, 0.0
+    inside, outside = hardware.node_bandwidth, hardware.network_bandwidth
+    bandwidth = to_all = to_next = inside
+    latency = 0.0
     if nodes > 1:
-        bandwidth = min(bandwidth, hardware.network_bandwidth * together)
+        bandwidth = min(inside, outside * together)
+        to_next = min(inside, outside)
+        leaving = (size - together) / (size - 1)  # share of the others that are elsewhere
+        to_all = min(outside / leaving, inside / (1 - leaving) if leaving < 1 else inside)
         latency = hardware.network_latency * math.log2(nodes)
     latency += hardware.node_latency * math.log2(together)
-    return Link(size, nodes, bandwidth * hardware.link_efficiency, latency)
+    reached = (hardware.link_efficiency * rate for rate in (bandwidth, to_all, to_next))
+    bandwidth, to_all, to_next = reached
+    return Link(size, nodes, bandwidth, latency, to_all, to_next)
 
 
 def message(config: Config, hardware: Hardware) -> tuple[float, float]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,7 +34,7 @@ from titanlike.training.draft import Draft
 _FOLDER = "~/.cache/titanlike/hardware"
 _TIMEOUT = 300  # seconds
 
-Times = Sequence[float]  # forward, input gradients, weight gradients of a unit
+Times = Sequence[float]  # forward, backward, weight gradients that wait of a unit
 
 
 def measured_hardware(config: Config) -> Hardware:
@@ -55,23 +56,33 @@ def measured_hardware(config: Config) -> Hardware:
 
 
 def measured_times(config: Config, draft: Draft) -> list[Times]:
-    """Of each unit of a draft in its microbatches, on this machine; kept, too. Raises ConfigError."""
+    """Of each unit of a draft in its microbatches, on this machine, with weight gradients that wait
+    where those of its stage do; kept, too. Raises ConfigError."""
     settings, costs = config.hardware, draft.memory().unit_costs
     assert isinstance(settings, MeasuredHardware) and costs is not None
     ranks = _ranks(config)
-    path = _folder(settings) / "units" / f"{costs.signature}-{platform.node()}-{ranks}.yaml"
+    path = _folder(settings) / "units" / f"{costs.signature}-{platform.node()}-{ranks}-ranks.yaml"
     if path.is_file() and not settings.again:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))["units"]
+        return _of_stages(yaml.safe_load(path.read_text(encoding="utf-8")), draft)
     print("measuring the model's units ...", file=sys.stderr, flush=True)
     found = _measure(config, "units", ranks)
-    units = [
-        [sorted(part)[len(part) // 2] for part in zip(*unit, strict=True)]
-        for unit in zip(*(one["units"] for one in found), strict=True)
-    ]
-    _write(
-        path, "Seconds of a model's units: forward, input and weight gradients.", {"units": units}
-    )
-    return units
+    units = {
+        name: [
+            [statistics.median(part) for part in zip(*unit, strict=True)]
+            for unit in zip(*(one[name] for one in found), strict=True)
+        ]
+        for name in found[0]
+    }
+    _write(path, "Seconds of a model's units: forward, backward, weight gradients.", units)
+    return _of_stages(units, draft)
+
+
+def _of_stages(profiles: dict[str, list[Times]], draft: Draft) -> list[Times]:
+    found: list[Times] = []
+    for stage, names in enumerate(draft.stages):
+        profile = profiles["deferred" if stage in draft.deferred else "together"]
+        found += profile[len(found) : len(found) + len(names)]
+    return found
 
 
 def _folder(settings: MeasuredHardware) -> Path:
@@ -90,7 +101,7 @@ def _write(path: Path, comment: str, plain: dict[str, Any]) -> None:
 
 
 def _median(found: list[dict[str, float]]) -> dict[str, float]:
-    return {name: sorted(one[name] for one in found)[len(found) // 2] for name in found[0]}
+    return {name: statistics.median(one[name] for one in found) for name in found[0]}
 
 
 def _measure(config: Config, what: str, ranks: int) -> list[Any]:

@@ -24,6 +24,7 @@ from titanlike.device.choose import first_device
 from titanlike.graph.node_times import now
 from titanlike.training.draft import draft
 
+PROFILES = {"together": False, "deferred": True}  # whether weight gradients wait
 _LARGE, _SMALL = 1024, 96  # sizes of matrices
 _VECTOR = 1 << 24  # elements that no cache holds
 _MESSAGE = 1 << 22  # bytes
@@ -46,7 +47,9 @@ def main(spec_path: str, rank: int) -> None:
         costs = draft(config).memory().unit_costs
         assert costs is not None
         dist.barrier()
-        found: dict[str, Any] = {"units": costs.times(device)}
+        found: dict[str, Any] = {
+            name: costs.times(device, deferred) for name, deferred in PROFILES.items()
+        }
     else:
         dist.barrier()
         found = hardware_numbers(device, rank, spec["ranks"])

@@ -13,16 +13,22 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import gcd
 from typing import Any
 
 from titanlike.config import validate
 from titanlike.config.errors import ConfigError, Problem
-from titanlike.config.groups import FitActivationCheckpoint, SelectiveActivationCheckpoint
+from titanlike.config.groups import (
+    AutoSplit,
+    FitActivationCheckpoint,
+    SelectiveActivationCheckpoint,
+)
 from titanlike.config.hardware import Hardware
 from titanlike.config.overrides import key_of
 from titanlike.config.program import train_program
 from titanlike.config.schema import VARIANTS, Config
 from titanlike.metrics import units
+from titanlike.parallel.expert_balance import experts_of
 from titanlike.pipeline.from_config import declared_microbatches, derive_microbatches, stage_count
 from titanlike.pipeline.order import Order
 from titanlike.planning.closed_form import Judged, UnitTable, judge, rows_of, simulated_seconds
@@ -38,9 +44,11 @@ _SCHEDULES = [
     *("vhalf", "vmin"),
 ]
 _STAGES_PER_RANK = [2, 3, 4]
-_MOST_TOKENS = 2**16  # of a microbatch of several sequences: products are no faster with more
+_MOST_TOKENS = 2**15  # of a microbatch of several sequences: products are no faster with more
 _MOST_SIZES = 6  # of microbatches, on each number of tensor-parallel ranks
+_LEAST_TOKENS = 2**13  # of a sequence on each of the context-parallel ranks
 _SIMULATED = 64
+_AUTO = 3  # of the fastest, that are planned with split=auto, too
 _PLANNED_SECONDS = 15.0  # of this process, for the last step
 
 
@@ -96,6 +104,8 @@ def search(config: Config, words: list[str], gpus: int, most: int = 10) -> Found
             continue
         if plan.fits:
             found.ranked.append(Ranked(overrides, plan))
+    if "split" not in {key_of(word) for word in kept}:
+        found.ranked += [*_with_auto_split(found.ranked[:_AUTO])]
     found.ranked.sort(key=lambda item: item.plan.step_seconds)
     if found.ranked:
         found.lost = [*_lost(judged, found)]
@@ -103,10 +113,57 @@ def search(config: Config, words: list[str], gpus: int, most: int = 10) -> Found
     return found
 
 
+def _with_auto_split(ranked: list[Ranked]) -> Iterator[Ranked]:
+    for one in ranked:
+        if one.plan.config.pp == 1:
+            continue
+        config = replace(one.plan.config, split=AutoSplit())
+        try:
+            plan = make_plan(config, one.plan.hardware)
+        except ConfigError:
+            continue
+        if plan.fits and plan.step_seconds < one.plan.step_seconds:
+            yield Ranked([*one.overrides, "split=auto"], plan)
+
+
 def _judged(
     config: Config, words: list[str], gpus: int, hardware: Hardware, found: Found
 ) -> Iterator[tuple[list[str], Judged]]:
     """Every candidate that is valid, with its overrides."""
+    given = {key_of(word) for word in words}
+    counts = [n for n in range(1, config.batch_size + 1) if config.batch_size % n == 0]
+    space = SearchSpace(gpus, _SCHEDULES, counts, _STAGES_PER_RANK)
+    for cp in _context_sizes(config, given, gpus):
+        own = replace(config, cp=cp)
+        try:
+            tables = _Tables(own, hardware)
+        except ConfigError:
+            if cp == config.cp:
+                raise
+            found.refused += 1  # a model whose tokens see each other by other ways than attention
+            continue
+        chosen = words if cp == config.cp else [*words, f"cp={cp}"]
+        yield from _of_context(own, chosen, gpus, hardware, found, tables, space)
+
+
+def _context_sizes(config: Config, given: set[str], gpus: int) -> list[int]:
+    """Context-parallel ranks that are tried: more than the config's where sequences are long."""
+    sizes = [config.cp]
+    if "cp" not in given:
+        most = min(gpus, config.seq_len // _LEAST_TOKENS)
+        sizes += [2**n for n in range(1, 9) if 2**n <= most and gpus % 2**n == 0]
+    return sorted(set(sizes))
+
+
+def _of_context(
+    config: Config,
+    words: list[str],
+    gpus: int,
+    hardware: Hardware,
+    found: Found,
+    tables: _Tables,
+    space: SearchSpace,
+) -> Iterator[tuple[list[str], Judged]]:
     given = {key_of(word) for word in words}
 
     def compose(overrides: list[str]) -> Config:
@@ -115,10 +172,7 @@ def _judged(
             return config
         return replace(config, schedule=VARIANTS["schedule"][name](name=name))
 
-    counts = [n for n in range(1, config.batch_size + 1) if config.batch_size % n == 0]
-    space = SearchSpace(gpus, _SCHEDULES, counts, _STAGES_PER_RANK)
     sizes = partial(tensor_sizes, ranks=gpus, machine=min(gpus, hardware.devices_per_node))
-    tables = _Tables(config, hardware)
     orders: dict[object, Order] = {}
     # as experiments write them, schedules' microbatches are not the user's
     base = config if "schedule.microbatches" in given else _without_count(config)
@@ -140,7 +194,7 @@ def _judged(
             continue
         if one.dp % one.replicate:
             one = replace(one, replicate=1)
-        for more, changed in _variants(one, given, stages > one.pp):
+        for more, changed in _variants(one, given, hardware, tables.experts):
             if validate.problems(changed):
                 found.refused += 1
                 continue
@@ -161,8 +215,24 @@ def _without_count(config: Config) -> Config:
     return replace(config, schedule=replace(config.schedule, microbatches=None))
 
 
-def _variants(config: Config, given: set[str], several: bool) -> Iterator[tuple[list[str], Config]]:
-    """With each level of ZeRO and each way to recompute that the command line leaves open."""
+def _variants(
+    config: Config, given: set[str], hardware: Hardware, experts: int
+) -> Iterator[tuple[list[str], Config]]:
+    """With each level of ZeRO, each way to recompute, replicas and expert-parallel ranks that the command
+    line leaves open; experts: of a layer."""
+    for more, changed in _sharded(config, given, hardware):
+        sizes = [changed.ep]
+        if "ep" not in given and experts:
+            together = gcd(experts, changed.shards)
+            sizes = sorted({1, together, gcd(together, hardware.devices_per_node // changed.tp)})
+        for ep in sizes:
+            words = [*more, f"ep={ep}"] if ep != config.ep else more
+            yield words, replace(changed, ep=ep)
+
+
+def _sharded(
+    config: Config, given: set[str], hardware: Hardware
+) -> Iterator[tuple[list[str], Config]]:
     splits = hasattr(config.schedule, "weight_gradients")
     levels = [1] if splits or config.shards == 1 else [1, 2, 3]
     levels = [config.fsdp.zero] if "fsdp.zero" in given else levels
@@ -176,7 +246,14 @@ def _variants(config: Config, given: set[str], several: bool) -> Iterator[tuple[
             if "activation_checkpoint" not in given:
                 words.append(f"activation_checkpoint={how.name}")
             fsdp = replace(config.fsdp, zero=zero)
-            yield words, replace(config, fsdp=fsdp, activation_checkpoint=how)
+            changed = replace(config, fsdp=fsdp, activation_checkpoint=how)
+            yield words, changed
+            # of what is gathered for each block, shards in a node and replicas of it may be faster
+            near = max(1, hardware.devices_per_node // (config.tp * config.cp))
+            if zero == 3 and "replicate" not in given and config.dp > near:
+                replicas = config.dp // near
+                if config.dp % near == 0 and config.replicate == 1:
+                    yield [*words, f"replicate={replicas}"], replace(changed, replicate=replicas)
 
 
 class _Tables:
@@ -187,7 +264,10 @@ class _Tables:
         self._known: dict[object, UnitTable] = {}
         self._plain: dict[object, UnitTable] = {}
         self._sizes: dict[int, set[int]] = {}
-        self.units = len(self(config, 1).units)
+        table = self(config, 1)
+        self.units = len(table.units)
+        modules = experts_of(table.draft.model_graph.model).values()
+        self.experts = min((int(one.num_experts) for one in modules), default=0)  # of a layer
 
     def sensible(self, config: Config, microbatches: int) -> bool:
         """Whether microbatches of this size are tried."""
@@ -203,11 +283,11 @@ class _Tables:
     def __call__(self, config: Config, rows: int) -> UnitTable:
         how = config.activation_checkpoint
         saving = tuple(getattr(how, "save", ()))
-        key = config.tp, rows, saving
+        key = config.tp, config.ep, rows, saving
         if key not in self._known:
-            at = config.tp, rows
+            at = config.tp, config.ep, rows
             if at not in self._plain:
-                wanted = replace(self._config, tp=config.tp)
+                wanted = replace(self._config, tp=config.tp, ep=config.ep)
                 self._plain[at] = UnitTable(wanted, self._hardware, rows)
             self._known[key] = self._plain[at].recomputing(config)
         return self._known[key]
@@ -220,7 +300,8 @@ def _lost(judged: list[tuple[list[str], Judged]], found: Found) -> Iterator[str]
     """Of each well-known choice, by its fastest layout: how much slower it is, and why."""
     best = found.ranked[0].plan
     usable = found.hardware.usable
-    mine = next((j for o, j in judged if o == found.ranked[0].overrides), None)
+    own = [word for word in found.ranked[0].overrides if word != "split=auto"]
+    mine = next((j for o, j in judged if o == own), None)
     if mine is None:
         return
     tp = max((j.config.tp for _, j in judged), default=1)

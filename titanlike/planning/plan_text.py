@@ -29,7 +29,11 @@ _AXES = {  # kind of traffic -> what it is called, its axis
     "gathered": ("all-gathers of parameters", "shard"),
     "reduced": ("reduce-scatters of gradients", "shard"),
     "replicated": ("all-reduces of gradients", "replicate"),
-    "exchanged": ("activations of tp", "tp"),
+    "expert_gathered": ("all-gathers of experts", "expert_shard"),
+    "expert_reduced": ("reduce-scatters of experts", "expert_shard"),
+    "tp": ("activations of tp", "tp"),
+    "cp": ("keys, values, heads of cp", "cp"),
+    "ep": ("tokens of experts", "ep"),
 }
 
 
@@ -48,7 +52,7 @@ def as_data(plan: Plan, advice: Sequence[Advice] = (), warning: str = "") -> dic
         "seconds": plan.seconds,
         "gpu_hours": plan.seconds * config.world_size / 3600,
         "hardware": plan.hardware.title,
-        "mesh": links.axes(config),
+        "mesh": {**links.axes(config), "cp": config.cp, "ep": config.ep},
         "schedule": config.schedule.name,
         "microbatches": plan.draft.microbatches,
         "zero": plan.draft.zero,
@@ -98,7 +102,7 @@ def as_text(plan: Plan, advice: Sequence[Advice] = (), warning: str = "", width:
 
 def mesh_text(plan: Plan) -> str:
     config = plan.config
-    names = ("pp", "dp", "tp", "replicate")
+    names = ("pp", "dp", "cp", "tp", "ep", "replicate")
     sizes = [(n, getattr(config, n)) for n in names]
     return " ".join(f"{n}={size}" for n, size in sizes if size > 1) or "one device"
 

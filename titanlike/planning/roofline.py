@@ -71,6 +71,11 @@ class Roofline:
             total += Seconds(count * one.device, count * one.products, count * one.launches)
         return total
 
+    def attention(self, operators: Operators) -> float:
+        """Seconds of fused attention among them."""
+        found = {operator: n for operator, n in operators.items() if operator.name == ATTENTION}
+        return self.seconds(found, True).device
+
     def again(self, node: NodeOperators, save: Sequence[str]) -> Seconds:
         """Of a forward that runs again in the backward, but for the operators `save`."""
         return self.seconds(node.forward, True, without=save)

@@ -1,49 +1,31 @@
 """How long each stage of a drafted layout takes on a device, and what its ranks exchange.
 
-1. Operators of each unit (`graph/node_operators.py`) take what a roofline says, and with tensor
-   parallelism the time of what their ranks exchange, for which they wait.
+1. Units take what `unit_times.py` says.
 2. FSDP's gathers and reductions come once a step, or unit by unit beside what is computed
-   (`overlap.py`), by `fsdp.zero` as in `parallel/sharding.py`.
+   (`overlap.py`), by `fsdp.zero` as in `parallel/sharding.py`; those of experts are by themselves,
+   among fewer ranks.
 3. Messages between stages have the sizes of the draft.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from titanlike.config.hardware import Hardware
 from titanlike.config.schema import Config
 from titanlike.graph.cut import messages
-from titanlike.graph.node_operators import NodeOperators, Operator
 from titanlike.parallel.sharding import compute_dtype
 from titanlike.planning import links
 from titanlike.planning.overlap import backward_seconds, forward_seconds
-from titanlike.planning.roofline import Roofline, Seconds
+from titanlike.planning.roofline import Roofline
 from titanlike.planning.simulate import Duration, StageTimes
+from titanlike.planning.unit_times import UnitTimes, as_measured, guessed_times, unit_times
 from titanlike.planning.update import orthogonalization, update_seconds
-from titanlike.split.rank_memory import saved_operators
 from titanlike.split.state_bytes import StateBytes
 from titanlike.split.unit_costs import CostError
 from titanlike.training.draft import Draft
-
-# Of what compiled blocks of tensor-parallel ranks exchange so much is beside their products
-# (`tp_async`)
-_HIDDEN = 0.4
-
-
-@dataclass(frozen=True)
-class UnitTimes:
-    """Seconds of a unit and a microbatch. Exchanges are those of tensor-parallel ranks."""
-
-    forward: Seconds = Seconds()
-    again: Seconds = Seconds()  # where it is recomputed
-    input_gradient: Seconds = Seconds()
-    weight_gradient: Seconds = Seconds()
-    exchanged_forward: float = 0.0
-    exchanged_backward: float = 0.0
-    parameters: int = 0
-    exchanged_bytes: int = 0  # that a rank sends, forward and backward
 
 
 @dataclass
@@ -54,7 +36,12 @@ class Traffic:
     gathered: int = 0  # parameters, along shard
     reduced: int = 0  # gradients, along shard
     replicated: int = 0  # gradients, along replicate
-    exchanged: int = 0  # activations, along tp
+    expert_gathered: int = 0  # parameters of experts, along expert_shard
+    expert_reduced: int = 0
+    # activations inside of layers, along
+    tp: int = 0
+    cp: int = 0
+    ep: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,11 +67,13 @@ class Layout:
     numel: Sequence[int]  # parameters of each stage, of a tensor-parallel rank
     received: Sequence[int]  # bytes of the messages of each stage, 0 of the first
     sent: Sequence[int]  # and 0 of the last
+    experts: Sequence[int]  # parameters of experts among them
     orthogonalized: Sequence[float] = ()  # FLOPs of Muon's updates, of each stage
 
     @classmethod
     def of(cls, config: Config, draft: Draft) -> Layout:
         graphs = draft.model_graph.graphs(draft.model_graph.fields, True)
+        numel = draft.memory().unit_parameters()
         sizes = [[sum(t.nbytes for t in flow) for flow in messages(graph)] for graph in graphs]
         return cls(
             draft.stages,
@@ -96,84 +85,9 @@ class Layout:
             [draft.stage_numel(stage) for stage in range(draft.order.stages)],
             [0, *(received for received, _ in sizes[1:])],
             [*(sent for _, sent in sizes[:-1]), 0],
+            [sum(numel[name][1] for name in names) for names in draft.stages],
             orthogonalization(config, draft.model_graph.model, draft.stage_parameters),
         )
-
-
-def unit_times(config: Config, draft: Draft, roofline: Roofline) -> dict[str, UnitTimes]:
-    """By the names of the units. Raises CostError where they cannot be run alone."""
-    memory = draft.memory()
-    if memory.unit_costs is None:
-        raise CostError(memory.unknown)
-    like = None if draft.tensor is None else draft.tensor.like
-    calls = memory.unit_costs.operators(like)
-    numel = memory.unit_costs.parameter_table(lambda parameter: parameter.numel())
-    blocks = {unit.name for unit in draft.model_graph.units if unit.block}
-    tp = links.link(config, "tp", roofline.hardware)
-    save = saved_operators(config)
-    names = [name for stage in draft.stages for name in stage]
-    known: dict[tuple[tuple[int, ...], bool], UnitTimes] = {}  # of equal calls
-
-    def seconds(exchanged: Sequence[int]) -> float:
-        visible = 1 - _HIDDEN * config.tp_async
-        return visible * tp.gather(exchanged[0], exchanged[1]) if config.tp > 1 else 0.0
-
-    def times(nodes: Sequence[NodeOperators], block: bool) -> UnitTimes:
-        total, exchanged = [Seconds()] * 4, [0.0, 0.0]
-        sent = 0
-        for node in nodes:
-            found = (
-                roofline.seconds(node.forward, block),
-                roofline.again(node, save),
-                roofline.seconds(node.input_gradient, block),
-                roofline.seconds(node.weight_gradient, block, weights=True),
-            )
-            total = [a + b for a, b in zip(total, found, strict=True)]
-            both = node.exchanged_forward, node.exchanged_backward
-            exchanged = [a + seconds(b) for a, b in zip(exchanged, both, strict=True)]
-            sent += sum(part[0] for part in both) * (config.tp - 1) // config.tp
-        return UnitTimes(*total, *exchanged, exchanged_bytes=sent)
-
-    found = {}
-    for at, (name, nodes) in enumerate(zip(names, calls, strict=True)):
-        key = tuple(map(id, nodes)), name in blocks
-        if key not in known:
-            known[key] = times(nodes, name in blocks)
-        own = known[key]
-        found[name] = UnitTimes(**{**vars(own), "parameters": int(numel[at, at + 1])})
-    return found
-
-
-def guessed_times(config: Config, draft: Draft, roofline: Roofline) -> dict[str, UnitTimes]:
-    """Of stages whose units cannot be run alone: by their parameters, all in a first unit."""
-    tokens, itemsize = draft.memory().tokens, compute_dtype(config).itemsize
-    found = {}
-    for stage, names in enumerate(draft.stages):
-        numel = draft.stage_numel(stage)
-        product = {Operator("aten.mm", 2 * numel * tokens, itemsize * numel, itemsize): 1}
-        each = roofline.seconds(product, True)
-        found |= {name: UnitTimes() for name in names}
-        if names:
-            found[names[0]] = UnitTimes(each, each, each, each, parameters=numel)
-    return found
-
-
-def as_measured(
-    units: Mapping[str, UnitTimes], measured: Sequence[Sequence[float]]
-) -> dict[str, UnitTimes]:
-    """With seconds that were measured; of what runs again the share that was estimated."""
-    found = {}
-    for (name, unit), (forward, inputs, weights) in zip(units.items(), measured, strict=True):
-        again = forward * unit.again.device / (unit.forward.device or 1.0)
-        products = unit.forward.products / (unit.forward.device or 1.0)
-        found[name] = replace(
-            unit,
-            forward=Seconds(forward, forward * products),
-            again=Seconds(again),
-            input_gradient=Seconds(inputs, inputs * products),
-            weight_gradient=Seconds(weights, weights),
-        )
-    return found
 
 
 def layout_times(
@@ -216,12 +130,15 @@ def _parts(own: Sequence[tuple[UnitTimes, bool]]) -> dict[str, float]:
     both = [u.forward + u.input_gradient + u.weight_gradient for u, _ in own]
     products, device = sum(b.products for b in both), sum(b.device for b in both)
     again = sum(u.again.device + u.exchanged_forward for u, recomputed in own if recomputed)
-    exchanged = sum(u.exchanged_forward + u.exchanged_backward for u, _ in own)
+    exchanged: Counter[str] = Counter()
+    for unit, _ in own:
+        exchanged.update(unit.waits_forward)
+        exchanged.update(unit.waits_backward)
     return {
         "matrix products": products,
         "other operators": device - products,
         "recomputation": again,
-        "tp exchanges": exchanged,
+        **{f"{axis} exchanges": seconds for axis, seconds in exchanged.items()},
     }
 
 
@@ -234,14 +151,24 @@ class _Shape:
         self.bandwidth, self.latency = links.message(config, hardware)
         self.itemsize = compute_dtype(config).itemsize
         self.shard = links.link(config, "shard", hardware)
+        self.expert_shard = links.link(config, "expert_shard", hardware)
         self.replicas = links.link(config, "replicate", hardware)
 
-    def reduction(self, numel: int, count: int) -> float:
+    def gather(self, numel: int, experts: int, count: int) -> float:
+        """Seconds in which parameters are gathered; experts: how many of them are of experts."""
+        one = self.shard.gather(self.itemsize * (numel - experts), count)
+        return one + self.expert_shard.gather(self.itemsize * experts, count if experts else 0)
+
+    def reduction(self, numel: int, experts: int, count: int) -> float:
         """Seconds in which gradients are summed, in fp32."""
         if not self.state.fsdp:
             return 0.0
-        one = self.shard.gather(4 * numel, count)
-        return one + self.replicas.all_reduce(4 * numel / self.shard.size, count)
+        found = 0.0
+        for size, shard in ((numel - experts, self.shard), (experts, self.expert_shard)):
+            if size:
+                found += shard.gather(4 * size, count)
+                found += self.replicas.all_reduce(4 * size / shard.size, count)
+        return found
 
     def duration(self, seconds: float, launches: float, again: float, waiting: float) -> Duration:
         device = self.hardware
@@ -259,12 +186,13 @@ class _Shape:
         self, stage: int, own: Sequence[tuple[UnitTimes, bool]]
     ) -> tuple[StageTimes, Traffic]:
         layout, zero = self.layout, self.layout.zero
-        numel, count = layout.numel[stage], max(1, len(own))
+        numel, experts, count = layout.numel[stage], layout.experts[stage], max(1, len(own))
         sharded = self.state.fsdp and self.shard.size > 1
         each = sharded and zero == 3
-        gathers = [self.shard.gather(self.itemsize * u.parameters) if each else 0 for u, _ in own]
+        gathers = [self.gather(u.parameters, u.experts, 1) if each else 0 for u, _ in own]
         reduced = [
-            self.reduction(u.parameters, 1) if self.state.fsdp and zero > 1 else 0.0 for u, _ in own
+            self.reduction(u.parameters, u.experts, 1) if self.state.fsdp and zero > 1 else 0.0
+            for u, _ in own
         ]
         forward = [u.forward.device + u.exchanged_forward for u, _ in own]
         again = [u.again.device + u.exchanged_forward if on else 0.0 for u, on in own]
@@ -295,26 +223,38 @@ class _Shape:
             else Duration(0.0, self.hardware.action_seconds),
             sends_forward=self.message(layout.sent[stage]),
             sends_backward=self.message(layout.received[stage]),
-            gather=self.shard.gather(self.itemsize * numel, count) if sharded and zero < 3 else 0.0,
-            reduce=self.reduction(numel, count) if zero == 1 else 0.0,
+            gather=self.gather(numel, experts, count) if sharded and zero < 3 else 0.0,
+            reduce=self.reduction(numel, experts, count) if zero == 1 else 0.0,
             update=update_seconds(
-                self.config, numel / self.state.shards, self.orthogonalized(stage), self.hardware
+                self.config,
+                (numel - experts) / self.state.shards + experts / self.expert_shard.size,
+                self.orthogonalized(stage),
+                self.hardware,
             ),
         )
-        return times, self._traffic(own, numel, stage)
+        return times, self._traffic(own, stage)
 
-    def _traffic(self, own: Sequence[tuple[UnitTimes, bool]], numel: int, stage: int) -> Traffic:
+    def _traffic(self, own: Sequence[tuple[UnitTimes, bool]], stage: int) -> Traffic:
         config, layout, m = self.config, self.layout, self.layout.microbatches
-        exchanged = m * sum(u.exchanged_bytes for u, _ in own)
-        moved = Traffic(messages=m * self._messages(stage), exchanged=exchanged)
+        moved = Traffic(messages=m * self._messages(stage))
+        for unit, recomputed in own:
+            for axis, nbytes in unit.sent_forward.items():
+                nbytes = nbytes * (1 + recomputed) + unit.sent_backward.get(axis, 0)
+                setattr(moved, axis, getattr(moved, axis) + m * nbytes)
         if not self.state.fsdp:
             return moved
-        shards, replicas = self.shard.size, config.replicate
-        part = numel * (shards - 1) // shards
+        replicas, experts = config.replicate, layout.experts[stage]
         gathers, reductions = (2 * m if layout.zero == 3 else 1), (1 if layout.zero == 1 else m)
-        moved.gathered = gathers * self.itemsize * part
-        moved.reduced = reductions * 4 * part
-        moved.replicated = reductions * 2 * (replicas - 1) * 4 * numel // (replicas * shards)
+
+        def sent(numel: int, ranks: int) -> int:
+            moved.replicated += reductions * 2 * (replicas - 1) * 4 * numel // (replicas * ranks)
+            return numel * (ranks - 1) // ranks
+
+        part = sent(layout.numel[stage] - experts, self.shard.size)
+        moved.gathered, moved.reduced = gathers * self.itemsize * part, reductions * 4 * part
+        part = sent(experts, self.expert_shard.size)
+        moved.expert_gathered = gathers * self.itemsize * part
+        moved.expert_reduced = reductions * 4 * part
         return moved
 
     def _messages(self, stage: int) -> int:

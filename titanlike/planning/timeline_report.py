@@ -27,7 +27,7 @@ from titanlike.planning.known_hardware import likely_hardware
 from titanlike.planning.plan import Plan, make_plan
 from titanlike.planning.roofline import Roofline
 from titanlike.planning.simulate import Duration, Simulation, StageTimes, simulate
-from titanlike.planning.stage_times import unit_times
+from titanlike.planning.unit_times import unit_times
 from titanlike.split.partition import SplitError, partition
 
 _COMPUTED = ("F", "B", "I", "W")

@@ -47,6 +47,7 @@ class _Unit:
     """Bytes of a microbatch, without parameters, and the number of those."""
 
     parameters: int = 0
+    experts: int = 0  # of the parameters, those of experts
     saved: int = 0  # for the backward
     kept: int = 0  # for the backward where it is recomputed
     queued: int = 0  # for deferred weight gradients
@@ -139,18 +140,17 @@ class RankMemory:
         hidden = hidden_matrices(model_graph.model, config.optimizer)
         by_muon = [sum(stage[name] for name in hidden & stage.keys()) for stage in parameters]
         numel = [sum(stage.values()) for stage in parameters]
-        self._arrange(config, order, zero, model_graph.stages, numel, by_muon)
-        # of experts a rank has a part, which is sharded over fewer ranks
-        of_experts = {
-            f"{path}.{name}"
+        self._of_experts = {
+            f"{path}.{name}": parameter
             for path, experts in experts_of(model_graph.model).items()
-            for name, _ in experts.named_parameters()
+            for name, parameter in experts.named_parameters()
+            if config.ep > 1  # else FSDP has them with their block
         }
-        own = [sum(stage[name] for name in of_experts & stage.keys()) for stage in parameters]
-        self._kept = [
-            kept + self._state.kept * (config.ep - 1) * count
-            for kept, count in zip(self._kept, own, strict=True)
+        own = [
+            sum(stage[name] for name in self._of_experts.keys() & stage.keys())
+            for stage in parameters
         ]
+        self._arrange(config, order, zero, model_graph.stages, numel, by_muon, own)
         self._units = functools.cache(functools.partial(self._count_units, config))
         for stage in range(order.stages):
             self._units(stage in self._deferred)  # finds out what is unknown
@@ -167,14 +167,16 @@ class RankMemory:
         stages: Sequence[Sequence[str]],
         parameters: Sequence[int],
         by_muon: Sequence[int],
+        experts: Sequence[int],
     ) -> None:
-        """stages: names of their units; parameters, by_muon: how many each has, and updates by Muon."""
+        """stages: names of their units; parameters, by_muon, experts: how many each has, updates by Muon,
+        and has of experts, of which a rank has a part, which is sharded over fewer ranks."""
         self._order, self._stages, self._parameters = order, stages, [*parameters]
         self._zero, self._state = zero, StateBytes.of(config, zero)
         muon = StateBytes.of(config, zero, True).kept
         self._kept = [  # bytes of each stage's parameters and optimizer state
-            self._state.kept * (numel - own) + muon * own
-            for numel, own in zip(self._parameters, by_muon, strict=True)
+            self._state.kept * (numel - own + (config.ep - 1) * of_experts) + muon * own
+            for numel, own, of_experts in zip(self._parameters, by_muon, experts, strict=True)
         ]
         shards = self._state.shards
         self._update = self._computing * _UPDATE * max(by_muon) // shards if shards > 1 else 0
@@ -196,7 +198,9 @@ class RankMemory:
         other._deferred = frozenset(deferred)
         units = other._units(False)
         numel = [sum(units[name].parameters for name in names) for names in stages]
-        other._arrange(config, order, zero, stages, numel, numel if by_muon else [0] * len(numel))
+        experts = [sum(units[name].experts for name in names) for names in stages]
+        muon = numel if by_muon else [0] * len(numel)
+        other._arrange(config, order, zero, stages, numel, muon, experts)
         other._received = [0, *([message] * (len(stages) - 1))]
         other._sent = [*([message] * (len(stages) - 1)), 0]
         return other
@@ -208,9 +212,9 @@ class RankMemory:
         other._known = {}
         return other
 
-    def unit_parameters(self) -> dict[str, int]:
-        """Of each unit."""
-        return {name: unit.parameters for name, unit in self._units(False).items()}
+    def unit_parameters(self) -> dict[str, tuple[int, int]]:
+        """Of each unit, and of its experts."""
+        return {name: (u.parameters, u.experts) for name, u in self._units(False).items()}
 
     def activations(self, stage: int, recomputed: Collection[str]) -> tuple[int, int]:
         """Bytes of a microbatch of a stage from F on, and of what waits between I and W."""
@@ -227,7 +231,7 @@ class RankMemory:
         """Bytes on a pipeline rank; recomputed: blocks of each stage."""
         base = self._base(rank)
         most = now = sum(base)
-        for _, change, _ in self._walk(rank, recomputed):
+        for _, _, change in self._walk(rank, recomputed):
             most = max(most, now + change.most)
             now += change.after
         return max(most, now + self._update)
@@ -238,9 +242,13 @@ class RankMemory:
         weights = int(sum(self._state.weights * self._parameters[s] for s in self._local(rank)))
         parts = MemoryParts(min(weights, kept), max(0, kept - weights), messages=sent)
         found = []
-        for act, change, delta in self._walk(rank, recomputed):
+        known: dict[tuple[int, str], MemoryParts] = {}  # that actions leave, by what it is
+        for act, kind, change in self._walk(rank, recomputed):
             at_most = replace(parts, temporary=change.most)
-            parts = parts.add(delta)
+            if (act.stage, kind) not in known:
+                changes = self._changes(act.stage, frozenset(recomputed[act.stage]))
+                known |= {(act.stage, name): own for name, own in _parts(changes).items()}
+            parts = parts.add(known[act.stage, kind])
             found.append(Moment(act, at_most if change.most > change.after else parts, parts))
         found.append(Moment(None, replace(parts, temporary=self._update), parts))
         return found
@@ -256,29 +264,28 @@ class RankMemory:
 
     def _walk(
         self, rank: int, recomputed: Sequence[Collection[str]]
-    ) -> Iterator[tuple[Act, _Change, MemoryParts]]:
-        """Of each action: what it adds, and the same by what it is. The gathers before a stage's first
-        action and the reductions behind its last are of the same action."""
+    ) -> Iterator[tuple[Act, str, _Change]]:
+        """Of each action: its kind, and what it adds. The gathers before a stage's first action and the
+        reductions behind its last are of the same action."""
         order, local = self._order, self._local(rank)
         changes = {stage: self._changes(stage, frozenset(recomputed[stage])) for stage in local}
-        parts = {stage: _parts(changes[stage]) for stage in local}
         left = dict.fromkeys(local, order.microbatches)
         forwards: set[int] = set()
         backwards: set[int] = set()
         for act in order.ranks[rank]:
-            kinds = [act.kind]
-            if act.kind == "F" and act.stage not in forwards:
-                forwards.add(act.stage)
-                kinds = ["gather", "F"]
-            elif act.kind in "BI" and act.stage not in backwards:
-                backwards.add(act.stage)
-                kinds = ["first " + act.kind]
+            kind, stage, _ = act
+            own = changes[stage]
+            if kind == "F" and stage not in forwards:
+                forwards.add(stage)
+                yield act, "gather", own["gather"]
+            elif kind in "BI" and stage not in backwards:
+                backwards.add(stage)
+                kind = "first " + kind
+            yield act, kind, own[kind]
             if act.kind in "BW":
-                left[act.stage] -= 1
-                if left[act.stage] == 0:
-                    kinds.append("reduce")
-            for kind in kinds:
-                yield act, changes[act.stage][kind], parts[act.stage][kind]
+                left[stage] -= 1
+                if left[stage] == 0:
+                    yield act, "reduce", own["reduce"]
 
     def of_ranks(self, recomputed: Sequence[Collection[str]]) -> list[int]:
         """As `of_rank`, of each pipeline rank."""
@@ -290,16 +297,20 @@ class RankMemory:
         costs = self.unit_costs
         if costs is None:
             return dict.fromkeys(names, _Unit())
-        numel = costs.parameter_table(lambda parameter: parameter.numel())
-        own = [int(numel[at, at + 1]) for at in range(len(names))]
+        of_experts = {id(parameter) for parameter in self._of_experts.values()}
+        numel = costs.parameter_table(lambda p: p.numel())
+        in_experts = costs.parameter_table(lambda p: p.numel() if id(p) in of_experts else 0)
+        own, experts = (
+            [int(table[at, at + 1]) for at in range(len(names))] for table in (numel, in_experts)
+        )
         try:
             saved, peaks = costs.saved_bytes(), costs.peaks(deferred)
             kept = costs.recomputed_bytes(saved_operators(config))
             queued = costs.queued_bytes(config.compile) if deferred else [0] * len(names)
         except CostError as error:
             self.unknown = str(error)
-            return {name: _Unit(numel) for name, numel in zip(names, own, strict=True)}
-        rows = zip(own, saved, kept, queued, peaks, strict=True)
+            return {name: _Unit(*two) for name, *two in zip(names, own, experts, strict=True)}
+        rows = zip(own, experts, saved, kept, queued, peaks, strict=True)
         return dict(zip(names, (_Unit(*row) for row in rows), strict=True))
 
     def _changes(self, stage: int, again: frozenset[str]) -> dict[str, _Change]:

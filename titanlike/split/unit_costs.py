@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -24,14 +24,14 @@ from titanlike.graph import node_cost
 from titanlike.graph.cut import cut, unit_starts
 from titanlike.graph.model_graph import ModelGraph
 from titanlike.graph.node_memory import NodePeak, peak_bytes
-from titanlike.graph.node_operators import NodeOperators, node_operators
+from titanlike.graph.node_operators import Exchanges, NodeOperators, node_operators
 from titanlike.graph.node_times import Times, node_times
 from titanlike.graph.pytree import tree_map
 from titanlike.graph.recording import Node
 from titanlike.models.float8 import in_bf16
 from titanlike.optim.loss import Loss
 from titanlike.optim.muon import hidden_matrices
-from titanlike.parallel.tp.collectives import TensorRanks
+from titanlike.parallel.exchanges import Peers
 from titanlike.parallel.weight_gradients import DeferredWeightGradients
 from titanlike.pipeline.order import Order
 from titanlike.split.stage_costs import StageCosts
@@ -87,6 +87,11 @@ def _deferring(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def _together(_: nn.Module) -> Iterator[Callable[[], object]]:
+    yield lambda: None
+
+
+@contextmanager
 def _waiting(module: nn.Module) -> Iterator[Callable[[], object]]:
     deferred = DeferredWeightGradients(module, node_cost.META)
     try:
@@ -118,7 +123,7 @@ class UnitCosts:
         self._calls[-1].append(end)
         self._end = end
         self._keys: dict[Node, str] = {}
-        self._operators: list[list[NodeOperators]] | None = None
+        self._found: dict[Hashable, Any] = {}  # what was counted already, of each call
         self.model.train()
 
     def parameter_table(self, size: Callable[[nn.Parameter], int]) -> np.ndarray:
@@ -143,7 +148,10 @@ class UnitCosts:
 
     def saved_bytes(self) -> list[int]:
         """Bytes of each unit that a microbatch saves for the backward. Raises CostError."""
-        return self._sums(lambda node: node_cost.saved_bytes(node, self.model))
+        return [sum(calls) for calls in self._saved()]
+
+    def _saved(self) -> list[list[int]]:
+        return self._once("saved", lambda node: node_cost.saved_bytes(node, self.model), 0)
 
     def recomputed_bytes(self, save: Sequence[str]) -> list[int]:
         """As `saved_bytes`, where a unit is recomputed but for the results of the operators `save`.
@@ -159,7 +167,11 @@ class UnitCosts:
     def queued_bytes(self, compiled: bool) -> list[int]:
         """Bytes of each unit that wait for deferred weight gradients of a microbatch; compiled: of
         blocks that are. Raises CostError."""
-        return self._sums(lambda node: node_cost.queued_bytes(node, self.model, compiled))
+
+        def queued(node: Node) -> int:
+            return node_cost.queued_bytes(node, self.model, compiled)
+
+        return [sum(calls) for calls in self._once(("queued", compiled), queued, 0)]
 
     def peaks(self, deferred: bool) -> list[UnitPeak]:
         """The most that each unit takes while it runs. Raises CostError.
@@ -168,54 +180,46 @@ class UnitCosts:
         """
         changed = _deferring if deferred else nullcontext  # of a module
 
-        def cost(node: Node) -> _NodeMemory:
-            saved = node_cost.saved_bytes(node, self.model)
-            peak = peak_bytes(node, self.model, changed)
-            return _NodeMemory(saved, self._weight_bytes(node), peak)
+        def peak(node: Node) -> NodePeak:
+            return peak_bytes(node, self.model, changed)
 
-        free = _NodeMemory(0, 0, NodePeak(0, 0, 0))
-        return [_unit_peak(nodes) for nodes in self._costs(cost, free)]
+        found = self._once(("peaks", deferred), peak, NodePeak(0, 0, 0))
+        units = zip(self._calls, self._saved(), found, strict=True)
+        return [
+            _unit_peak([*map(_NodeMemory, saved, map(self._weight_bytes, nodes), peaks)])
+            for nodes, saved, peaks in units
+        ]
 
-    def operators(self, ranks: TensorRanks | None) -> list[list[NodeOperators]]:
-        """What each call of each unit computes, as it is on the first rank of `ranks`, on meta; those of
+    def operators(self, peers: Mapping[str, Peers]) -> list[list[NodeOperators]]:
+        """What each call of each unit computes, as it is on the first rank of each axis, on meta; those of
         equal calls are one object. Linear layers in float8 are counted in bf16. Raises CostError.
         """
 
-        if self._operators is not None:
-            return self._operators
-
-        def exchanged() -> tuple[int, ...]:
-            return (0, 0) if ranks is None else (ranks.exchanged, ranks.exchanges)
+        def exchanged() -> Exchanges:
+            return {axis: ranks.exchanged for axis, ranks in peers.items()}
 
         def cost(node: Node) -> NodeOperators:
             with in_bf16(self.model.modules() if node.kind == "unit" else ()):
                 return node_operators(node, self.model, _waiting, exchanged)
 
-        self._operators = self._costs(cost, NodeOperators({}, {}, {}))
-        return self._operators
+        return self._once("operators", cost, NodeOperators({}, {}, {}))
 
     def nanoseconds(self, device: torch.device) -> list[int]:
-        """Measured times of each unit, forward and backward of a microbatch. Raises CostError.
+        """Measured times of each unit, forward and backward of a microbatch. Raises CostError."""
+        return [round(1e9 * sum(times)) for times in self.times(device, False)]
+
+    def times(self, device: torch.device, deferred: bool) -> list[Times]:
+        """Measured seconds of each unit and a microbatch, see `node_times`; deferred: where weight
+        gradients wait, for which layers are replaced. Raises CostError.
 
         Functions between units without matrix products count as free.
         """
-
-        def measured(node: Node) -> int:
-            between = node.kind == "function" and node is not self._end
-            if between and node_cost.flops(node, self.model) == 0:
-                return 0
-            return round(1e9 * node_cost.seconds(node, self.model, device))
-
-        return self._sums(measured)
-
-    def times(self, device: torch.device) -> list[Times]:
-        """Measured seconds of each unit and a microbatch, see `node_times`. Raises CostError."""
 
         def measured(node: Node) -> Times:
             between = node.kind == "function" and node is not self._end
             if between and node_cost.flops(node, self.model) == 0:
                 return 0.0, 0.0, 0.0
-            return node_times(node, self.model, device, _waiting)
+            return node_times(node, self.model, device, _waiting if deferred else _together)
 
         found = self._costs(measured, (0.0, 0.0, 0.0))
         sums = [[sum(part) for part in zip(*calls, strict=True)] for calls in found]
@@ -240,6 +244,12 @@ class UnitCosts:
     def _sums(self, cost: Callable[[Node], int]) -> list[int]:
         """Sum of each unit's calls."""
         return [sum(costs) for costs in self._costs(cost, 0)]
+
+    def _once(self, what: Hashable, cost: Callable[[Node], _T], free: _T) -> list[list[_T]]:
+        """As `_costs`, of what is asked for again and again."""
+        if what not in self._found:
+            self._found[what] = self._costs(cost, free)
+        return self._found[what]
 
     def _costs(self, cost: Callable[[Node], _T], free: _T) -> list[list[_T]]:
         """Of each unit's calls; of equal calls once."""

@@ -35,6 +35,7 @@ from titanlike.optim.loss import Loss, build_loss, check_loss, trained_outputs
 from titanlike.parallel.batchnorm import freeze_statistics
 from titanlike.parallel.compiled_blocks import compiler_problem
 from titanlike.parallel.cp.tokens import ContextRanks
+from titanlike.parallel.exchanges import Peers
 from titanlike.parallel.expert_balance import experts_of
 from titanlike.parallel.expert_parallel import ExpertRanks, divide_experts
 from titanlike.parallel.sharding import compute_dtype
@@ -80,10 +81,19 @@ class Draft:
     auto_split: AutoSplitResult | None = None  # how the stages were found, of split=auto
     tensor: TensorDraft | None = None  # how tp divides the model
     context: ContextDraft | None = None  # how cp divides sequences
+    experts: ExpertRanks | None = None  # with which ep's model on meta is recorded
 
     @property
     def microbatches(self) -> int:
         return self.order.microbatches
+
+    @property
+    def peers(self) -> dict[str, Peers]:
+        """By the axes that exchange activations inside of layers."""
+        tensor = None if self.tensor is None else self.tensor.like
+        context = None if self.context is None else self.context.ranks
+        every = {"tp": tensor, "cp": context, "ep": self.experts}
+        return {axis: ranks for axis, ranks in every.items() if ranks is not None}
 
     @property
     def fields(self) -> Fields:
@@ -132,8 +142,7 @@ def draft(
     if problems := field_problems(config, model, fields_of(batch)):
         raise ConfigError(problems)
     tensor, loss = divide_model(config, model, ranks, batch)
-    if config.ep > 1:
-        _divide_experts(config, model)
+    experts = _divide_experts(config, model) if config.ep > 1 else None
     context = context_draft(config, context_ranks, batch)
     whole = config, resolved, model, batch
     recorded = _record_model(*whole, order.microbatches, loss, tensor, context)
@@ -181,6 +190,7 @@ def draft(
         auto_split=auto_split,
         tensor=tensor,
         context=context,
+        experts=experts,
     )
 
 
@@ -308,7 +318,7 @@ def _record_model(
     return model_graph, targets
 
 
-def _divide_experts(config: Config, model: nn.Module) -> None:
+def _divide_experts(config: Config, model: nn.Module) -> ExpertRanks:
     """Divide a model's experts on meta in place, as its first rank has them. Raises ConfigError."""
     found = experts_of(model)
     if not found:
@@ -332,7 +342,9 @@ def _divide_experts(config: Config, model: nn.Module) -> None:
         )
         reason = f"does not divide the {shown} experts of a layer"
         raise ConfigError([Problem("ep", config.ep, reason, f"ep={fits}")])
-    divide_experts(model, ExpertRanks(config.ep, 0), {})
+    ranks = ExpertRanks(config.ep, 0)
+    divide_experts(model, ranks, {})
+    return ranks
 
 
 def _check_tokens(

@@ -44,7 +44,7 @@ class _Ring(torch.autograd.Function):
         found: list[Block | None] = [None, None]
         held = torch.stack([k, v])
         for step in range(ranks.size):
-            coming = _send_on(held, ranks) if step < ranks.size - 1 else None
+            coming = _send_on(held, ranks, True) if step < ranks.size - 1 else None
             halves = [_heads(half, q.shape[1]) for half in held.chunk(2, 1 + _TOKENS)]
             for mine, theirs, same in _pairs(ranks, step, causal):
                 block = block_attention.forward(queries[mine], *halves[theirs], same, scale)
@@ -69,7 +69,7 @@ class _Ring(torch.autograd.Function):
         # of what is held: the sum of the gradients of the ranks that have had it
         of_held = torch.zeros_like(held, dtype=torch.float32)
         for step in range(ranks.size):
-            coming = _send_on(held, ranks) if step < ranks.size - 1 else None
+            coming = _send_on(held, ranks, True) if step < ranks.size - 1 else None
             halves = [_heads(half, q.shape[1]) for half in held.chunk(2, 1 + _TOKENS)]
             parts = of_held.chunk(2, 1 + _TOKENS)
             for mine, theirs, same in _pairs(ranks, step, causal):
@@ -113,11 +113,12 @@ def _added(sum_: Block | None, block: Block) -> Block:
     return Block(sum_.result * weights[0] + block.result * weights[1], sums)
 
 
-def _send_on(x: Tensor, ranks: ContextRanks) -> Callable[[], Tensor]:
-    """Send to the next rank; what comes from the one before once it is called."""
+def _send_on(x: Tensor, ranks: ContextRanks, beside: bool = False) -> Callable[[], Tensor]:
+    """Send to the next rank; what comes from the one before once it is called.
+
+    beside: the rank computes before it calls that."""
     if ranks.group is None or x.is_meta:
-        ranks.exchanged += x.nbytes
-        ranks.exchanges += 1
+        ranks.count(x.nbytes, beside=beside)
         return lambda: torch.empty_like(x)
     result = torch.empty_like(x)
     before, after = (

@@ -1,0 +1,68 @@
+"""What the ranks of a plan exchange, beside arithmetic by hand: bytes that one of them sends in a step."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.plans import planned
+from titanlike.planning.links import link
+
+# 4 microbatches of 2 sequences of 128 tokens a rank, in fp32; 4 heads, 2 of keys and values, of 32
+WORDS = "data=synthetic device=cpu hardware=h100_sxm seq_len=128 schedule.microbatches=4"
+SIZES = "model.dim=128 model.layers=4 model.heads=4 model.kv_heads=2"
+MICROBATCHES, ROWS, LAYERS, HEAD, HEADS, KV_HEADS, DIM = 4, 2, 4, 32, 4, 2, 128
+
+
+@pytest.mark.parametrize("method", ["gather", "ulysses", "ring"])
+def test_context_parallel_ranks_exchange_what_attention_needs(method: str) -> None:
+    plan = planned(*f"{WORDS} {SIZES} batch_size=8 cp=4 context_parallel={method}".split())
+    tokens = 128 // 4 * ROWS  # of a rank
+    keys_and_values = 2 * tokens * KV_HEADS * HEAD
+    if method == "gather":  # of those of 3 others; and the sums of their gradients
+        each = 4 * 3 * keys_and_values * 2
+    elif method == "ring":  # 3 times there, 3 times again, and the gradients, in fp32, all round
+        each = 4 * (3 + 3 + 4) * keys_and_values
+    else:  # 3 of 4 parts of queries, of keys and values (each twice: 4 heads for 4 ranks), of results
+        heads = HEADS + 2 * KV_HEADS * 2 + HEADS
+        each = 4 * heads * HEAD * tokens * 3 // 4 * 2
+    assert plan.traffic(0).cp == MICROBATCHES * LAYERS * each
+    assert plan.times.parts[0]["cp exchanges"] > 0
+
+
+def test_a_block_that_is_recomputed_exchanges_its_forward_again() -> None:
+    words = f"{WORDS} {SIZES} batch_size=8 cp=4 context_parallel=gather".split()
+    once, twice = (planned(*words, f"activation_checkpoint={how}") for how in ("none", "full"))
+    assert 2 * twice.traffic(0).cp == 3 * once.traffic(0).cp
+
+
+def test_tokens_go_to_experts_and_experts_are_sharded_over_fewer_ranks() -> None:
+    """8 experts of 176, 2 of them a token; ep=2 of 4 ranks."""
+    words = f"{WORDS} model=moe_tiny batch_size=32 dp=4 ep=2 fsdp.zero=1".split()
+    plan = planned(*words)
+    sent = 128 * ROWS * 2 * DIM * 4 // 2  # half of the tokens, twice, to other ranks
+    assert plan.traffic(0).ep == MICROBATCHES * LAYERS * sent * 4  # there and back, twice
+    held = LAYERS * 4 * 3 * 176 * DIM  # parameters of 4 experts
+    assert plan.traffic(0).expert_gathered == 4 * held // 2
+    assert plan.traffic(0).expert_reduced == 4 * held // 2
+    others = plan.draft.stage_numel(0) - held
+    assert plan.traffic(0).gathered == 4 * others * 3 // 4
+    alone = planned(*words, "ep=1")
+    assert alone.traffic(0).ep == alone.traffic(0).expert_gathered == 0
+    assert alone.traffic(0).gathered == 4 * (others + 2 * held) * 3 // 4
+    assert max(plan.memory_bytes) < max(alone.memory_bytes)
+
+
+def test_links_are_those_of_neighbours_first() -> None:
+    """Of 64 GPUs in nodes of 8: those of tp are together, of cp and ep next to them."""
+    words = f"{WORDS} batch_size=64 dp=4 cp=4 tp=4".split()
+    plan = planned(*words)
+    hardware, config = plan.hardware, plan.config
+    tp, cp, shard = (link(config, axis, hardware) for axis in ("tp", "cp", "shard"))
+    assert (tp.nodes, cp.nodes, shard.nodes) == (1, 2, 8)
+    reached = hardware.link_efficiency
+    assert tp.bandwidth == pytest.approx(reached * hardware.node_bandwidth)
+    # a ring of 2 nodes leaves each over the links of two ranks; its slowest step is one of them
+    assert cp.bandwidth == pytest.approx(reached * 2 * hardware.network_bandwidth)
+    assert cp.to_next == pytest.approx(reached * hardware.network_bandwidth)
+    # of what goes to three others, two are elsewhere
+    assert cp.to_all == pytest.approx(reached * hardware.network_bandwidth * 3 / 2)
