@@ -244,6 +244,7 @@ class Config:
     gc_every: int = key(
         50, "steps between Python's garbage collections, all ranks at once; 0 = when Python does"
     )
+    report: bool = key(True, "write report.html, a page of curves and events, when a run ends")
     plan: Literal["warn", "strict"] = key(
         "warn", "memory that will not suffice: warn = say so at the start; strict = refuse"
     )
