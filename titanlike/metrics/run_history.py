@@ -108,6 +108,10 @@ def _finite(value: Any) -> float | None:
     return value if type(value) is int else float(f"{value:.6g}")
 
 
+def _time(record: dict[str, Any]) -> float | None:
+    return record["time"] if _finite(record.get("time")) is not None else None
+
+
 def _is_number(value: Any) -> bool:
     return type(value) is float or (type(value) is int and abs(value) < files.LARGEST)
 
@@ -163,7 +167,7 @@ def _events(path: Path) -> list[dict[str, Any]]:
         kind = event.get("event")
         if isinstance(kind, str):
             shown = {"step": event["step"], "event": kind, "text": _event_text(event)}
-            shown["time"] = _finite(event.get("time"))
+            shown["time"] = _time(event)
             (saves if kind in _SAVES else others).append(shown)
     saves = saves[:: math.ceil(len(saves) / _EVENTS) or 1]
     return sorted([*saves, *others[-_EVENTS:]], key=lambda event: event["step"])
@@ -184,7 +188,7 @@ def _starts(starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
         changed = before and changed_keys(_object(before.get("config")), _object(start["config"]))
         shown.append(
             {
-                "time": _finite(start.get("time")),
+                "time": _time(start),
                 "step": start["step"],
                 "host": _text(start.get("host")),
                 "overrides": [*map(str, overrides)] if isinstance(overrides, list) else [],

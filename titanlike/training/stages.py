@@ -32,7 +32,8 @@ def layout(config: Config, draft: Draft, mesh: Mesh) -> dict[str, Any]:
     axes = ("pp", "dp", "replicate", "tp", "cp", "ep")
     sizes = [f"{axis}={size}" for axis in axes if (size := getattr(config, axis)) > 1]
     schedule = [f"schedule={config.schedule.name}"] if config.pp > 1 else []
-    more = [*schedule, f"{draft.microbatches} microbatches", f"ZeRO {draft.zero}"]
+    many = f"{draft.microbatches} microbatch" + "es" * (draft.microbatches > 1)
+    more = [*schedule, many, f"ZeRO {draft.zero}"]
     return {
         "mesh": ", ".join([" ".join(sizes) or "one process", *more]),
         "stages": [
