@@ -12,6 +12,7 @@ from typing import Literal
 
 from titanlike.config.data_groups import (
     ChatData,
+    HFData,
     MixtureData,
     SyntheticData,
     TextData,
@@ -252,7 +253,7 @@ class Config:
     model: Model = key(lambda: Model("llama"), "model family or import path, and its arguments")
     split: EvenSplit | PointSplit | BalanceSplit | AutoSplit = key(EvenSplit, "where stages begin")
     schedule: Schedule | CsvSchedule | OwnSchedule = key(Schedule, "pipeline schedule")
-    data: TextData | TokenData | MixtureData | SyntheticData | Custom = key(
+    data: TextData | HFData | TokenData | MixtureData | SyntheticData | Custom = key(
         TextData, "training data"
     )
     optimizer: AdamW | Muon | Sgd | OwnOptimizer = key(AdamW, "optimizer")
@@ -323,6 +324,7 @@ VARIANTS: dict[str, dict[str, type]] = {
     },
     "data": {
         "text": TextData,
+        "hf": HFData,
         "tokens": TokenData,
         "mixture": MixtureData,
         "chat": ChatData,
