@@ -199,7 +199,8 @@ class Config:
     context_parallel: Literal["auto", "gather", "ulysses", "ring"] = key(
         "auto",
         "how attention sees all tokens: gather = keys and values are gathered; ulysses = heads are "
-        "exchanged for tokens; ring = keys and values go round; auto = as heads and masks allow",
+        "exchanged for tokens; ring = keys and values go round; auto = as heads and masks allow; "
+        "without cp it has no effect",
     )
     ep: int = key(
         1,
