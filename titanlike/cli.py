@@ -101,6 +101,7 @@ TOOLS = {
     "evaluate": Command(
         "titanlike.generation.evaluate.main", "perplexity, bits a byte, and lm-evaluation-harness"
     ),
+    "report": Command("titanlike.metrics.report.main", "runs as one page: report.html"),
     "sweep": Command("titanlike.sweeps.report.main", "print and draw the table of a sweep"),
     "bench-data": Command("titanlike.proof.benchmark_data.main", "measure input"),
     "gpu-check": Command(

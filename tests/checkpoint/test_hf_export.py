@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from support.cells import cells, slow
-from support.exported import GPT2, LLAMA, trained, with_args
+from support.exported import GPT2, LLAMA, MOE, trained, with_args
 from support.hf_tiny import folder_of, model_of
 from support.saved_runs import a_run, checkpoint, train_all
 from titanlike.checkpoint.dcp_storage import StorageWriter
@@ -43,7 +43,7 @@ def ours(config: Config) -> nn.Module:
     model = build_model(resolve_model(config), "cpu")
     parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for name in rows.entries(MODEL):
+        for name in parameters:
             parameters[name].copy_(rows.whole(MODEL + name))
     return model.eval()
 
@@ -84,6 +84,9 @@ LAYOUTS = cells(
         "llama-pp2-dp2": (LLAMA, {"pp": 2, "dp": 2}),
         "llama-tp2-pp2": (LLAMA, {"tp": 2, "pp": 2}),
         "llama-tied-dp4": (with_args(LLAMA, tied=True), {"dp": 4}),
+        "moe-ep2": (with_args(MOE, balance_loss=0.01), {"dp": 2, "ep": 2}),
+        "qwen3-moe-pp2": (with_args(MOE, qk_norm=True, head_dim=16, tied=True), {"pp": 2}),
+        "qwen3-moe-raw": (with_args(MOE, qk_norm=True, renormalize=False), {"dp": 2}),
         "gpt2-untied-tp2": (with_args(GPT2, tied=False), {"tp": 2, "dp": 2}),
     },
 )
@@ -165,6 +168,9 @@ def test_what_cannot_be_exported_is_told_before_the_run(tmp_path: Path) -> None:
     config = a_run(tmp_path / "run", steps=1, last=False, export="hf")
     assert any("checkpoint.last=true" in str(one) for one in problems(config))
     settings = replace(config.checkpoint, last=True)
+    routed = replace(config, model=with_args(MOE, bias_rate=0.01, qk_norm=True))
+    told = str(_export_problem(routed))
+    assert "model.bias_rate=0.01: transformers' qwen3_moe has no such thing" in told
     own = replace(config, model=Model("support.models.Own"), checkpoint=settings)
     assert "transformers has no support.models.Own" in str(_export_problem(own))
 

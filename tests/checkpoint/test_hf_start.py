@@ -22,6 +22,7 @@ from titanlike.metrics.sinks import read_jsonl
 
 SIZES = {"vocab_size": None, "dim": 32, "layers": 4, "heads": 4}
 LLAMA = SIZES | {"kv_heads": 2, "ffn_dim": 64, "norm_eps": 1e-6}
+MOE = SIZES | {"kv_heads": 2, "norm_eps": 1e-6, "experts": 4, "top_k": 2, "expert_dim": 32}
 
 
 def the_folder(family: str, folder: Path, **changes: Any) -> Path:
@@ -55,6 +56,17 @@ CASES = cells(
         "gpt2-tp2": ("gpt2", Model("gpt2", SIZES | {"max_seq_len": 16}), {"tp": 2}, {}),
     },
     {
+        "mixtral-ep2": (
+            *(
+                "mixtral",
+                Model("moe", MOE | {"expert_dim": 64, "norm_eps": 1e-5, "rope_theta": 1e6}),
+            ),
+            *({"dp": 2, "ep": 2}, {"sliding_window": None}),
+        ),
+        "qwen3-moe-pp2": (
+            *("qwen3_moe", Model("moe", MOE | {"qk_norm": True, "renormalize": False})),
+            *({"pp": 2}, {}),
+        ),
         "llama-tp2": ("llama", Model("llama", LLAMA), {"tp": 2}, {}),
         "llama-tied-pp2-tp2": (
             *("llama", Model("llama", LLAMA | {"tied": True})),

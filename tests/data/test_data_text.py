@@ -227,7 +227,7 @@ def test_a_missing_library_names_the_extra(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # as if it were not installed
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "a.parquet").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"pip install titanlike\[text\]"):
+    with pytest.raises(ValueError, match=r"pip install 'titanlike\[text\]'"):
         open_tokenizer(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(ValueError, match=r"pip install titanlike\[text\]"):
+    with pytest.raises(ValueError, match=r"pip install 'titanlike\[text\]'"):
         list(documents([tmp_path / "a.parquet"], "text"))

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from support.cells import cells
-from support.exported import GPT2, LLAMA, byte_text, trained, with_args
+from support.exported import GPT2, LLAMA, MOE, byte_text, trained, with_args
 from support.hf_tiny import model_of
 from support.saved_runs import numbers, train_all
 from support.world import run_world
@@ -47,7 +47,10 @@ FAMILIES = cells(
         "llama": with_args(LLAMA, tied=True),
         "gpt2": with_args(GPT2, max_seq_len=128),
     },
-    {"hf-qwen3": with_args(model_of("qwen3"), max_seq_len=128, vocab_size=257)},
+    {
+        "hf-qwen3": with_args(model_of("qwen3"), max_seq_len=128, vocab_size=257),
+        "moe": MOE,
+    },
 )
 
 

@@ -13,6 +13,10 @@ SIZES = {"dim": 32, "heads": 4, "layers": 2, "vocab_size": None}
 LLAMA = Model("llama", SIZES | {"kv_heads": 2, "ffn_dim": 64, "rope_theta": 500.0})
 GPT2 = Model("gpt2", SIZES | {"max_seq_len": None})
 
+MOE = Model(
+    "moe", SIZES | {"kv_heads": 2, "experts": 4, "top_k": 2, "expert_dim": 48, "bias_rate": 0.0}
+)
+
 
 def with_args(model: Model, **changes: Any) -> Model:
     return replace(model, args=model.args | changes)

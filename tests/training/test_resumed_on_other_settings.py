@@ -144,7 +144,7 @@ def test_a_start_names_the_commit_of_the_code_and_writes_no_secret(
     (tmp_path / "model.py").write_text("two\n")
     assert starts.versions() == {**clean, "git_dirty": True}
     secret = "hunter2-and-more"
-    starts.log_start(tmp_path, 0, [f"data.password={secret}"], {"data": {"password": secret}})
+    starts.log_start(tmp_path, 0, [f"data.password={secret}"], {"data": {"password": secret}}, {})
     assert secret not in (tmp_path / starts.FILE).read_text()
 
 

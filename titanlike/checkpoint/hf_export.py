@@ -25,7 +25,7 @@ from titanlike.checkpoint.tensor_index import MODEL
 from titanlike.checkpoint.tensor_rows import TensorRows
 from titanlike.config.parse import bytes_of
 from titanlike.config.program import program
-from titanlike.config.schema import ChatData, TextData
+from titanlike.config.schema import ChatData, HFData, TextData
 from titanlike.data.chat_template import find_template
 from titanlike.data.checks import tokenizer_of
 from titanlike.data.errors import DataError
@@ -172,7 +172,7 @@ def _write_tokenizer(
     name = boundary = None
     with contextlib.suppress(DataError):  # files of tokens on another machine; a file, told below
         name, boundary = tokenizer_of(saved.config.data)
-    if isinstance(saved.config.data, TextData | ChatData):
+    if isinstance(saved.config.data, TextData | HFData | ChatData):
         name = saved.config.data.tokenizer
     if name is not None:
         try:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from titanlike.checkpoint.safetensors_stream import DTYPES, Planned
 from titanlike.config.schema import Custom
-from titanlike.models.hf_names import FAMILIES, Family, their_config, their_name
+from titanlike.models.hf_names import FAMILIES, family_of, their_config, their_name
 from titanlike.models.registry import build_model, complete_arguments
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -54,7 +54,7 @@ def plan_export(
     if model.name == "hf":
         found = _of_transformers(model, shapes, dtypes, dtype)
     elif model.name in FAMILIES:
-        found = _of_family(FAMILIES[model.name], model, shapes, dtypes, seq_len)
+        found = _of_family(model, shapes, dtypes, seq_len)
     else:
         raise ValueError(
             f"model.name={model.name}: transformers has no such model, and a folder for it can be "
@@ -67,15 +67,17 @@ def plan_export(
 
 
 def _of_family(
-    family: Family,
     model: Custom,
     shapes: Shapes,
     dtypes: Mapping[str, torch.dtype],
     seq_len: int,
 ) -> ExportPlan:
-    tensors = []
+    sizes, tensors = complete_arguments(model), []
+    family = family_of(model.name, sizes)
     for name, shape in shapes.items():
         named, dtype = their_name(family, name), dtypes[name]
+        if named.form == "unused":
+            continue
         if named.form == "stacked":
             names = [named.theirs.replace("#", str(row)) for row in range(shape[0])]
             outputs = [Planned(one, shape[1:], dtype) for one in names]
@@ -83,7 +85,7 @@ def _of_family(
             turned = shape[::-1] if named.form == "transposed" else shape
             outputs = [Planned(named.theirs, turned, dtype)]
         tensors.append(Exported(name, outputs, named.form))
-    config = their_config(family, complete_arguments(model), seq_len)
+    config = their_config(family, sizes, seq_len)
     return ExportPlan(config | {"dtype": word_of(tensors), "use_cache": True}, tensors)
 
 

@@ -11,7 +11,7 @@ from titanlike.checkpoint.state_dict import sync_tied_copies
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config
 from titanlike.models.hf_folder import FamilyWeights, folder_of, start_problems
-from titanlike.models.hf_names import FAMILIES
+from titanlike.models.hf_names import FAMILIES, family_of
 from titanlike.models.registry import build_model, complete_arguments, resolve_model
 from titanlike.optim.optimizer import StageState
 from titanlike.parallel.tp.part import pieces
@@ -59,7 +59,8 @@ def start_from_folder(
     dist.all_gather_object(everywhere, found, group=group)
     if wrong := next(filter(None, everywhere), None):  # one machine may not see the folder
         raise ConfigError(wrong)
-    weights = FamilyWeights(FAMILIES[config.model.name], folder_of(location))
+    family = family_of(config.model.name, complete_arguments(resolve_model(config)))
+    weights = FamilyWeights(family, folder_of(location))
     names = set()
     for stage in stage_states:
         for name, parameter in stage.parameters():

@@ -7,6 +7,37 @@ from typing import Any, Literal
 
 from titanlike.config.keys import Paths, key, required
 
+# --- keys that several choices have
+
+
+def _text_key() -> Any:
+    return key("text", "field (JSONL) or column (Parquet) that holds the text")
+
+
+def _tokenizer() -> Any:
+    return key(
+        "bytes",
+        "'bytes' (built in), or the path of a tokenizer.json, a folder with one, or a sentencepiece model",
+    )
+
+
+def _documents() -> Any:
+    return key(
+        False, "attention stays within each document of a sequence, where positions begin at 0"
+    )
+
+
+def _cache() -> Any:
+    return key(None, "folder for tokenized files; null = ~/.cache/titanlike")
+
+
+def _workers() -> Any:
+    return key(0, "loader processes per rank; 0 = load in the training process")
+
+
+def _changed() -> Any:
+    return key(False, "resume although the data are not those of the checkpoint; for one start")
+
 
 @dataclass
 class TextData:
@@ -16,20 +47,37 @@ class TextData:
     path: str | None = key(
         None, "file or folder (.txt .py .md ..., .jsonl, .parquet); null = this Python's sources"
     )
-    text_key: str = key("text", "field (JSONL) or column (Parquet) that holds the text")
-    tokenizer: str = key(
-        "bytes",
-        "'bytes' (built in), or the path of a tokenizer.json, a folder with one, or a sentencepiece model",
-    )
+    text_key: str = _text_key()
+    tokenizer: str = _tokenizer()
     validation_fraction: float = key(0.05, "share of the documents for validation")
-    cache: str | None = key(None, "folder for tokenized files; null = ~/.cache/titanlike")
-    documents: bool = key(
-        False, "attention stays within each document of a sequence, where positions begin at 0"
+    cache: str | None = _cache()
+    documents: bool = _documents()
+    workers: int = _workers()
+    changed: bool = _changed()
+
+
+@dataclass(kw_only=True)
+class HFData:
+    """A Hugging Face dataset, read once in its order, tokenized into a cache as text is."""
+
+    name: str = key("hf", "choice")
+    path: str = required(
+        "folder of save_to_disk, folder or file of Parquet, Arrow, JSON or CSV, or a name on the hub"
     )
-    workers: int = key(0, "loader processes per rank; 0 = load in the training process")
-    changed: bool = key(
-        False, "resume although the data are not those of the checkpoint; for one start"
+    subset: str | None = key(None, "configuration of a dataset that has several")
+    split: str = key("train", "which of the dataset's splits; validation is a share of it")
+    revision: str | None = key(None, "of a name on the hub: branch, tag or commit")
+    streaming: bool = key(
+        True, "read without a copy in datasets' own cache; false = download first"
     )
+    rows: int | None = key(None, "the first rows alone; null = all")
+    text_key: str = _text_key()
+    tokenizer: str = _tokenizer()
+    validation_fraction: float = key(0.05, "share of the rows for validation")
+    cache: str | None = _cache()
+    documents: bool = _documents()
+    workers: int = _workers()
+    changed: bool = _changed()
 
 
 @dataclass(kw_only=True)
@@ -53,10 +101,8 @@ class TokenData:
     documents: bool = key(
         False, "attention stays within each document of a sequence; needs data.boundary"
     )
-    workers: int = key(0, "loader processes per rank; 0 = load in the training process")
-    changed: bool = key(
-        False, "resume although the data are not those of the checkpoint; for one start"
-    )
+    workers: int = _workers()
+    changed: bool = _changed()
 
 
 @dataclass(kw_only=True)
@@ -68,19 +114,15 @@ class MixtureData:
         "name -> {path: of tokens or text, weight: a number, or [[step, weight], ...] between which it "
         "is interpolated}"
     )
-    text_key: str = key("text", "field (JSONL) or column (Parquet) that holds the text")
+    text_key: str = _text_key()
     tokenizer: str = key(
         "bytes", "of sources of text, as for data=text; of tokens their index has it"
     )
     validation_fraction: float = key(0.05, "share of each source for validation")
-    cache: str | None = key(None, "folder for tokenized text; null = ~/.cache/titanlike")
-    documents: bool = key(
-        False, "attention stays within each document of a sequence, where positions begin at 0"
-    )
-    workers: int = key(0, "loader processes per rank; 0 = load in the training process")
-    changed: bool = key(
-        False, "resume although the data are not those of the checkpoint; for one start"
-    )
+    cache: str | None = _cache()
+    documents: bool = _documents()
+    workers: int = _workers()
+    changed: bool = _changed()
 
 
 @dataclass(kw_only=True)
@@ -95,12 +137,10 @@ class ChatData:
     )
     tokenizer: str = key("bytes", "as for data=text; of a folder also its chat template is taken")
     validation_fraction: float = key(0.05, "share of the conversations for validation")
-    cache: str | None = key(None, "folder for tokenized files; null = ~/.cache/titanlike")
+    cache: str | None = _cache()
     documents: bool = key(True, "attention stays within each conversation of a sequence")
-    workers: int = key(0, "loader processes per rank; 0 = load in the training process")
-    changed: bool = key(
-        False, "resume although the data are not those of the checkpoint; for one start"
-    )
+    workers: int = _workers()
+    changed: bool = _changed()
 
 
 @dataclass
@@ -109,6 +149,4 @@ class SyntheticData:
 
     name: str = key("synthetic", "choice")
     vocab_size: int = key(256, "number of token ids")
-    changed: bool = key(
-        False, "resume although the data are not those of the checkpoint; for one start"
-    )
+    changed: bool = _changed()

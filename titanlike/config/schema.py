@@ -12,6 +12,7 @@ from typing import Literal
 
 from titanlike.config.data_groups import (
     ChatData,
+    HFData,
     MixtureData,
     SyntheticData,
     TextData,
@@ -210,7 +211,8 @@ class Config:
     context_parallel: Literal["auto", "gather", "ulysses", "ring"] = key(
         "auto",
         "how attention sees all tokens: gather = keys and values are gathered; ulysses = heads are "
-        "exchanged for tokens; ring = keys and values go round; auto = as heads and masks allow",
+        "exchanged for tokens; ring = keys and values go round; auto = as heads and masks allow; "
+        "without cp it has no effect",
     )
     ep: int = key(
         1,
@@ -256,6 +258,7 @@ class Config:
     gc_every: int = key(
         50, "steps between Python's garbage collections, all ranks at once; 0 = when Python does"
     )
+    report: bool = key(True, "write report.html, a page of curves and events, when a run ends")
     plan: Literal["warn", "strict"] = key(
         "warn", "memory that will not suffice: warn = say so at the start; strict = refuse"
     )
@@ -265,7 +268,7 @@ class Config:
     schedule: Schedule | CsvSchedule | AutoSchedule | OwnSchedule = key(
         Schedule, "pipeline schedule"
     )
-    data: TextData | TokenData | MixtureData | SyntheticData | Custom = key(
+    data: TextData | HFData | TokenData | MixtureData | SyntheticData | Custom = key(
         TextData, "training data"
     )
     optimizer: AdamW | Muon | Sgd | OwnOptimizer = key(AdamW, "optimizer")
@@ -339,6 +342,7 @@ VARIANTS: dict[str, dict[str, type]] = {
     },
     "data": {
         "text": TextData,
+        "hf": HFData,
         "tokens": TokenData,
         "mixture": MixtureData,
         "chat": ChatData,

@@ -12,11 +12,13 @@ from titanlike.config.schema import (
     ChatData,
     Config,
     Custom,
+    HFData,
     MixtureData,
     SyntheticData,
     TextData,
     TokenData,
 )
+from titanlike.data import hf_dataset
 from titanlike.data.chat_template import find_template
 from titanlike.data.corpus import find_files, parquet_file
 from titanlike.data.errors import DataError, data_problem
@@ -36,7 +38,7 @@ def vocab_size(config: Config) -> int:
     A user's own data (Custom) is opened. Raises DataError where that fails.
     """
     data = config.data
-    if isinstance(data, TextData | ChatData):
+    if isinstance(data, TextData | HFData | ChatData):
         return open_tokenizer(data.tokenizer).vocab_size
     if isinstance(data, Custom):
         return call_custom(data, config.seq_len).vocab_size
@@ -54,7 +56,7 @@ def tokenizer_of(data: Any) -> tuple[str | None, int | None]:
     Raises DataError where files of tokens are not there."""
     if isinstance(data, MixtureData):
         data = data_of_source(data, next(iter(data.sources.values())))
-    if isinstance(data, TextData | ChatData):
+    if isinstance(data, TextData | HFData | ChatData):
         return data.tokenizer, open_tokenizer(data.tokenizer).boundary
     if isinstance(data, TokenData):
         found = read_tokens(data)
@@ -66,6 +68,7 @@ def problems(config: Config) -> list[Problem]:
     """Every error that is quick to find."""
     checks = {
         TextData: (_fraction, _workers, _tokenizer, _text_files, _stand_in_text),
+        HFData: (_fraction, _workers, _tokenizer, _hf_dataset),
         TokenData: (_fraction, _workers, _vocabulary, _token_file, _boundary),
         MixtureData: (_fraction, _workers, _sources, _tokenizer),
         ChatData: (_fraction, _workers, _tokenizer, _conversations),
@@ -171,6 +174,10 @@ def _text_files(config: Config) -> None:
     files = find_files(config.data.path)
     if (parquet := next((f for f in files if f.suffix.lower() == ".parquet"), None)) is not None:
         parquet_file(parquet).close()
+
+
+def _hf_dataset(config: Config) -> Iterator[DataError]:
+    yield from hf_dataset.check(config.data)
 
 
 def _stand_in_text(config: Config) -> Iterator[DataError]:

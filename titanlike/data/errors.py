@@ -23,7 +23,7 @@ def data_problem(error: DataError) -> Problem:
     return Problem(error.key, error.value, error.reason, remedy[:1].lower() + remedy[1:])
 
 
-def missing_extra(key: str, value: object, package: str) -> DataError:
-    """The error for a package of the optional extra `text` that is not installed."""
-    fix = "Install it with: pip install titanlike[text]"
+def missing_extra(key: str, value: object, package: str, extra: str = "text") -> DataError:
+    """The error for a package of an optional extra that is not installed."""
+    fix = f"Install it with: pip install 'titanlike[{extra}]'"
     return DataError(key, value, f"the package {package} is not installed", fix)

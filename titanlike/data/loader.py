@@ -28,6 +28,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from titanlike.config.schema import (
     ChatData,
     Config,
+    HFData,
     MixtureData,
     SyntheticData,
     TextData,
@@ -65,7 +66,7 @@ def open_data(config: Config) -> Data:
     sequence of `seq_len`.
     """
     data = config.data
-    if isinstance(data, TextData):
+    if isinstance(data, TextData | HFData):
         return _open_text(data, config.seq_len)
     if isinstance(data, TokenData):
         return _open_tokens(data, config.seq_len)
@@ -160,7 +161,7 @@ def collate(source: Source) -> Callable[[list[Batch]], Batch]:
     return source.batch if isinstance(source, CheckedSource) else stack
 
 
-def _open_text(data: TextData, seq_len: int) -> Data:
+def _open_text(data: TextData | HFData, seq_len: int) -> Data:
     tokenizer = open_tokenizer(data.tokenizer)
     corpus = tokenize_corpus(data, tokenizer)
     spans = {part: (0, count) for part, count in corpus.tokens.items()}
@@ -238,7 +239,7 @@ def open_mixture(data: MixtureData, config: Config) -> Data:
     return mixture_of(opened, data, config, _documents_note(data))
 
 
-def _documents_note(data: TextData | TokenData | MixtureData) -> str:
+def _documents_note(data: TextData | HFData | TokenData | MixtureData) -> str:
     return ", attention within documents" if data.documents else ""
 
 

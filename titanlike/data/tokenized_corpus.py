@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +24,8 @@ from pathlib import Path
 import numpy as np
 
 from titanlike.config.files import read_object
-from titanlike.config.schema import TextData
+from titanlike.config.schema import HFData, TextData
+from titanlike.data import hf_dataset
 from titanlike.data.corpus import documents, find_files
 from titanlike.data.errors import DataError
 from titanlike.data.shuffle import splitmix64
@@ -48,14 +50,13 @@ class TokenizedCorpus:
         return self.folder / f"{part}.bin"
 
 
-def tokenize_corpus(data: TextData, tokenizer: Tokenizer) -> TokenizedCorpus:
+def tokenize_corpus(data: TextData | HFData, tokenizer: Tokenizer) -> TokenizedCorpus:
     """The tokenized corpus of `data`, from the cache or tokenized now.
 
     Raises DataError for a corpus without text, and for a cache folder that cannot be written.
     """
-    files = find_files(data.path)
     cache = Path(data.cache or "~/.cache/titanlike").expanduser().resolve()
-    folder = cache / _key(files, data, tokenizer)
+    folder = cache / _key(data, tokenizer)
     if (entry := _read(folder)) is not None:
         return entry
     try:
@@ -63,7 +64,7 @@ def tokenize_corpus(data: TextData, tokenizer: Tokenizer) -> TokenizedCorpus:
         with tempfile.TemporaryDirectory(prefix="unfinished-", dir=cache) as parent:
             unfinished = Path(parent, "entry")
             unfinished.mkdir()
-            _write(unfinished, files, data, tokenizer)
+            _write(unfinished, data, tokenizer)
             _publish(unfinished, folder)
     except OSError as error:
         reason = f"the folder cannot be written ({error.strerror or error})"
@@ -74,13 +75,17 @@ def tokenize_corpus(data: TextData, tokenizer: Tokenizer) -> TokenizedCorpus:
     return entry
 
 
-def _key(files: list[Path], data: TextData, tokenizer: Tokenizer) -> str:
+def _key(data: TextData | HFData, tokenizer: Tokenizer) -> str:
     try:
-        stats = [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
+        if isinstance(data, HFData):
+            source = hf_dataset.identity(data)
+        else:
+            files = find_files(data.path)
+            source = [(str(file), (s := file.stat()).st_size, s.st_mtime_ns) for file in files]
     except OSError as error:
         reason = f"cannot be read ({error.strerror})"
         raise DataError("data.path", error.filename, reason, "Fix or delete it") from None
-    content = [FORMAT, stats, tokenizer.fingerprint, data.text_key, data.validation_fraction]
+    content = [FORMAT, source, tokenizer.fingerprint, data.text_key, data.validation_fraction]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
 
 
@@ -104,7 +109,13 @@ def _publish(unfinished: Path, folder: Path) -> None:
             os.rename(unfinished, folder)
 
 
-def _write(folder: Path, files: list[Path], data: TextData, tokenizer: Tokenizer) -> None:
+def _texts(data: TextData | HFData) -> Iterator[str]:
+    if isinstance(data, HFData):
+        return hf_dataset.texts(data)
+    return documents(find_files(data.path), data.text_key)
+
+
+def _write(folder: Path, data: TextData | HFData, tokenizer: Tokenizer) -> None:
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
     none = dict.fromkeys(PARTS, 0)
     sizes = (tokenizer.vocab_size, tokenizer.boundary)
@@ -113,8 +124,7 @@ def _write(folder: Path, files: list[Path], data: TextData, tokenizer: Tokenizer
     last = {**none}  # tokens in each part's last document
     with ExitStack() as stack:
         out = {part: stack.enter_context(open(entry.path(part), "wb")) for part in PARTS}
-        texts = documents(files, data.text_key)
-        for number, ids in enumerate(tokenizer.encode_many(texts)):
+        for number, ids in enumerate(tokenizer.encode_many(_texts(data))):
             hashed = int(splitmix64(np.array([number + 1], np.uint64))[0])
             part = "validation" if hashed < data.validation_fraction * 2.0**64 else "train"
             document = np.empty(len(ids) + 1, file_dtype)

@@ -20,7 +20,7 @@ from titanlike.config.profile import folder_problem
 from titanlike.config.schema import Config, TensorBoard
 from titanlike.data import checks as data
 from titanlike.metrics.sinks import tensorboard_problem
-from titanlike.models.hf_names import FAMILIES
+from titanlike.models.hf_names import FAMILIES, family_of
 
 if TYPE_CHECKING:
     from titanlike.training.draft import Draft
@@ -163,6 +163,15 @@ def _export_problem(config: Config) -> Problem | None:
         families = ", ".join([*FAMILIES, "hf"])
         reason = f"transformers has no {config.model.name}; a folder is written of {families}"
         return Problem("checkpoint.export", settings.export, reason, "checkpoint.export=none")
+    if config.model.name in FAMILIES:
+        from titanlike.models.registry import complete_arguments  # imports torch
+
+        try:
+            family_of(config.model.name, complete_arguments(config.model))
+        except ValueError as error:
+            return Problem(
+                "checkpoint.export", settings.export, str(error), "checkpoint.export=none"
+            )
     if not settings.last and settings.model_only == "none":
         reason = "there is nothing to export: neither checkpoint.last nor model_only saves the end"
         return Problem("checkpoint.export", settings.export, reason, "checkpoint.last=true")

@@ -86,6 +86,7 @@ class JobRunner:
             # 4. write result.json
             except Interrupted as interrupted:
                 reporter.interrupted(interrupted)
+                self._write_report(config, run_dir)
                 raise
             except ConfigError as found:
                 error = ConfigError(item.hiding(self.environment) for item in found.problems)
@@ -94,11 +95,25 @@ class JobRunner:
             except JobFailed as failed:
                 if not failed.taken_over:
                     reporter.job_failed(failed)
+                    self._write_report(config, run_dir)
                 print(f"\n{failed}", file=sys.stderr)
                 record_for_torchrun(failed)
                 code = 2 if failed.invalid else 1
                 return JobEnd(code, failed.error, ends_sweep=failed.ends_sweep)
-        return _report_result(result, reporter)
+            end = _report_result(result, reporter)
+            self._write_report(config, run_dir)
+        return end
+
+    def _write_report(self, config: Config, run_dir: Path) -> None:
+        """report.html of a run that has trained. It never makes a run fail."""
+        if self.folder or not config.report or not (run_dir / "metrics.jsonl").exists():
+            return
+        try:
+            from titanlike.metrics.report import write_report
+
+            write_report(run_dir)
+        except Exception as error:
+            _warn(f"report.html could not be written: {type(error).__name__}: {error}")
 
     def _prepare(
         self, config: Config, problems: list[Problem], run_dir: Path, single: bool

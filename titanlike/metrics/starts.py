@@ -1,7 +1,7 @@
 """starts.jsonl: every start of a run and every restart, a JSON object a line, never truncated.
 
 {"time": seconds since the epoch, "step": the step that it begins from, "host": ..., "overrides":
-[...], "versions": {"torch": ..., "git": ...}, "config": {...}}
+[...], "versions": {"torch": ..., "git": ...}, "config": {...}, "layout": {...}}
 """
 
 from __future__ import annotations
@@ -24,8 +24,15 @@ FILE = "starts.jsonl"
 _GIT_TIMEOUT = 5.0  # seconds for each call
 
 
-def log_start(run_dir: Path, step: int, overrides: list[str], config: dict[str, Any]) -> None:
-    """Append this start. config: as plain dicts; credentials are written as ***."""
+def log_start(
+    run_dir: Path,
+    step: int,
+    overrides: list[str],
+    config: dict[str, Any],
+    layout: dict[str, Any],
+) -> None:
+    """Append this start. config: as plain dicts; credentials are written as ***. layout: mesh and
+    stages, for the report."""
     record = {
         "time": time.time(),
         "step": step,
@@ -34,6 +41,7 @@ def log_start(run_dir: Path, step: int, overrides: list[str], config: dict[str, 
         "overrides": [redact_override(text) for text in overrides],
         "versions": versions(),
         "config": redact_value("", config),
+        "layout": layout,
     }
     append_line(run_dir / FILE, files.dumps(record))
 

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from titanlike.config.errors import Problem, override_text
 from titanlike.models.hf_config import read_config
-from titanlike.models.hf_names import FAMILIES, Family, Name, our_sizes, their_name, unsupported
+from titanlike.models.hf_names import (
+    FAMILIES,
+    Family,
+    Name,
+    our_sizes,
+    their_name,
+    unsupported,
+    whole_sizes,
+)
 from titanlike.models.quiet_import import quiet_import
 from titanlike.models.safetensors_folder import SafetensorsFolder, first_names, has_weights
 from titanlike.parallel.tp.part import Slices
@@ -79,7 +87,6 @@ def start_problems(
         fix = f"{key}=hf:/a/folder that has config.json and safetensors"
         yield Problem(key, location, "there is no model of transformers in safetensors", fix)
         return
-    family = FAMILIES[name]
     try:
         with quiet_import():
             import transformers
@@ -88,8 +95,9 @@ def start_problems(
         yield Problem(key, location, reason, "pip install 'titanlike[hf]'")
         return
     settings = read_config(transformers, str(folder))
-    if settings.model_type != family.model_type:
-        ours = next((n for n, one in FAMILIES.items() if one.model_type == settings.model_type), "")
+    kinds = {one.model_type: (ours, one) for ours, many in FAMILIES.items() for one in many}
+    ours, family = kinds.get(settings.model_type, ("", None))
+    if family is None or ours != name:
         fix = f"model.name={ours}" if ours else f"model=hf model.path={folder}"
         yield Problem(key, location, f"is a {settings.model_type}, and the model a {name}", fix)
         return
@@ -100,7 +108,7 @@ def start_problems(
             key, location, reason, f"model=hf model.path={folder} checkpoint.start_from=null"
         )
         return
-    wanted = our_sizes(family, config)
+    wanted, sizes = our_sizes(family, config), whole_sizes(sizes)
     different = {size: value for size, value in wanted.items() if sizes.get(size) != value}
     for size, value in different.items():
         reason = f"{folder} has {size}={override_text(value)}"

@@ -1,6 +1,6 @@
 """What transformers calls the sizes and tensors of our own families: data, and how to look it up.
 
-A family is added by a `Family` in `FAMILIES`. Nothing else is needed to export it, to start it from
+A family is added by a `Family` in `FAMILIES`; one of ours may be several of theirs, by its sizes. Nothing else is needed to export it, to start it from
 a folder, or to load it for generation. No torch, no transformers.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
@@ -16,13 +16,13 @@ from typing import Any, Literal
 class Name:
     """A parameter here and there; a `*` stands for the same number in both.
 
-    form: same; transposed (transformers' Conv1D has [in, out]); or stacked: ours is [N, ...], theirs
-    are N tensors, whose name has a `#` for the number.
+    form: same; transposed (transformers' Conv1D has [in, out]); stacked: ours is [N, ...], theirs
+    are N tensors, whose name has a `#` for the number; or unused: a buffer of training alone.
     """
 
     ours: str
     theirs: str
-    form: Literal["same", "transposed", "stacked"] = "same"
+    form: Literal["same", "transposed", "stacked", "unused"] = "same"
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Family:
     """A family of ours as one of transformers'.
 
     prefix: of names, which some folders leave out. sizes: argument of our constructor -> key in
-    config.json, dotted where it is within an object. fixed: keys that have one value here. legacy:
-    keys of transformers 4 -> those that they repeat. length: the key of the longest sequence, where
+    config.json, dotted where it is within an object. needs: arguments of ours that must have this value.
+    fixed: keys that have one value here. legacy: keys of transformers 4 -> those that they repeat. length: the key of the longest sequence, where
     it is none of the sizes.
     """
 
@@ -41,6 +41,7 @@ class Family:
     sizes: Mapping[str, str]
     fixed: Mapping[str, Any]
     names: tuple[Name, ...]
+    needs: Mapping[str, Any] = field(default_factory=dict)
     legacy: Mapping[str, str] | None = None
     length: str | None = None
 
@@ -52,21 +53,33 @@ def _both(ours: str, theirs: str, form: Any = "same") -> tuple[Name, Name]:
 
 _OURS, _LLAMA, _GPT2 = "layers.*", "model.layers.*", "transformer.h.*"
 
+_LLAMA_NAMES = (  # without the network of a block
+    Name("embedding.weight", "model.embed_tokens.weight"),
+    Name(f"{_OURS}.attention_norm.weight", f"{_LLAMA}.input_layernorm.weight"),
+    # both rotate the two halves of a head, so q and k are the same
+    Name(f"{_OURS}.attention.wq.weight", f"{_LLAMA}.self_attn.q_proj.weight"),
+    Name(f"{_OURS}.attention.wk.weight", f"{_LLAMA}.self_attn.k_proj.weight"),
+    Name(f"{_OURS}.attention.wv.weight", f"{_LLAMA}.self_attn.v_proj.weight"),
+    Name(f"{_OURS}.attention.wo.weight", f"{_LLAMA}.self_attn.o_proj.weight"),
+    Name("norm.weight", "model.norm.weight"),
+    Name("head.weight", "lm_head.weight"),
+)
+_LLAMA_SIZES = {
+    "vocab_size": "vocab_size",
+    "dim": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "rope_theta": "rope_parameters.rope_theta",
+    "norm_eps": "rms_norm_eps",
+    "tied": "tie_word_embeddings",
+}
+
 LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
     prefix="model.",
-    sizes={
-        "vocab_size": "vocab_size",
-        "dim": "hidden_size",
-        "layers": "num_hidden_layers",
-        "heads": "num_attention_heads",
-        "kv_heads": "num_key_value_heads",
-        "ffn_dim": "intermediate_size",
-        "rope_theta": "rope_parameters.rope_theta",
-        "norm_eps": "rms_norm_eps",
-        "tied": "tie_word_embeddings",
-    },
+    sizes=_LLAMA_SIZES | {"ffn_dim": "intermediate_size"},
     fixed={
         "hidden_act": "silu",
         "attention_bias": False,
@@ -76,19 +89,11 @@ LLAMA = Family(
     legacy={"rope_theta": "rope_parameters.rope_theta"},
     length="max_position_embeddings",
     names=(
-        Name("embedding.weight", "model.embed_tokens.weight"),
-        Name(f"{_OURS}.attention_norm.weight", f"{_LLAMA}.input_layernorm.weight"),
-        # both rotate the two halves of a head, so q and k are the same
-        Name(f"{_OURS}.attention.wq.weight", f"{_LLAMA}.self_attn.q_proj.weight"),
-        Name(f"{_OURS}.attention.wk.weight", f"{_LLAMA}.self_attn.k_proj.weight"),
-        Name(f"{_OURS}.attention.wv.weight", f"{_LLAMA}.self_attn.v_proj.weight"),
-        Name(f"{_OURS}.attention.wo.weight", f"{_LLAMA}.self_attn.o_proj.weight"),
+        *_LLAMA_NAMES,
         Name(f"{_OURS}.ffn_norm.weight", f"{_LLAMA}.post_attention_layernorm.weight"),
         Name(f"{_OURS}.ffn.gate.weight", f"{_LLAMA}.mlp.gate_proj.weight"),
         Name(f"{_OURS}.ffn.up.weight", f"{_LLAMA}.mlp.up_proj.weight"),
         Name(f"{_OURS}.ffn.down.weight", f"{_LLAMA}.mlp.down_proj.weight"),
-        Name("norm.weight", "model.norm.weight"),
-        Name("head.weight", "lm_head.weight"),
     ),
 )
 
@@ -130,9 +135,98 @@ GPT2 = Family(
     ),
 )
 
+_MOE_SIZES = _LLAMA_SIZES | {
+    "head_dim": "head_dim",
+    "experts": "num_local_experts",
+    "top_k": "num_experts_per_tok",
+}
+_MOE_NEEDS = {
+    "scores": "softmax",
+    "scale": 1.0,
+    "groups": 1,
+    "bias_rate": 0.0,
+    "shared_experts": 0,
+    "dense_layers": 0,
+}
+_MOE_FIXED = {
+    "hidden_act": "silu",
+    "sliding_window": None,
+    "attention_dropout": 0.0,
+    "rope_parameters.rope_type": "default",
+}
+
+
+def _moe_names(block: str, gate: str, up: str, down: str) -> tuple[Name, ...]:
+    """block: transformers' name of the network; the others: of an expert's matrices."""
+    expert = f"{_LLAMA}.{block}.experts.#"
+    return (
+        *_LLAMA_NAMES,
+        Name(f"{_OURS}.moe_norm.weight", f"{_LLAMA}.post_attention_layernorm.weight"),
+        Name(f"{_OURS}.moe.router.weight", f"{_LLAMA}.{block}.gate.weight"),
+        Name(f"{_OURS}.moe.experts.gate", f"{expert}.{gate}.weight", "stacked"),
+        Name(f"{_OURS}.moe.experts.up", f"{expert}.{up}.weight", "stacked"),
+        Name(f"{_OURS}.moe.experts.down", f"{expert}.{down}.weight", "stacked"),
+        Name(f"{_OURS}.moe.load", "", "unused"),  # of the balance loss
+    )
+
+
+MIXTRAL = Family(
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    prefix="model.",
+    sizes=_MOE_SIZES | {"expert_dim": "intermediate_size"},
+    needs=_MOE_NEEDS | {"qk_norm": False, "renormalize": True},
+    fixed=_MOE_FIXED,
+    legacy={"rope_theta": "rope_parameters.rope_theta"},
+    length="max_position_embeddings",
+    names=_moe_names("block_sparse_moe", "w1", "w3", "w2"),
+)
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    prefix="model.",
+    sizes=_MOE_SIZES | {"expert_dim": "moe_intermediate_size", "renormalize": "norm_topk_prob"},
+    needs=_MOE_NEEDS | {"qk_norm": True},
+    fixed=_MOE_FIXED | {"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    legacy={
+        "rope_theta": "rope_parameters.rope_theta",
+        "num_experts": "num_local_experts",
+    },
+    length="max_position_embeddings",
+    names=(
+        *_moe_names("mlp", "gate_proj", "up_proj", "down_proj"),
+        Name(f"{_OURS}.attention.q_norm.weight", f"{_LLAMA}.self_attn.q_norm.weight"),
+        Name(f"{_OURS}.attention.k_norm.weight", f"{_LLAMA}.self_attn.k_norm.weight"),
+    ),
+)
+
 # by `model.name`
-FAMILIES = {"llama": LLAMA, "gpt2": GPT2}
+FAMILIES = {"llama": (LLAMA,), "gpt2": (GPT2,), "moe": (MIXTRAL, QWEN3_MOE)}
 _HARMLESS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")  # differences that change no weight
+
+
+def family_of(name: str, sizes: Mapping[str, Any]) -> Family:
+    """Which family of theirs a model of ours is; sizes: all of its arguments. Raises ValueError, with
+    the arguments that the nearest one does not have."""
+    nearest = min(FAMILIES[name], key=lambda family: len(_unmet(family, sizes)))
+    if unmet := _unmet(nearest, sizes):
+        has = ", ".join(f"model.{key}={sizes[key]}" for key in unmet)
+        fix = " ".join(f"model.{key}={str(value).lower()}" for key, value in unmet.items())
+        raise ValueError(
+            f"{has}: transformers' {nearest.model_type} has no such thing; train with {fix}"
+        )
+    return nearest
+
+
+def _unmet(family: Family, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in family.needs.items() if sizes[key] != value}
+
+
+def whole_sizes(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """With the head_dim that null stands for."""
+    if sizes.get("head_dim", 0) is None and sizes.get("dim") and sizes.get("heads"):
+        return {**sizes, "head_dim": sizes["dim"] // sizes["heads"]}
+    return dict(sizes)
 
 
 def their_name(family: Family, ours: str) -> Name:
@@ -155,6 +249,7 @@ def their_config(family: Family, sizes: Mapping[str, Any], length: int) -> dict[
         "architectures": [family.architecture],
         "model_type": family.model_type,
     }
+    sizes = whole_sizes(sizes)
     values = {theirs: sizes[ours] for ours, theirs in family.sizes.items()} | {**family.fixed}
     for key, value in values.items():
         *objects, last = key.split(".")
@@ -179,7 +274,8 @@ def value_at(config: Mapping[str, Any], key: str) -> Any:
 
 def our_sizes(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of our constructor that a config of transformers asks for."""
-    return {ours: value_at(config, theirs) for ours, theirs in family.sizes.items()}
+    sizes = {ours: value_at(config, theirs) for ours, theirs in family.sizes.items()}
+    return {**whole_sizes(sizes), **family.needs}
 
 
 def unsupported(family: Family, config: Mapping[str, Any]) -> Iterator[str]:

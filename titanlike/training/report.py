@@ -16,6 +16,7 @@ from titanlike.split.best_split import CostedSplit
 from titanlike.training.context_draft import length
 from titanlike.training.draft import Draft
 from titanlike.training.session import Session
+from titanlike.training.stages import ranks_text, span
 
 
 def opening(session: Session) -> None:
@@ -72,11 +73,10 @@ def opening(session: Session) -> None:
     if draft.why_together:
         headings.append("weight gradients")
     for rank in range(mesh.pp):
-        first, *_, last = 2 * mesh.stage_ranks(rank)
-        ranks = str(first) if first == last else f"{first}-{last}"
+        ranks = ranks_text(mesh, rank)
         for stage in draft.order.local(rank):
             numel = units.count(draft.stage_numel(stage))
-            rows.append([ranks, stage, _span(draft.stages[stage]), numel])
+            rows.append([ranks, stage, span(draft.stages[stage]), numel])
             if costed:
                 rows[-1].append(_TEXT[found.cost](found.chosen.stages[stage] * found.scale))
             if recomputed:
@@ -267,15 +267,3 @@ def warmup(config: Config) -> str:
     peak = f"{config.steps / steps:.2g} of its peak at step {config.steps}"
     fit = max(1, config.steps // 10)
     return f"WARNING: the learning rate reaches {peak}; steps={steps} or more, or lr.warmup={fit}"
-
-
-def _span(names: list[str]) -> str:
-    """embedding, layers.0 ... layers.3"""
-    if not names:
-        return "none: sends what it receives"
-    blocks = [name for name in names if "." in name]
-    if len(blocks) < 3:
-        return ", ".join(names)
-    inner = f"{blocks[0]} ... {blocks[-1]}"
-    before, after = names[: names.index(blocks[0])], names[names.index(blocks[-1]) + 1 :]
-    return ", ".join([*before, inner, *after])

@@ -36,6 +36,7 @@ from titanlike.training.build import Run, build
 from titanlike.training.guard import Guard
 from titanlike.training.profile import Profile
 from titanlike.training.samples import Sampler
+from titanlike.training.stages import layout
 from titanlike.training.step import Launched
 from titanlike.training.stragglers import Stragglers
 from titanlike.training.timeline import Timeline
@@ -150,7 +151,8 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
                 plain = to_plain(config)
                 write_config(config, worker.run_dir)  # not of a start that is refused
                 step, overrides = progress.step, worker.overrides
-                log_start(worker.run_dir, step, overrides, plain)
+                stages = layout(config, run.draft, mesh)
+                log_start(worker.run_dir, step, overrides, plain, stages)
                 sinks += open_sinks(config, plain, worker.run_dir, step, console.line, overrides)
                 run_files = worker.resources.enter_context(closing(RunFiles(worker.run_dir)))
             session = Session(

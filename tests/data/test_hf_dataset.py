@@ -1,0 +1,143 @@
+"""data=hf: a Hugging Face dataset is read as its texts would be, from whatever files it has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.commands import TINY, command
+from titanlike.config.schema import Config, HFData, TextData
+from titanlike.data import checks
+from titanlike.data.errors import DataError
+from titanlike.data.loader import batches, open_data
+
+datasets = pytest.importorskip("datasets")
+
+TEXTS = [f"def f{n}():\n    return '{'x' * (n % 37)}'\n" for n in range(300)]
+ROWS = {"text": [*TEXTS[:7], None, "", *TEXTS[7:]], "number": [*range(302)]}
+
+
+def saved(kind: str, folder: Path) -> Path:
+    rows = datasets.Dataset.from_dict(ROWS)
+    folder.mkdir()
+    if kind == "save_to_disk":
+        rows.save_to_disk(str(folder / "data"), num_shards=3)
+    elif kind == "splits":
+        splits = {"test": rows.select([0]), "train": rows}
+        datasets.DatasetDict(splits).save_to_disk(str(folder / "data"))
+    elif kind == "parquet folder":
+        (folder / "data").mkdir()
+        for part in range(2):
+            part_rows = rows.select(range(151 * part, 151 * part + 151))
+            part_rows.to_parquet(str(folder / "data" / f"train-0000{part}.parquet"))
+    elif kind == "parquet":
+        rows.to_parquet(str(folder / "data.parquet"))
+        return folder / "data.parquet"
+    elif kind == "json":
+        rows.to_json(str(folder / "data.json"))
+        return folder / "data.json"
+    elif kind == "arrow":
+        rows.save_to_disk(str(folder / "data"))
+        return next((folder / "data").glob("*.arrow"))
+    return folder / "data"
+
+
+def config(path: Path, cache: Path, **more: Any) -> Config:
+    return Config(data=HFData(path=str(path), cache=str(cache), **more), seq_len=32, batch_size=4)
+
+
+def as_text(tmp_path: Path) -> Config:
+    lines = [json.dumps({"text": text}) for text in TEXTS]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    data = TextData(path=str(tmp_path / "text.jsonl"), cache=str(tmp_path / "cache"))
+    return Config(data=data, seq_len=32, batch_size=4)
+
+
+def sequences(config: Config) -> list[list[int]]:
+    data = open_data(config)
+    sources = (data.train, data.validation)
+    return [source[i]["inputs"].tolist() for source in sources for i in range(len(source))]
+
+
+@pytest.mark.parametrize(
+    "kind", ["save_to_disk", "splits", "parquet folder", "parquet", "json", "arrow"]
+)
+def test_a_dataset_gives_the_tokens_of_its_texts(kind: str, tmp_path: Path) -> None:
+    """In their order, whatever files it has; streamed or not; without null and empty rows."""
+    path = saved(kind, tmp_path / "saved")
+    expected = sequences(as_text(tmp_path))
+    for streaming in (True, False) if kind == "parquet" else (True,):
+        cache = tmp_path / f"cache {streaming}"
+        found = config(path, cache, streaming=streaming)
+        assert checks.problems(found) == []
+        assert sequences(found) == expected
+    few = config(path, tmp_path / "few", rows=100)
+    assert 0 < len(sequences(few)) < len(expected) / 2
+    assert sequences(config(path, tmp_path / "few", rows=9999)) == expected
+
+
+def test_its_batches_are_the_same_in_every_layout_from_any_step(tmp_path: Path) -> None:
+    one = config(saved("parquet", tmp_path / "saved"), tmp_path / "cache")
+    source = open_data(one).train
+    stream = batches(source, one, dp_rank=0)
+    whole = [next(stream)["inputs"] for _ in range(9)]
+    for dp in (2, 4):
+        two = Config(data=one.data, seq_len=32, batch_size=4, dp=dp)
+        ranks = [batches(source, two, dp_rank=rank, start_step=5) for rank in range(dp)]
+        for step in range(5, 9):
+            assert torch.equal(torch.cat([next(r)["inputs"] for r in ranks]), whole[step])
+
+
+def test_what_cannot_be_read_is_said_with_what_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, cache = saved("splits", tmp_path / "saved"), tmp_path / "cache"
+    for more, key, words in (
+        ({"text_key": "body"}, "data.text_key", "data.text_key=text"),
+        ({"text_key": "number"}, "data.text_key", "not text"),
+        ({"split": "dev"}, "data.split", "data.split=test"),
+    ):
+        with pytest.raises(DataError) as raised:
+            open_data(config(path, cache, **more))
+        assert raised.value.key == key and words in str(raised.value)
+    broken = tmp_path / "broken.parquet"
+    broken.write_bytes(b"PAR1 and no more")
+    with pytest.raises(DataError, match="datasets cannot read it"):
+        open_data(config(broken, cache))
+
+    def problem(path: str, **more: Any) -> tuple[str, str]:
+        [found] = checks.problems(config(Path(path), cache, **more))
+        return found.key, str(found)
+
+    (tmp_path / "empty").mkdir()
+    assert "there is no such file" in problem(str(tmp_path / "nowhere"))[1]
+    assert "no data are in it" in problem(str(tmp_path / "empty"))[1]
+    assert problem("owner/name")[0] == "data.revision"
+    assert checks.problems(config(Path("owner/name"), cache, revision="main")) == []
+    assert problem(str(path), rows=0)[0] == "data.rows"
+    monkeypatch.setattr(checks.hf_dataset.importlib.util, "find_spec", lambda name: None)
+    assert "pip install 'titanlike[datasets]'" in problem(str(path))[1]
+
+
+@pytest.mark.slow
+def test_a_run_resumes_in_another_layout_with_the_losses_of_one_that_was_not_stopped(
+    tmp_path: Path,
+) -> None:
+    path = saved("save_to_disk", tmp_path / "saved")
+    words = ["data=hf", f"data.path={path}", f"data.cache={tmp_path / 'cache'}", "batch_size=4"]
+    own = [word for word in TINY if not word.startswith(("steps", "checkpoint"))]
+
+    def losses(name: str, *runs: list[str]) -> list[float]:
+        for more in runs:
+            done = command(*own, *words, f"run_dir={name}", *more, cwd=tmp_path)
+            assert done.returncode == 0, done.stderr
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["loss"] for line in lines]
+
+    whole = losses("whole", ["steps=6", "lr=constant"])
+    parts = losses("parts", ["steps=3", "lr=constant"], ["steps=6", "lr=constant", "dp=2"])
+    assert len(whole) == 6 and parts == pytest.approx(whole, rel=1e-5)

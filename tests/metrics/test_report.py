@@ -1,0 +1,161 @@
+"""report.html: a run as one page that needs nothing else, however the run went."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.browser import opened
+from support.commands import TINY, command
+from titanlike.config import files
+from titanlike.metrics.report import main, page, write_report
+from titanlike.metrics.run_history import read_history
+
+SCRIPT = "</script><script>console.error('ran')</script><!--"
+
+
+def record(step: int, **more: Any) -> dict[str, Any]:
+    numbers = {"loss": 10 / step, "grad_norm": 1.0, "lr": 1e-3, "tokens": 512 * step}
+    return {
+        "step": step,
+        **numbers,
+        "tokens_per_second": 1e4,
+        "memory_bytes": 400 << 20,
+        "time": 1.7e9 + step,
+        **more,
+    }
+
+
+def written(folder: Path, steps: int = 40, **changes: Any) -> Path:
+    """A run that was rolled back, stopped and resumed with another learning rate."""
+    folder.mkdir()
+    config = {"pp": 2, "optimizer": {"lr": 1e-3}, "run_dir": str(folder), **changes}
+    stages = [
+        {"stage": at, "ranks": f"rank {at}", "modules": f"layers.{at}", "parameters": 1000 + at}
+        for at in range(2)
+    ]
+    layout = {"mesh": "pp=2, schedule=1f1b", "stages": stages}
+    first = {"step": 0, "time": 1.7e9, "overrides": ["pp=2"], "config": config, "layout": layout}
+    again = first | {"step": 20, "config": config | {"optimizer": {"lr": 5e-4}}}
+    events = [
+        {"step": 10, "event": "saved", "path": "step-10"},
+        {"step": 15, "event": "rollback", "text": f"back to step 10 {SCRIPT}"},
+        {"step": 20, "event": "stop", "by": "SIGTERM"},
+        {"step": 20, "event": "resume", "path": "step-20"},
+    ]
+    records = [record(s, **({"val_loss": 11 / s} if s % 10 == 0 else {})) for s in range(1, steps)]
+    samples = [{"step": 20, "prompt": "def main", "text": f"(): {SCRIPT}"}]
+    for name, rows in {
+        "metrics": records,
+        "events": events,
+        "starts": [first, again],
+        "samples": samples,
+    }.items():
+        lines = "".join(files.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(lines)
+    return folder
+
+
+def data_of(path: Path) -> dict[str, Any]:
+    found = re.search(r'<script id="data".*?>(.*?)</script>', path.read_text(), re.DOTALL)
+    return json.loads(found[1])
+
+
+def test_the_page_of_a_run_has_its_curves_events_starts_layout_and_samples(tmp_path: Path) -> None:
+    [run] = data_of(write_report(written(tmp_path / "run")))["runs"]
+    assert run["curves"]["loss"] == [[s, 512 * s, float(f"{10 / s:.6g}")] for s in range(1, 40)]
+    assert [point[0] for point in run["curves"]["val_loss"]] == [10, 20, 30]
+    events = [(event["step"], event["event"]) for event in run["events"]]
+    assert events == [(10, "saved"), (15, "rollback"), (20, "stop"), (20, "resume")]
+    assert run["starts"][1]["changed"] == ["optimizer.lr 0.001 -> 0.0005"]
+    assert [stage["modules"] for stage in run["layout"]["stages"]] == ["layers.0", "layers.1"]
+    assert run["samples"][0]["text"] == f"(): {SCRIPT}"
+    text = (tmp_path / "run" / "report.html").read_text()
+    loaded = re.sub(r"http://www.w3.org/2000/svg", "", text)
+    assert "://" not in loaded, "a page without a network"
+
+
+def test_a_damaged_or_partial_run_has_a_page_of_what_is_left(tmp_path: Path) -> None:
+    folder = written(tmp_path / "run")
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(files.dumps(record(40, loss=float("nan"), lr="no")) + "\n[1]\n\x00\xff\n")
+        file.write('{"step": 41, "loss": 1')  # the rest was not written
+    (folder / "result.json").write_text("{")
+    (folder / "starts.jsonl").write_text('{"step": 0, "config": 3}\n{"step": 5, "config": {}}\n{')
+    (folder / "samples.jsonl").write_text('{"step": 1}\nnull\n')
+    (folder / "events.jsonl").unlink()
+    [run] = data_of(write_report(folder))["runs"]
+    assert run["curves"]["loss"][-1] == [40, 512 * 40, None], "a gap"
+    assert run["curves"]["lr"][-1][0] == 39
+    assert (run["result"], run["layout"], run["events"]) == ({}, {}, [])
+
+
+def test_a_long_run_keeps_its_spikes_and_validations_in_a_small_page(tmp_path: Path) -> None:
+    """The page at the end of a run reads a part of the records, the command all."""
+    folder = written(tmp_path / "run", steps=30_000)
+    spiked = (folder / "metrics.jsonl").read_text().splitlines()
+    spiked[20_000] = files.dumps(record(20_001, loss=1234.5))
+    (folder / "metrics.jsonl").write_text("\n".join(spiked) + "\n")
+    quick = read_history(folder, quick=True)
+    assert quick.sampled and len(quick.curves["val_loss"]) > 500
+    assert quick.curves["loss"][-1][0] == quick.last["step"] == 29_999
+    whole = read_history(folder)
+    assert [20_001, 512 * 20_001, 1234.5] in whole.curves["loss"]
+    assert len(whole.curves["loss"]) <= 1_010 and whole.curves["loss"][0][0] == 1
+    assert len(page([quick, whole])) < 400_000
+
+
+def test_several_runs_are_laid_over_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [written(tmp_path / "one"), written(tmp_path / "two", pp=4)]
+    monkeypatch.chdir(tmp_path)
+    assert main([*map(str, runs)]) == 0
+    assert capsys.readouterr().out == "written: report.html\n"
+    found = data_of(tmp_path / "report.html")
+    assert [run["name"] for run in found["runs"]] == ["one", "two"]
+    assert found["differences"] == {"pp": ["2", "4"]}
+    assert main([str(tmp_path)]) == 2 and "is no run's directory" in capsys.readouterr().err
+
+
+def test_a_browser_draws_curves_and_events_without_an_error(tmp_path: Path) -> None:
+    (tmp_path / "p.html").write_text(
+        page([read_history(written(tmp_path / name)) for name in ("one", "two")])
+    )
+    document, console = opened(tmp_path / "p.html", tmp_path / "profile")
+    assert console == []
+    body = document[document.index("</noscript>") : document.index('<script id="data"')]
+    for name in ("loss", "val_loss", "grad_norm", "lr", "tokens_per_second", "memory_bytes"):
+        figure = re.search(rf'<figure id="chart-{name}".*?</figure>', body, re.DOTALL)[0]
+        paths = re.findall(r'<path class="curve[^"]*" d="(M[^"]+)"[^>]*data-run="(\w+)"', figure)
+        assert [run for _, run in paths] == ["one", "two"], name
+        points = [tuple(map(float, point.split())) for point in re.split("[ML]", paths[0][0])[1:]]
+        assert len(points) == (3 if name == "val_loss" else 39)
+        assert points == sorted(points), "steps go to the right"
+        for kind in ("event saved", "event trouble", "event "):
+            assert figure.count(f'class="{kind}"') >= 2, (name, kind)
+    assert "rollback at step 15" in body and "optimizer.lr 0.001 -&gt; 0.0005" in body
+    assert body.count('class="stage"') == 4 and "&lt;/script&gt;" in body
+
+
+def test_the_page_is_there_at_the_end_of_a_run(tmp_path: Path) -> None:
+    done = command(*TINY, "pp=2", "run_dir=run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    [run] = data_of(tmp_path / "run" / "report.html")["runs"]
+    assert run["result"]["status"] == "completed" and len(run["curves"]["loss"]) == 5
+    assert [stage["ranks"] for stage in run["layout"]["stages"]] == ["rank 0", "rank 1"]
+
+
+@pytest.mark.slow
+def test_a_failed_run_has_its_page_too_and_one_may_be_without(tmp_path: Path) -> None:
+    nan = ["optimizer=sgd", "optimizer.lr=1e12", "optimizer.clip=null"]
+    done = command(*TINY, *nan, "steps=30", "run_dir=bad", cwd=tmp_path)
+    assert done.returncode == 1, done.stdout
+    [run] = data_of(tmp_path / "bad" / "report.html")["runs"]
+    assert run["result"]["status"] == "failed" and "nan" in run["result"]["error"]
+    command(*TINY, "report=false", "run_dir=without", cwd=tmp_path)
+    assert not (tmp_path / "without" / "report.html").exists()
