@@ -44,7 +44,7 @@ _SCHEDULES = [
     *("vhalf", "vmin"),
 ]
 _STAGES_PER_RANK = [2, 3, 4]
-_MOST_TOKENS = 2**15  # of a microbatch of several sequences: products are no faster with more
+_MOST_TOKENS = 2**15  # of a rank, of several sequences: products are no faster with more
 _MOST_SIZES = 6  # of microbatches, on each number of tensor-parallel ranks
 _LEAST_TOKENS = 2**13  # of a sequence on each of the context-parallel ranks
 _SIMULATED = 64
@@ -272,7 +272,7 @@ class _Tables:
     def sensible(self, config: Config, microbatches: int) -> bool:
         """Whether microbatches of this size are tried."""
         rows = rows_of(config, microbatches)
-        if rows < 1 or (rows > 1 and rows * config.seq_len > _MOST_TOKENS):
+        if rows < 1 or (rows > 1 and rows * config.seq_len // config.cp > _MOST_TOKENS):
             return False
         sizes = self._sizes.setdefault(config.tp, set())
         if rows not in sizes and len(sizes) >= _MOST_SIZES:
