@@ -155,6 +155,7 @@ def test_a_damaged_checkpoint_is_kept_for_a_look_and_may_be_given_back(
     assert [event["step"] for event in events(run_dir, "resume")] == [3, 6]
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(one: Config, tmp_path: Path) -> None:
     for name, damage in cases(checkpoint(Path(one.run_dir), 6)):
         run_dir = copy(one, tmp_path / f"{name} {damage}")

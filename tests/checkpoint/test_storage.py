@@ -22,6 +22,7 @@ from titanlike.job import check
 from titanlike.launch.worker import Worker
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_url(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/kept elsewhere"
     truth = a_run(tmp_path / "truth", pp=2, steps=6)

@@ -138,6 +138,7 @@ def test_a_sweep_keeps_the_secrets_of_a_refused_job_out_of_its_folders(tmp_path:
     assert not any(secret in done.stdout + done.stderr for secret in PLANTED.values())
 
 
+@pytest.mark.slow
 def test_a_sweeps_submit_command_runs_with_its_secrets_which_are_written_nowhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,11 +131,13 @@ def test_layouts_train_on_documents_as_one_process_does(
     assert {result["exit_code"] for result in results} == {0}, told
 
 
+@pytest.mark.slow
 def test_documents_in_bf16_across_four_stages(tmp_path: Path) -> None:
     config = packed(tmp_path, 4, 1, precision=Precision("bf16"))
     assert run_world(verify, config, tmp_path / "run")[0]["exit_code"] == 0
 
 
+@pytest.mark.slow
 def test_a_run_with_documents_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     config = packed(tmp_path, 2, 2, "interleaved1f1b", steps=4)
     assert_goes_on(config, tmp_path)

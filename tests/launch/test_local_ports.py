@@ -86,6 +86,7 @@ def _stores(addresses: set[tuple[str, int]], tmp_path: Path) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.slow
 def test_the_attack_on_ports_succeeds_where_there_is_a_store(tmp_path: Path) -> None:
     """Else the test above would prove nothing."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

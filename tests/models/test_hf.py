@@ -284,6 +284,7 @@ def test_layouts_are_proven(family: str, schedule: str, tmp_path: Path) -> None:
     assert_proven(tiny_hf(model_of(family), 2, 2, schedule), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_layout_from_a_folder_in_bf16_is_proven(tmp_path: Path) -> None:
     folder_of("qwen3", tmp_path / "model", tie_word_embeddings=True)
     model = Custom("hf", {"path": str(tmp_path / "model")})

@@ -98,6 +98,7 @@ def curve(folder: Path) -> list[tuple[float, float]]:
     return [(row["loss"], row["val_loss"]) for row in read_jsonl(folder / "metrics.jsonl")]
 
 
+@pytest.mark.slow
 def test_statistics_continue_after_a_stop_in_the_same_layout_and_in_another(tmp_path: Path) -> None:
     saving = {**EVERY_STEP, "checkpoint": Checkpoint(every=1)}
     bare = of_images("ResNet", 3, 1, Schedule("1f1b", 6), **BARE, **saving)

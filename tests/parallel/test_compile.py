@@ -134,6 +134,7 @@ def test_every_compiled_layout_is_exact(config: Config, tmp_path: Path) -> None:
 # --- graphs -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_compiled_blocks_are_exact_equal_ones_share_a_graph_and_no_step_compiles_again(
     tmp_path: Path,
 ) -> None:

@@ -98,6 +98,7 @@ def test_recomputation_changes_no_gradient_and_no_statistics(schedule: str, tmp_
     assert not torch.allclose(plain["stem.weight"], right["stem.weight"])  # dropout was on
 
 
+@pytest.mark.slow
 def test_masks_continue_after_a_stop(tmp_path: Path) -> None:
     saving = {"checkpoint": Checkpoint(every=1), "args": {"dropout": 0.3, "recompute": True}}
     config = of_images("Tower", 2, 1, **saving)
