@@ -85,6 +85,9 @@ def test_any_layout_loads_what_any_other_saved(tmp_path: Path) -> None:
             "repeated heads": {"tp": 4, "tied": False},
             "packed matrices among four": {"tp": 4, "family": "gpt2"},
         },
+        {
+            "shards of parts": {"dp": 2, "tp": 2, "tied": False, "mode": "async_process"},
+        },
     ),
 )
 def test_parts_are_saved_as_the_whole_and_loaded_from_it(divided: dict, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from support.cells import GRID, slow
 from support.saved_runs import a_run, checkpoint, events, numbers, train_all, train_each
 from support.world import run_world
 from titanlike.checkpoint.checkpointer import Checkpointer, Progress
@@ -72,7 +73,9 @@ def train_on_a_disk_that_fills(
     return train_each(config, worker, [config])
 
 
-@pytest.mark.parametrize("mode, pp", [("sync", 1), ("async", 1), ("sync", 2), ("async_pinned", 2)])
+@pytest.mark.parametrize(
+    "mode, pp", [("sync", 1), ("async", 1), *slow(("sync", 2), ("async_pinned", 2), marks=GRID)]
+)
 def test_a_save_that_fails_once_is_told_and_the_run_goes_on(
     disk: Path, tmp_path: Path, mode: str, pp: int
 ) -> None:
@@ -93,7 +96,7 @@ def test_a_save_that_fails_once_is_told_and_the_run_goes_on(
     assert sorted(numbers(run_dir)) == list(range(1, 11))
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", ["sync", *slow("async", marks=GRID)])
 def test_the_second_failure_in_a_row_ends_the_run_and_a_later_start_goes_on(
     disk: Path, tmp_path: Path, mode: str
 ) -> None:

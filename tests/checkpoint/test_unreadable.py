@@ -15,6 +15,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from support import saved_runs
+from support.cells import GRID, slow
 from support.saved_runs import a_run, checkpoint, events, numbers, train_all, train_each
 from support.world import RankError, run_world
 from titanlike.checkpoint import integrity, storage
@@ -26,6 +27,8 @@ from titanlike.job import check
 from titanlike.launch.worker import Worker
 
 ERRORS = [errno.EACCES, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ETIMEDOUT]
+QUICK = [errno.EIO, errno.ESTALE]
+REST = slow(*(code for code in ERRORS if code not in QUICK), marks=GRID)
 TENSORS = "step-00000006/__0_0.distcp"
 saved, run = saved_runs.saved, saved_runs.run
 
@@ -59,7 +62,7 @@ def train_with(config: Config, rank: int, *fault: Any) -> str:
     return run_world(train_unreadable, config, folder, rank, *fault)[0][0]
 
 
-@pytest.mark.parametrize("code", ERRORS, ids=errno.errorcode.get)
+@pytest.mark.parametrize("code", [*QUICK, *REST], ids=errno.errorcode.get)
 def test_an_error_that_passes_is_tried_again(run: Config, code: int) -> None:
     folder = Path(run.run_dir)
     truth = numbers(folder)
@@ -68,7 +71,9 @@ def test_an_error_that_passes_is_tried_again(run: Config, code: int) -> None:
     assert events(folder, "damaged") == [] and numbers(folder) == truth
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", "state.json", "files.json", MARKER, ".metadata"])
+@pytest.mark.parametrize(
+    "name", ["__0_0.distcp", "state.json", *slow("files.json", MARKER, ".metadata", marks=GRID)]
+)
 def test_an_error_that_stays_names_file_and_reason_and_marks_nothing(
     run: Config, name: str
 ) -> None:

@@ -21,11 +21,16 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize("pp", [1, *slow(2)])
-def test_a_line_that_is_no_document_is_named(pp: int, tmp_path: Path) -> None:
-    for number, (case, line) in enumerate(LINES.items()):
-        if pp > 1 and number:
-            break
+QUICK = ("cut", "not UTF-8")
+OTHERS = [case for case in LINES if case not in QUICK]
+
+
+@pytest.mark.parametrize(
+    "names, pp", [(QUICK, 1), *slow((OTHERS, 1), (QUICK[:1], 2))], ids=["some", "others", "pp=2"]
+)
+def test_a_line_that_is_no_document_is_named(names: list[str], pp: int, tmp_path: Path) -> None:
+    for number, case in enumerate(names):
+        line = LINES[case]
         path = tmp_path / f"{number}.jsonl"
         path.write_bytes(b'{"text": "a good line"}\n' + line + b"\n")
         words = [f"data.path={path}", f"data.cache={tmp_path / 'cache'}", f"pp={pp}"]

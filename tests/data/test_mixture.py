@@ -61,6 +61,7 @@ def order(config: Config, steps: int, start: int = 0) -> list[list[int]]:
     return [torch.cat([batch["inputs"] for batch in step]).tolist() for step in each]
 
 
+@pytest.mark.slow
 def test_the_order_is_the_same_in_every_layout_and_after_a_resume(
     corpora: dict[str, Path],
 ) -> None:

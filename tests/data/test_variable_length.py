@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from support.cells import slow
+from support.cells import GRID, slow
 from support.models import tiny
 from support.proven import assert_proven
 from support.runs import assert_goes_on
@@ -247,7 +247,7 @@ def test_lengths_that_are_forgotten_are_prepared_again_and_still_exact(tmp_path:
 @pytest.mark.parametrize(
     "config",
     [
-        tiny(2, 2, "zbvzerobubble", family="gpt2", layers=4, data=PHRASES),
+        *slow(tiny(2, 2, "zbvzerobubble", family="gpt2", layers=4, data=PHRASES), marks=GRID),
         tiny(4, 1, layers=4, data=data_of("phrases", sort=True)),
         *(
             pytest.param(tiny(2, 2, name, layers=4, data=PHRASES), marks=pytest.mark.slow)

@@ -97,6 +97,11 @@ SLOW = (
     "outputs/torchrun",
     "outputs/mesh",
     "outputs/used",
+    "outputs/fit",
+    "outputs/float8",
+    "PYTHONPATH=examples python train.py --config-dir examples/my_models/conf model=mixer data=echo pp=2 dp=2 steps=10",
+    "python tools/plan.py +experiment=llama3_405b pp=16 dp=64 schedule.microbatches=12 hardware=h100_sxm --check",
+    "python tools/plan.py experiment=llama3_8b hardware=h100_sxm --check",
 )
 
 

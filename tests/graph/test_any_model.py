@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.cells import slow
+from support.cells import GRID, slow
 from support.models import tiny
 from support.proven import assert_proven
 from titanlike.config.schema import Config, Custom, PointSplit
@@ -27,17 +27,8 @@ def config(name: str, *mesh: Any, points: list[str] | None = None, **changes: An
 @pytest.mark.parametrize(
     "case",
     [
-        config("Plain", 2, 2, points=["beta"]),
         config("sequential", 2, 1, "zbvzerobubble"),
         config("Direct", 4, 1, points=["steps.1", "steps.2", "again"]),
-        config("Unused", 2, 2, "zbvzerobubble"),
-        config(  # what is sent around a norm is what the norm has saved
-            "Deep",
-            2,
-            1,
-            "zbvzerobubble",
-            points=["trunk.blocks.b0.mlp", "trunk.blocks.b2.mlp", "trunk.blocks.b3"],
-        ),
         config(
             "Deep",
             2,
@@ -48,6 +39,18 @@ def config(name: str, *mesh: Any, points: list[str] | None = None, **changes: An
         *slow(
             config("Direct", 2, 2, "zbvzerobubble", points=["steps.1", "steps.2", "steps.3"]),
             config("Deep", 2, 2, points=["trunk.blocks.b2.mlp"]),
+        ),
+        *slow(
+            config("Plain", 2, 2, points=["beta"]),
+            config("Unused", 2, 2, "zbvzerobubble"),
+            config(  # what is sent around a norm is what the norm has saved
+                "Deep",
+                2,
+                1,
+                "zbvzerobubble",
+                points=["trunk.blocks.b0.mlp", "trunk.blocks.b2.mlp", "trunk.blocks.b3"],
+            ),
+            marks=GRID,
         ),
     ],
     ids=lambda case: f"{case.model.name.partition('.')[2]} {case.schedule.name}",

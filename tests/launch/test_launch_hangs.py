@@ -141,6 +141,7 @@ def slow_phases(config: Config, worker: Worker) -> tuple[str, list[str]]:
     ]
 
 
+@pytest.mark.slow
 def test_slow_phases_and_a_stopped_job_are_no_hang_and_nothing_is_left(tmp_path: Path) -> None:
     for beat, threads in run_world(slow_phases, tiny(2), tmp_path, timeout=30):
         assert json.loads(beat)["ended"] == "done"

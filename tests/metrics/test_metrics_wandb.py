@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import titanlike
+from support.cells import slow
 from support.wandb_file import WandbFile, read_wandb_file
 
 ROOT = Path(titanlike.__file__).parents[1]
@@ -148,7 +149,7 @@ def test_a_key_of_the_wrong_form_and_an_offline_or_disabled_environment(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("event", "reason"), [("freeze", "did not finish within 6 s"), ("crash", "stopped")]
+    ("event", "reason"), [("freeze", "did not finish within 6 s"), *slow(("crash", "stopped"))]
 )
 def test_a_service_that_freezes_or_crashes_neither_fails_nor_holds_up_the_run(
     tmp_path, event, reason

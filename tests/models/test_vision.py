@@ -25,7 +25,6 @@ LATE = PointSplit(points=["blocks.1", "blocks.3", "blocks.5"])
 
 
 LAYOUTS = {
-    "U-Net, zero bubble": of_images("UNet", 2, 2, "zbvzerobubble", split=STAGES),
     "ResNet": of_images("ResNet", 2, 2),
     "recomputed, zero bubble": of_images("Tower", 2, 1, "zbvzerobubble", args={"recompute": True}),
     "used late": of_images("Late", 4, 1, split=LATE),
@@ -42,9 +41,18 @@ MORE_LAYOUTS = {
     "ResNet, zero bubble": of_images("ResNet", 2, 2, "zbvzerobubble"),
     "recomputed": of_images("Tower", 2, 2, args={"recompute": True}),
 }
+REST = {  # left out by .ci/run
+    "average of all steps": of_images("ResNet", 2, 2, args={"momentum": None}),
+    "U-Net, zero bubble": of_images("UNet", 2, 2, "zbvzerobubble", split=STAGES),
+    "recomputed, zero bubble": of_images("Tower", 2, 1, "zbvzerobubble", args={"recompute": True}),
+    "Sequential": of_images(
+        "sequential", 3, 2, split=BalanceSplit(balance=[3, 2, 3]), batch_size=12
+    ),
+    "used late": of_images("Late", 4, 1, split=LATE),
+}
 
 
-@pytest.mark.parametrize("config", cells(LAYOUTS, MORE_LAYOUTS))
+@pytest.mark.parametrize("config", cells(LAYOUTS, MORE_LAYOUTS, REST))
 def test_models_of_images_in_layouts(config: Config, tmp_path: Path) -> None:
     assert_proven(config, tmp_path)
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from support.cells import GRID, slow
 from support.models import tiny
 from support.world import run_world
 from titanlike.config.schema import Config
@@ -70,7 +71,7 @@ def differences(config: Config, worker: Worker, method: str) -> dict[str, float]
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, *slow(4, marks=GRID)])
 @pytest.mark.parametrize("method", ["gather", "ulysses", "ring"])
 def test_it_is_that_of_whole_sequences(method: str, ranks: int, tmp_path: Path) -> None:
     for found in run_world(differences, tiny(cp=ranks), tmp_path, method):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from support.cells import grid, slow
+from support.cells import GRID, grid, slow
 from support.hf_tiny import sizes
 from support.models import tiny
 from support.proven import assert_proven
@@ -89,14 +89,21 @@ QUICK = [
     ("moe", "zero bubble, recomputed"),
     ("hf mixtral", "dp=2 cp=2 ep=4"),
 ]
+LEFT_OUT = [  # by .ci/run, too
+    (("moe", "zero bubble, recomputed"),),
+    (("hf mixtral", "dp=2 cp=2 ep=4"),),
+]
 
 
 def every() -> list[tuple[str, str]]:
     return [(model, layout) for model in MODELS for layout in LAYOUTS]
 
 
+REST = [(c,) for c in every() if c not in QUICK and (c,) not in LEFT_OUT]
+
+
 @pytest.mark.parametrize(
-    "cell", [*QUICK, *grid(*((c,) for c in every() if c not in QUICK), every=3)], ids=str
+    "cell", [*QUICK, *slow(*LEFT_OUT, marks=GRID), *grid(*REST, every=3)], ids=str
 )
 def test_a_mixture_trains_as_one_process_does(cell: tuple[str, str], tmp_path: Path) -> None:
     model, layout = cell
@@ -132,7 +139,9 @@ def test_all_pairs_of_axes_are_there() -> None:
     assert {frozenset(pair) for pair in PAIRS} == {frozenset(pair) for pair in every}
 
 
-@pytest.mark.parametrize("pair", [("tp", "cp"), *slow(*((p,) for p in PAIRS if p != ("tp", "cp")))])
+@pytest.mark.parametrize(
+    "pair", [*slow(*((p,) for p in PAIRS if p != ("tp", "cp"))), *slow((("tp", "cp"),), marks=GRID)]
+)
 def test_each_pair_of_axes(pair: tuple[str, str], tmp_path: Path) -> None:
     layout = dict.fromkeys(pair, 2) | PAIRS[pair]
     config = config_of("moe", recomputed="full" if "pp" in pair else "none", **layout)

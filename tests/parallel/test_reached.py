@@ -43,10 +43,7 @@ ALTERNATING = {"block": "Alternating"}
 LAYOUTS = {
     "one process, gradient accumulation": sparse(schedule=Schedule("1f1b", 4)),
     "ZeRO 2": sparse(dp=2, fsdp=Fsdp(2), schedule=Schedule("1f1b", 2)),
-    "zero bubble": sparse(2, 2, "zbvzerobubble"),
-    "tied weights without data parallelism": sparse(2, 1, model={"shared": True}),
     "a branch in every other step": sparse(1, 2, ONE, ALTERNATING),
-    "a branch in every other step of a pipeline": sparse(2, 2, ONE, ALTERNATING, fsdp=Fsdp(1)),
 }
 MORE_LAYOUTS = {
     "HSDP, ZeRO 3, several microbatches": sparse(
@@ -64,10 +61,15 @@ MORE_LAYOUTS = {
     "tied weights in one process": sparse(1, 1, "interleaved1f1b", {"shared": True}),
     "stages in turns": sparse(2, 2, "interleaved1f1b", fsdp=Fsdp(3)),
     "a branch in every other step, replicated": sparse(1, 2, ONE, ALTERNATING, replicate=2),
+    "tied weights without data parallelism": sparse(2, 1, model={"shared": True}),
+}
+REST = {  # left out by .ci/run
+    "zero bubble": sparse(2, 2, "zbvzerobubble"),
+    "a branch in every other step of a pipeline": sparse(2, 2, ONE, ALTERNATING, fsdp=Fsdp(1)),
 }
 
 
-@pytest.mark.parametrize("config", cells(LAYOUTS, MORE_LAYOUTS))
+@pytest.mark.parametrize("config", cells(LAYOUTS, MORE_LAYOUTS, REST))
 def test_parameters_that_no_rank_reaches_are_left_alone(config: Config, tmp_path: Path) -> None:
     assert_proven(config, tmp_path)
 

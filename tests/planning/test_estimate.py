@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.cells import slow
+from support.cells import GRID, slow
 from support.models import LLAMA, tiny
 from support.world import run_world
 from titanlike.config.schema import (
@@ -55,8 +55,8 @@ def grown(config: Config, worker: Worker) -> int:
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("many activations", {"pp": 2, "schedule": Schedule("gpipe", 4)}),
-        ("few in flight", {"pp": 2, "schedule": Schedule("1f1b", 4)}),
+        *slow(("many activations", {"pp": 2, "schedule": Schedule("gpipe", 4)})),
+        *slow(("few in flight", {"pp": 2, "schedule": Schedule("1f1b", 4)}), marks=GRID),
         *slow(("sharded", {"dp": 2})),
         ("large logits", {"data": SyntheticData(vocab_size=32000), "batch_size": 4,
                           "model": Custom("llama", {**LLAMA, "layers": 2, "vocab_size": None})}),

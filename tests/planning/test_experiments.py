@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.cells import slow
+from support.cells import GRID, slow
 from support.command_lines import examined
 from titanlike.planning.estimate import estimate
 from titanlike.training.draft import draft
@@ -19,8 +19,7 @@ LIMIT = 73 << 30  # bytes: an 80 GB GPU less 8%
         "experiment=llama3_8b pp=1 dp=8",
         "experiment=llama3_70b",
         *slow("experiment=llama3_70b dp=32 batch_size=1024 schedule.microbatches=32"),
-        "experiment=llama3_405b",
-        "experiment=gpt2_124m",
+        *slow("experiment=llama3_405b", "experiment=gpt2_124m", marks=GRID),
     ],
 )
 def test_an_experiment_fits_into_80_gb(words: str) -> None:

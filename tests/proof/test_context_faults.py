@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.cells import slow
 from support.models import tiny
 from support.proven import assert_proven
 from support.world import run_world
@@ -136,6 +137,7 @@ FAULTS = {
     "results of experts in another order": (wrong_order, EP),
     "a bias that is updated on one rank": (update_on_one, EP),
 }
+QUICK = ("chunks of a sequence in the wrong order", "results of experts in another order")
 
 
 def verify_with(config: Config, worker: Worker, fault: str) -> dict:
@@ -143,7 +145,9 @@ def verify_with(config: Config, worker: Worker, fault: str) -> dict:
     return verify(config, worker)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", [*QUICK, *slow(*(fault for fault in FAULTS if fault not in QUICK))]
+)
 def test_verify_finds(fault: str, tmp_path: Path) -> None:
     config = tiny(**FAULTS[fault][1], steps=3)
     results = run_world(verify_with, config, tmp_path, fault)

@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 
 Cells = list[Any]  # values, or what pytest.param returns
+GRID = [pytest.mark.slow, pytest.mark.grid]
 
 
-def cells(default: dict[str, Any], more: dict[str, Any]) -> Cells:
-    """Cases with their names; those of `more` are slow."""
+def cells(
+    default: dict[str, Any], more: dict[str, Any], rest: dict[str, Any] | None = None
+) -> Cells:
+    """Cases with their names; those of `more` are slow, those of `rest` left out by .ci/run, too."""
     slow_ones = [pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in more.items()]
-    return [pytest.param(case, id=name) for name, case in default.items()] + slow_ones
+    others = [pytest.param(case, id=name, marks=GRID) for name, case in (rest or {}).items()]
+    return [pytest.param(case, id=name) for name, case in default.items()] + slow_ones + others
 
 
 def slow(*cases: Any, marks: Any = pytest.mark.slow) -> Cells:
@@ -24,4 +28,4 @@ def slow(*cases: Any, marks: Any = pytest.mark.slow) -> Cells:
 def grid(*cases: Any, every: int) -> Cells:
     """As `slow`; of so many cases one is, and the others are left out by .ci/run: `pytest -m grid`."""
     rest = [case for at, case in enumerate(cases) if at % every]
-    return slow(*cases[::every]) + slow(*rest, marks=[pytest.mark.slow, pytest.mark.grid])
+    return slow(*cases[::every]) + slow(*rest, marks=GRID)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from support.cells import GRID, slow
 from support.launched import Launched
 from support.paths import ROOT
 from support.stand_in_gpus import gpus
@@ -251,17 +252,23 @@ def test_a_search_of_20_trials_beats_the_default_and_outlives_failed_ones(tmp_pa
     "words, told",
     [
         (["sweep.share=3/2"], "sweep.share=3/2: must be i/n"),
-        (["sweep.wait=1h"], "sweep.wait=3600.0: there is nothing to wait for"),
-        (["sweep.parallel=-1"], "sweep.parallel=-1: must be at least 0"),
         (["value=val_los"], "write value=loss"),
-        (["hydra/sweeper=optuna", "hydra.sweeper.direction=maximize"], "the best loss is"),
         (["shedule=gpipe,1f1b"], "write schedule=gpipe"),
-        (["optimizer.lr=interval(0.1,1)"], "write hydra/sweeper=optuna"),
         (["hydra/sweeper=optuna", "optimizr.lr=interval(0.1,1)"], "optimizer.lr=interval(0.1,1)"),
-        (["value=loss,mfu"], "value=loss,mfu: is common to all jobs of a sweep; write value=loss"),
         (["sweep.parallel=1,2"], "is common to all jobs of a sweep; write sweep.parallel=1"),
-        (["seed=3,4"], "seed=3,4: the key is given twice"),
-        (["hydra.sweep.subdir=a"], "a sweep's jobs are in folders by their numbers"),
+        *slow(
+            (["sweep.wait=1h"], "sweep.wait=3600.0: there is nothing to wait for"),
+            (["sweep.parallel=-1"], "sweep.parallel=-1: must be at least 0"),
+            (["hydra/sweeper=optuna", "hydra.sweeper.direction=maximize"], "the best loss is"),
+            (["optimizer.lr=interval(0.1,1)"], "write hydra/sweeper=optuna"),
+            (
+                ["value=loss,mfu"],
+                "value=loss,mfu: is common to all jobs of a sweep; write value=loss",
+            ),
+            (["seed=3,4"], "seed=3,4: the key is given twice"),
+            (["hydra.sweep.subdir=a"], "a sweep's jobs are in folders by their numbers"),
+            marks=GRID,
+        ),
     ],
 )
 def test_a_sweep_that_cannot_be_run_as_asked_is_refused_at_once(

@@ -36,9 +36,7 @@ from titanlike.training.train import train
 SPIKES = {"on_spike": "skip", "spike_window": 2}
 UNREACHED = Custom("support.unreached.Net", {"block": "Alternating"})
 LAYOUTS = {
-    "one process, watching for spikes": tiny(**SPIKES),
     "a pipeline with tied weights": tiny(2, tied=True),
-    "shards": tiny(dp=2),
 }
 MORE_LAYOUTS = {
     "a pipeline of shards, zero bubble": tiny(2, 2, "zbvzerobubble"),
@@ -51,9 +49,13 @@ MORE_LAYOUTS = {
         dp=2, schedule=Schedule("gpipe", 1), model=UNREACHED, batch_size=8
     ),
 }
+REST = {  # left out by .ci/run
+    "one process, watching for spikes": tiny(**SPIKES),
+    "shards": tiny(dp=2),
+}
 
 
-@pytest.mark.parametrize("config", cells(LAYOUTS, MORE_LAYOUTS))
+@pytest.mark.parametrize("config", cells(LAYOUTS, MORE_LAYOUTS, REST))
 def test_a_step_makes_no_call_that_waits_for_a_device(config: Config, tmp_path: Path) -> None:
     for steps, calls in run_world(blocking_calls, replace(config, steps=5), tmp_path):
         assert (steps, calls) == (2, [])

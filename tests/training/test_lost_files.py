@@ -40,7 +40,7 @@ LOSSES = {
     "run_dir deleted": ("", shutil.rmtree, ""),
     "a file in place of run_dir": ("", _by_a_file, ""),
 }
-QUICK = {("metrics.jsonl deleted", "pp=2"), ("run_dir deleted", "dp=1")}
+QUICK = {("metrics.jsonl deleted", "pp=2")}
 
 
 @pytest.mark.parametrize(

@@ -64,13 +64,13 @@ def told(run_dir: Path) -> list[str]:
     "case",
     cells(
         {
+            "one process": (short(), {0: ("forward stage 0", "backward stage 0")}),
+        },
+        {
             "a pipeline": (
                 short(2, 2),
                 {0: ("forward stage 0", "backward stage 0"), 2: ("forward stage 1",)},
-            )
-        },
-        {
-            "one process": (short(), {0: ("forward stage 0", "backward stage 0")}),
+            ),
             "ZeRO 3": (short(1, 2), {0: ("forward stage 0", "backward stage 0")}),
             "a split backward": (
                 short(2, 1, "zbvzerobubble"),
