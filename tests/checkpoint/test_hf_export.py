@@ -76,6 +76,7 @@ def tensors(folder: Path) -> dict[str, bytes]:
 
 LAYOUTS = cells(
     {
+        "llama-tied-tp2": (with_args(LLAMA, tied=True), {"tp": 2, "dp": 2}),
         "gpt2-pp2": (with_args(GPT2, tied=True), {"pp": 2}),
     },
     {
@@ -88,7 +89,6 @@ LAYOUTS = cells(
         "qwen3-moe-raw": (with_args(MOE, qk_norm=True, renormalize=False), {"dp": 2}),
         "gpt2-untied-tp2": (with_args(GPT2, tied=False), {"tp": 2, "dp": 2}),
     },
-    {"llama-tied-tp2": (with_args(LLAMA, tied=True), {"tp": 2, "dp": 2})},
 )
 
 
@@ -107,7 +107,7 @@ QUICK = ("qwen3", "mixtral")
 REST = slow(*(family for family in FAMILIES if family not in QUICK))
 
 
-@pytest.mark.parametrize("family", ["mixtral", *slow("qwen3", marks=GRID), *REST])
+@pytest.mark.parametrize("family", [*QUICK, *REST])
 def test_a_folder_of_transformers_comes_back_to_the_last_bit(family: str, tmp_path: Path) -> None:
     """Folder, a run that changes nothing, folder: names, dtypes and bytes are the same."""
     folder_of(family, tmp_path / "in").to(torch.bfloat16).save_pretrained(tmp_path / "bf16")
@@ -213,7 +213,6 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
-@pytest.mark.slow
 def test_exporting_takes_the_memory_of_some_rows(tmp_path: Path) -> None:
     """Of a model with an embedding of 256 MiB in one piece: a seventh of it at most."""
     sizes = {"vocab_size": 2**18, "dim": 256, "layers": 1, "ffn_dim": 64, "heads": 4, "kv_heads": 2}

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from support.cells import cells
 from support.commands import TINY, command
 from support.forked import ForkedProgram
 from support.paths import ROOT
@@ -26,7 +25,23 @@ def test_commands_that_start_nothing_leave_nothing(tmp_path: Path) -> None:
     (tmp_path / "raising.py").write_text("def Model(**words):\n    raise RuntimeError('no')\n")
     (tmp_path / "file").write_text("")
     given = {path.name for path in tmp_path.iterdir()}
-    for words in lines:
+    for words in (
+        ["--help"],
+        ["--check"],
+        ["--cfg", "job"],
+        ["--check", "checkpoint.folder=outputs/new/checkpoints"],
+        ["pp=300"],
+        ["stepz=3"],
+        ["model=own", "model.name=failing.Model"],
+        ["model=own", "model.name=raising.Model"],
+        ["checkpoint.folder=file/in/a/file"],
+        ["run_dir=file/in/a/file"],
+        ["run_dir=outputs/given", "steps=0"],
+        ["-m", "seed=1,2", "steps=0"],
+        ["-m", "seed=1,2", "--check"],
+        ["-m", "seed=1,2", "hydra.sweep.dir=${no_such_key}"],
+        ["hydra.run.dir=${no_such_key}"],
+    ):
         done = command(*RUN, *words, cwd=tmp_path)
         assert done.returncode in (0, 1, 2) and "Traceback" not in done.stderr, done.stderr
         assert not (tmp_path / "outputs").exists(), (words, done.stdout, done.stderr)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from support.cells import GRID, cells, slow
+from support.cells import cells, slow
 from support.hf_tiny import model_of, tiny_hf
 from support.models import schedule_of, tiny
 from support.proven import assert_proven
@@ -67,11 +67,10 @@ TOGETHER = {
 }
 QUICK = {("zbvzerobubble", "full", 2), ("1f1b", "fit", 1)}
 EVERY = [(schedule, how, dp) for schedule in SCHEDULES for how in HOW for dp in (1, 2)]
-OTHERS = [case for case in EVERY if case not in {*QUICK, LEFT_OUT}]
 
 
 @pytest.mark.parametrize(
-    "schedule, how, dp", [*sorted(QUICK), *slow(*OTHERS), *slow(LEFT_OUT, marks=GRID)]
+    "schedule, how, dp", [*sorted(QUICK), *slow(*(case for case in EVERY if case not in QUICK))]
 )
 def test_every_schedule_with_every_recomputation_is_exact(
     schedule: str, how: str, dp: int, tmp_path: Path
@@ -81,7 +80,11 @@ def test_every_schedule_with_every_recomputation_is_exact(
 
 
 WAYS = {
+    "gradients together": tiny(2, 2, TOGETHER["zbvzerobubble"], activation_checkpoint=FULL),
     "sharded parameters, without a pipeline": tiny(1, 2, activation_checkpoint=HOW["selective"]),
+    "GPT-2, tied, with biases": tiny(
+        2, 1, ZeroBubbleSchedule(), family="gpt2", tied=True, activation_checkpoint=FULL
+    ),
 }
 MORE_WAYS = {
     **{
@@ -106,15 +109,9 @@ MORE_WAYS = {
         model_of("gpt2"), 2, 1, "zbvzerobubble", activation_checkpoint=FULL
     ),
 }
-REST_OF_WAYS = {  # left out by .ci/run
-    "gradients together": tiny(2, 2, TOGETHER["zbvzerobubble"], activation_checkpoint=FULL),
-    "GPT-2, tied, with biases": tiny(
-        2, 1, ZeroBubbleSchedule(), family="gpt2", tied=True, activation_checkpoint=FULL
-    ),
-}
 
 
-@pytest.mark.parametrize("config", cells(WAYS, MORE_WAYS, REST_OF_WAYS))
+@pytest.mark.parametrize("config", cells(WAYS, MORE_WAYS))
 def test_every_way_to_lay_out_a_recomputed_model_is_exact(config: Config, tmp_path: Path) -> None:
     assert_proven(config, tmp_path)
 
@@ -212,7 +209,7 @@ class Model(nn.Module):
     "schedule",
     [
         "1f1b",
-        *slow(ZeroBubbleSchedule(), marks=GRID),
+        ZeroBubbleSchedule(),
         *slow(*TOGETHER.values(), LoopedZeroBubbleSchedule(), ZeroBubbleSchedule("dualpipev")),
     ],
     ids=str,
@@ -267,7 +264,7 @@ def test_which_blocks_are_recomputed() -> None:
         ({"model": Custom(f"{__name__}.Model", {"kind": "generator"})}, "a torch.Generator of its own"),
         ({"model": Custom(f"{__name__}.Model", {"kind": "counts"})}, "layers.0 changes self.calls"),
         ({"model": Custom(f"{__name__}.Model", {"kind": "by keyword"})}, "tensor that is later changed"),
-        *slow(({"split": TraceSplit(points=["layers.3"])}, "split=trace takes the blocks apart")),
+        ({"split": TraceSplit(points=["layers.3"])}, "split=trace takes the blocks apart"),
         ({"model": Custom("torch.nn.Embedding", {"num_embeddings": 64, "embedding_dim": 64})}, "no blocks"),
     ],
 )  # fmt: skip

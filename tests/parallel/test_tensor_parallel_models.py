@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from support import forked
-from support.cells import GRID, grid, slow
+from support.cells import grid, slow
 from support.command_lines import examined
 from support.hf_tiny import folder_of, sizes
 from support.models import tiny
@@ -116,12 +116,10 @@ def config_of(cell: Cell) -> Config:
     )
 
 
-REST = [(cell,) for cell in cover() if cell not in QUICK and (cell,) not in LEFT_OUT]
+REST = [(cell,) for cell in cover() if cell not in QUICK]
 
 
-@pytest.mark.parametrize(
-    "cell", [*QUICK, *slow(*LEFT_OUT, marks=GRID), *grid(*REST, every=4)], ids=str
-)
+@pytest.mark.parametrize("cell", [*QUICK, *grid(*REST, every=4)], ids=str)
 def test_a_divided_model_trains_as_one_process_does(cell: Cell, tmp_path: Path) -> None:
     assert_proven(config_of(cell), tmp_path, timeout=PATIENCE)
 
