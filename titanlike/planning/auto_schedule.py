@@ -251,9 +251,10 @@ class _Search:
             cut.place,
             1,
             self.microbatches,
-            [sum(numel[name] for name in own) for own in stages],
+            [sum(numel[name][0] for name in own) for own in stages],
             [0, *between],
             [*between, 0],
+            [sum(numel[name][1] for name in own) for own in stages],
         )
         times = stage_times(config, layout, self.hardware, table.times).stages
         held, queued = zip(*(self._held(own) for own in stages), strict=True)
