@@ -41,7 +41,7 @@ def test_every_choice_composes_and_parses(path: Path) -> None:
     group, choice = path.parent.name, path.stem
     plain = composed(f"{group}={choice}")
     for key, value in {"path": "x", "sources": {"a": {"path": "x", "weight": 1}}}.items():
-        for part in (plain["data"], plain["schedule"]):
+        for part in (plain["data"], plain["schedule"], plain["hardware"]):
             if part.get(key) == "???":
                 part[key] = value
     config, problems = parse(plain)
