@@ -119,7 +119,7 @@ def config_of(cell: Cell) -> Config:
 REST = [(cell,) for cell in cover() if cell not in QUICK]
 
 
-@pytest.mark.parametrize("cell", [*QUICK, *grid(*REST, every=4)], ids=str)
+@pytest.mark.parametrize("cell", [*QUICK, *grid(*REST, every=6)], ids=str)
 def test_a_divided_model_trains_as_one_process_does(cell: Cell, tmp_path: Path) -> None:
     assert_proven(config_of(cell), tmp_path, timeout=PATIENCE)
 
