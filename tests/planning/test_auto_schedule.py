@@ -11,6 +11,7 @@ import pytest
 from support.cells import cells
 from support.models import tiny
 from support.proven import assert_proven
+from titanlike.command.plan import main as plan
 from titanlike.config.errors import ConfigError
 from titanlike.config.groups import ActivationCheckpoint, AutoSchedule
 from titanlike.config.schema import AutoSplit, BalanceSplit, Config, CsvSchedule, Precision
@@ -47,7 +48,7 @@ def test_an_order_is_kept_and_used_again_and_runs_as_a_csv(
     config = tiny(2, 1, replace(AUTO, search="split"), run_dir=str(tmp_path), **H100)
     said: list[str] = []
     first = with_found_order(config, said.append)
-    assert "by simulation" in said[0] and str(tmp_path / "order.csv") in said[0]
+    assert "by simulation" in said[0] and (tmp_path / "order.csv").is_file()
     drafted = draft(first)
     assert len(drafted.stages) == drafted.order.stages
     csv = replace(first, schedule=CsvSchedule(path=str(tmp_path / "order.csv")))
@@ -62,6 +63,21 @@ def test_an_order_is_kept_and_used_again_and_runs_as_a_csv(
     assert with_found_order(first) == first
     with pytest.raises(AssertionError, match="searched again"):
         with_found_order(replace(config, seq_len=32))
+
+
+def test_a_plan_searches_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "pp=2",
+        "schedule=auto",
+        "schedule.search=order",
+        "hardware=h100_sxm",
+        "data=synthetic",
+    ]
+    assert plan([*words, "model.layers=4", "model.dim=32", "seq_len=16"]) == 0
+    assert "schedule=auto: " in capsys.readouterr().out and not [*tmp_path.iterdir()]
 
 
 def test_a_damaged_note_beside_the_order_is_searched_again(tmp_path: Path) -> None:

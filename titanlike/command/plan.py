@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
 import sys
+import tempfile
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 from titanlike.command.hydra_overrides import check_overrides, complete_args
@@ -100,7 +103,7 @@ def _gpus(words: list[str], searching: bool) -> tuple[int | None, list[str], lis
 
 def _plan(config: Config, flags: argparse.Namespace) -> int:
     from titanlike.planning.advice import advise
-    from titanlike.planning.auto_schedule import with_found_order
+    from titanlike.planning.auto_schedule import WHY, with_found_order
     from titanlike.planning.known_hardware import planned_hardware
     from titanlike.planning.plan import make_plan
     from titanlike.planning.plan_chart import chart_of
@@ -109,25 +112,30 @@ def _plan(config: Config, flags: argparse.Namespace) -> int:
 
     hardware = planned_hardware(config)
     say = (lambda _: None) if flags.json else print
-    plan = make_plan(with_found_order(config, say), hardware, jitter=flags.jitter)
-    warning = "" if plan.fits else memory_warning(config, plan.draft, hardware.usable, 4.0)
-    advice = advise(plan) if plan.fits else []
-    if flags.json:
-        print(json.dumps(as_data(plan, advice, warning)))
-    else:
-        width = max(60, shutil.get_terminal_size().columns)
-        print(as_text(plan, advice, warning, width))
-    if flags.picture is not None:
-        from titanlike.metrics.chart_picture import draw
+    with contextlib.ExitStack() as stack:
+        folder = config.run_dir
+        if not (Path(folder) / WHY).exists():  # that of a run is used; nothing is left in another
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+        found = with_found_order(replace(config, run_dir=folder), say)
+        plan = make_plan(found, hardware, jitter=flags.jitter)
+        warning = "" if plan.fits else memory_warning(config, plan.draft, hardware.usable, 4.0)
+        advice = advise(plan) if plan.fits else []
+        if flags.json:
+            print(json.dumps(as_data(plan, advice, warning)))
+        else:
+            width = max(60, shutil.get_terminal_size().columns)
+            print(as_text(plan, advice, warning, width))
+        if flags.picture is not None:
+            from titanlike.metrics.chart_picture import draw
 
-        draw(chart_of(plan), flags.picture)
-    if flags.trace is not None:
-        from titanlike.metrics.chart_trace import write_trace
+            draw(chart_of(plan), flags.picture)
+        if flags.trace is not None:
+            from titanlike.metrics.chart_trace import write_trace
 
-        write_trace(chart_of(plan), flags.trace)
-    for path in (flags.picture, flags.trace):
-        if path is not None and not flags.json:
-            print(f"written: {path}")
+            write_trace(chart_of(plan), flags.trace)
+        for path in (flags.picture, flags.trace):
+            if path is not None and not flags.json:
+                print(f"written: {path}")
     return 0 if plan.fits else 1
 
 

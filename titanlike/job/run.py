@@ -133,9 +133,10 @@ class JobRunner:
         if problems:
             raise ConfigError(problems)
         if fitted.schedule.name == "auto":
-            from titanlike.planning.auto_schedule import with_found_order
+            from titanlike.planning.auto_schedule import ORDER, with_found_order
 
-            fitted = with_found_order(fitted, lambda line: print(line, flush=True))
+            kept = f"kept in {run_dir / ORDER}"
+            fitted = with_found_order(fitted, lambda line: print(f"{line}; {kept}", flush=True))
         if self.folder or not (run_dir / "config.yaml").exists():
             write_config(fitted, run_dir)  # of a resumed run: once it has resumed (session.py)
         elastic.report_layout(fitted, config, ranks, self.restart_state)

@@ -111,7 +111,7 @@ def with_found_order(config: Config, say: Any = lambda _: None) -> Config:
     path.parent.mkdir(parents=True, exist_ok=True)
     files.atomic_write_text(path, found.order.to_csv())
     files.atomic_write_text(why, text + "\n")
-    say(f"{found.text}; kept in {path}")
+    say(found.text)
     return _with_order(config, path, points)
 
 
