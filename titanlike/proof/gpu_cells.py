@@ -30,8 +30,10 @@ _VARYING = (
     "tokens_per_second",
     "step_seconds",
     "memory_bytes",
+    "memory_reserved_bytes",
     "mfu",
     "save_stall_seconds",
+    *("busy_seconds", "busiest_rank", "busiest_seconds"),
 )
 _QUIET = "validation.every=0 checkpoint.last=false"
 
