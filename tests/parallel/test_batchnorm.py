@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from support.skipped_step import three_steps
 from support.vision_configs import of_images
 from support.world import run_world
 from titanlike.config.errors import ConfigError
 from titanlike.config.schema import (
     Checkpoint,
-    Config,
     ConstantLr,
     Custom,
     PointSplit,
@@ -24,15 +23,9 @@ from titanlike.config.schema import (
     Schedule,
     Validation,
 )
-from titanlike.data.loader import batches, open_data
-from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.parallel.batchnorm import Moments
-from titanlike.parallel.mesh import close_mesh, open_mesh
-from titanlike.training.build import build
 from titanlike.training.draft import draft
-from titanlike.training.guard import Guard, Verdict
-from titanlike.training.step import measured_step
 from titanlike.training.train import train
 
 EVERY_STEP = {"validation": Validation(every=1, batches=1), "lr": ConstantLr(warmup=0)}
@@ -52,32 +45,6 @@ def test_moments_of_parts_are_those_of_the_whole_with_a_mean_far_away() -> None:
 
 
 # --- a step that is not applied ----------------------------------------------------------------
-
-
-class SkipsSecond(Guard):
-    def __init__(self, config: Config, state: dict, step: int) -> None:
-        super().__init__(config, state)
-        self.step = step
-
-    def limits(self) -> tuple[float, float]:
-        return (0.0, 0.0) if self.step == 2 else super().limits()
-
-    def judge(self, record: dict, first_bad_gradient: Callable[[], str]) -> Verdict | None:
-        return Verdict("spike", "skip", "for the test") if record["step"] == 2 else None
-
-
-def three_steps(config: Config, worker: Worker) -> list[dict[str, Tensor]]:
-    """The buffers after each of three steps, of which the second is not applied."""
-    data = open_data(config)
-    mesh = open_mesh(config, worker)
-    run = build(config, mesh, data)
-    stream = batches(data.train, config, dp_rank=mesh.dp_rank)
-    after = []
-    for step in (1, 2, 3):
-        measured_step(run, config, step, stream, SkipsSecond(config, {}, step), worker)
-        after.append({n: b.clone() for stage in run.stages for n, b in stage.named_buffers()})
-    close_mesh()
-    return after
 
 
 def test_a_step_that_is_not_applied_moves_no_statistics(tmp_path: Path) -> None:

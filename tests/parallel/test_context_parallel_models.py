@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from support.cells import GRID, grid, slow
-from support.hf_tiny import sizes
+from support.families import hf, llama, ours
 from support.models import tiny
 from support.proven import assert_proven
 from titanlike.config.groups import ActivationCheckpoint
@@ -24,20 +24,6 @@ from titanlike.config.validate import problems
 from titanlike.training.draft import draft, preflight
 
 PATIENCE = 300
-
-
-def ours(family: str, **changes: Any) -> Model:
-    plain = {"vocab_size": None, "dim": 32, "heads": 4, "layers": 4}
-    return Model(family, plain | changes)
-
-
-def llama(**changes: Any) -> Model:
-    return ours("llama", **{"kv_heads": 2, "ffn_dim": 64, **changes})
-
-
-def hf(family: str, **changes: Any) -> Model:
-    config = sizes(family, **changes)
-    return Model("hf", {"family": family, "config": config, "vocab_size": 66, "max_seq_len": 32})
 
 
 def own(**changes: Any) -> Model:

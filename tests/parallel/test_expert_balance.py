@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from support.cells import cells, slow
 from support.models import tiny
 from support.proven import assert_proven
+from support.skipped_step import three_steps
 from support.world import run_world
 from titanlike.config.schema import (
     ActivationCheckpoint,
@@ -41,8 +41,8 @@ from titanlike.parallel.initialize import initialize
 from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.proof.verification import verify
 from titanlike.training.build import build
-from titanlike.training.guard import Guard, Verdict
-from titanlike.training.step import measured_step, validate
+from titanlike.training.guard import Guard
+from titanlike.training.step import measured_step
 from titanlike.training.train import train
 
 SIZES = {"vocab_size": None, "dim": 32, "heads": 4, "kv_heads": 2, "experts": 8, "expert_dim": 32}
@@ -274,33 +274,6 @@ def test_ranks_that_come_apart_are_found_by_verify(fault: Any, tmp_path: Path) -
 
 
 # --- a step that is not applied, and a run that moves ----------------------------------------------
-
-
-class SkipsSecond(Guard):
-    def __init__(self, config: Config, state: dict, step: int) -> None:
-        super().__init__(config, state)
-        self.step = step
-
-    def limits(self) -> tuple[float, float]:
-        return (0.0, 0.0) if self.step == 2 else super().limits()
-
-    def judge(self, record: dict, first_bad_gradient: Callable[[], str]) -> Verdict | None:
-        return Verdict("spike", "skip", "for the test") if record["step"] == 2 else None
-
-
-def three_steps(config: Config, worker: Worker) -> list[dict[str, Tensor]]:
-    """The buffers after each of three steps, of which the second is not applied."""
-    data = open_data(config)
-    mesh = open_mesh(config, worker)
-    run = build(config, mesh, data)
-    stream = batches(data.train, config, dp_rank=mesh.dp_rank)
-    after = []
-    for step in (1, 2, 3):
-        measured_step(run, config, step, stream, SkipsSecond(config, {}, step), worker)
-        validate(run, config, data)  # which counts nothing
-        after.append({n: b.clone() for stage in run.stages for n, b in stage.named_buffers()})
-    close_mesh()
-    return after
 
 
 def test_a_step_that_is_not_applied_moves_no_balance(tmp_path: Path) -> None:

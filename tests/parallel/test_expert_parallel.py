@@ -13,39 +13,19 @@ from typing import Any
 import pytest
 
 from support.cells import GRID, grid, slow
-from support.hf_tiny import sizes
+from support.families import hf, moe
 from support.models import tiny
 from support.proven import assert_proven
 from titanlike.config.groups import ActivationCheckpoint
-from titanlike.config.keys import Model
 from titanlike.config.schema import Config
 from titanlike.training.draft import draft, preflight
 
 PATIENCE = 300
-MOE = {
-    "vocab_size": None,
-    "dim": 32,
-    "heads": 4,
-    "kv_heads": 2,
-    "layers": 2,
-    "experts": 4,
-    "expert_dim": 32,
-    "shared_experts": 1,
-    "bias_rate": 0.01,
-    "balance_loss": 0.01,
-    "z_loss": 0.001,
-}
-
-
-def hf(family: str, **changes: Any) -> Model:
-    config = sizes(family, num_hidden_layers=2, **changes)
-    return Model("hf", {"family": family, "config": config, "vocab_size": 66, "max_seq_len": 32})
-
-
+LOSSES = {"balance_loss": 0.01, "z_loss": 0.001}
 MODELS = {
-    "moe": Model("moe", MOE),
-    "hf mixtral": hf("mixtral"),
-    "hf qwen3 moe": hf("qwen3_moe"),
+    "moe": moe(shared_experts=1, **LOSSES),
+    "hf mixtral": hf("mixtral", num_hidden_layers=2),
+    "hf qwen3 moe": hf("qwen3_moe", num_hidden_layers=2),
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp=2 ep=2": {"dp": 2, "ep": 2},

@@ -16,7 +16,8 @@ import yaml
 from support import forked
 from support.cells import grid, slow
 from support.command_lines import examined
-from support.hf_tiny import folder_of, sizes
+from support.families import hf, llama, ours
+from support.hf_tiny import folder_of
 from support.models import tiny
 from support.paths import ROOT
 from support.planned_models import PLAN
@@ -29,20 +30,6 @@ from titanlike.training.draft import draft, preflight
 
 PATIENCE = 300  # seconds: the first one compiles, the others find it on disk
 SEQ_LEN = 16
-
-
-def ours(family: str, **changes: Any) -> Model:
-    plain = {"vocab_size": None, "dim": 32, "heads": 4, "layers": 4}
-    return Model(family, plain | changes)
-
-
-def llama(**changes: Any) -> Model:
-    return ours("llama", **{"kv_heads": 2, "ffn_dim": 64, **changes})
-
-
-def hf(family: str, **changes: Any) -> Model:
-    config = sizes(family, **changes)
-    return Model("hf", {"family": family, "config": config, "vocab_size": 66, "max_seq_len": 32})
 
 
 MODELS = {

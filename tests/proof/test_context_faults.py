@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from support.cells import slow
+from support.families import moe
 from support.models import tiny
 from support.proven import assert_proven
 from support.world import run_world
 from titanlike.config.groups import ActivationCheckpoint
-from titanlike.config.keys import Model
 from titanlike.config.schema import Config, TextData
 from titanlike.launch.worker import Worker
 from titanlike.models.moe import RoutedFeedForward
@@ -23,20 +23,6 @@ from titanlike.parallel.cp import attention
 from titanlike.parallel.cp.context_parallel import ContextParallel
 from titanlike.parallel.cp.tokens import ContextRanks
 from titanlike.proof.verification import verify
-
-MIXTURE = Model(
-    "moe",
-    {
-        "vocab_size": None,
-        "dim": 32,
-        "heads": 4,
-        "kv_heads": 2,
-        "layers": 2,
-        "experts": 4,
-        "expert_dim": 32,
-        "bias_rate": 0.01,
-    },
-)
 
 
 def swap_chunks(worker: Worker) -> None:
@@ -127,7 +113,7 @@ def update_on_one(worker: Worker) -> None:
 
 RECOMPUTED = ActivationCheckpoint("full")
 GATHER = {"cp": 2, "context_parallel": "gather", "layers": 2}
-EP = {"dp": 2, "ep": 2, "model": MIXTURE}
+EP = {"dp": 2, "ep": 2, "model": moe()}
 FAULTS = {
     "chunks of a sequence in the wrong order": (swap_chunks, GATHER),
     "a mask that is sliced twice": (slice_twice, GATHER | {"data": TextData(documents=True)}),

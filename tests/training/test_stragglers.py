@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from support.models import tiny
 from support.slow_stages import train_with_a_slow_stage
 from support.world import run_world
 from titanlike.config.schema import Checkpoint, Config, Launch, Schedule, Validation
 from titanlike.launch.worker import Worker
+from titanlike.parallel.busy import BusyTime
 from titanlike.training import stragglers
 from titanlike.training.stragglers import slow_ranks
 
@@ -62,3 +65,14 @@ def test_ranks_are_compared_with_those_that_have_the_same_work() -> None:
     assert slow_ranks(busy, [[0, 1], [2, 3]], 0.5) == {}
     many = {rank: 1.0 + rank % 3 / 100 for rank in range(64)} | {7: 1.5}
     assert [*slow_ranks(many, [[*range(64)]], 0.25)] == [7]
+
+
+def test_what_is_waited_for_between_steps_belongs_to_none() -> None:
+    """In a validation ranks wait for each other, too."""
+    busy = BusyTime(torch.device("cpu"), [])
+    busy.begin("validation")
+    busy.begin("agree")
+    time.sleep(0.05)
+    busy.begin("forward and backward")
+    busy.begin("gradient norm")
+    assert 0 < busy.waited() < 0.04

@@ -19,16 +19,18 @@ from support.slow_stages import train_with_a_slow_stage
 from support.world import RankError, run_world
 from titanlike.command.timeline import main
 from titanlike.config.groups import LoopedSchedule
+from titanlike.config.parse import to_plain
 from titanlike.config.schema import Checkpoint, Config, Fsdp, Model, Schedule, Validation
 from titanlike.config.timeline import Timeline, timeline_problems
 from titanlike.data.loader import batches, open_data
 from titanlike.launch.worker import Worker
 from titanlike.metrics.chart import Box
-from titanlike.metrics.timeline_file import read_timeline
+from titanlike.metrics.timeline_file import Place, RankStep, read_timeline
+from titanlike.metrics.timeline_file import Timeline as Recorded
 from titanlike.parallel import clock
 from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.planning.simulate import equal_stages, simulate
-from titanlike.planning.timeline_report import report_of
+from titanlike.planning.timeline_report import TimelineReport, report_of
 from titanlike.training import loop
 from titanlike.training import timeline as timeline_module
 from titanlike.training.build import build
@@ -125,6 +127,19 @@ def test_gathers_and_reductions_are_told_from_computing(tmp_path: Path) -> None:
     (rank, _), _ = read_timeline(tmp_path / "timeline.json").steps
     inside = {(event.kind, event.stage) for event in rank.events if event.mb >= 0}
     assert inside == {("F", 0), ("B", 0), ("gather", 0), ("reduce", 0)}
+
+
+def test_who_was_waited_for_is_told_where_a_gather_comes_first() -> None:
+    """FSDP may gather between the arrival of a message and the forward that needs it."""
+    first = [Box("F", 0, 0, 0.0, 2.0), Box("wait", 0, 0, 2.0, 8.0), Box("B", 0, 0, 8.0, 9.0)]
+    last = [Box("wait", 1, 0, 0.0, 2.0), Box("gather", 1, 0, 2.0, 3.0)]
+    last += [Box("F", 1, 0, 3.0, 4.0), Box("B", 1, 0, 4.0, 9.0)]
+    steps = [
+        [RankStep(rank, rank, 3, 0.0, 9.0, events) for rank, events in enumerate((first, last))]
+    ]
+    order, places = [["0F0", "0B0"], ["1F0", "1B0"]], [Place(0, "a", "cpu"), Place(1, "b", "cpu")]
+    timeline = Recorded(to_plain(short(2)), order, [0, 1], [["a"], ["b"]], 1, 0.0, steps, places)
+    assert [rank.waits_for for rank in TimelineReport(timeline, None).ranks] == [1, 0]
 
 
 def test_what_interrupts_an_action_is_cut_out_of_it() -> None:

@@ -108,10 +108,10 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """A pre-norm transformer block: [B, T, D] -> [B, T, D]."""
 
-    def __init__(self, dim: int, heads: int, kv_heads: int, ffn_dim: int, norm_eps: float):
+    def __init__(self, dim: int, attention: Attention, ffn_dim: int, norm_eps: float):
         super().__init__()
         self.attention_norm = RMSNorm(dim, norm_eps)
-        self.attention = Attention(dim, heads, kv_heads)
+        self.attention = attention
         self.ffn_norm = RMSNorm(dim, norm_eps)
         self.ffn = FeedForward(dim, ffn_dim)
 
@@ -123,7 +123,10 @@ class Block(nn.Module):
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         more = () if cache is None else (cache,)
-        x = x + self.attention(self.attention_norm(x), table, mask, *more)
+        return self.network(x + self.attention(self.attention_norm(x), table, mask, *more))
+
+    def network(self, x: Tensor) -> Tensor:
+        """What follows the attention."""
         return x + self.ffn(self.ffn_norm(x))
 
 
@@ -159,21 +162,13 @@ class Llama(nn.Module):
         )
         if problems:
             raise ValueError(*problems)
-        if dim % (2 * heads):
-            fit = -(-dim // (2 * heads)) * 2 * heads
-            reason = "does not give each head an even size (the rotary embedding rotates pairs)"
-            problems.append(f"heads={heads}: dim={dim} {reason}; write model.dim={fit}")
-        if heads % kv_heads:
-            fit = max(k for k in range(1, kv_heads) if heads % k == 0)
-            reason = f"does not divide heads={heads}"
-            problems.append(f"kv_heads={kv_heads}: {reason}; write model.kv_heads={fit}")
-        if problems:
+        if problems := attention_problems(dim, heads, kv_heads):
             raise ValueError(*problems)
         super().__init__()
         self.head_dim, self.rope_theta, self.depth = dim // heads, rope_theta, layers
         self.embedding = nn.Embedding(vocab_size, dim)
         self.layers = nn.ModuleList(
-            Block(dim, heads, kv_heads, ffn_dim, norm_eps) for _ in range(layers)
+            Block(dim, Attention(dim, heads, kv_heads), ffn_dim, norm_eps) for _ in range(layers)
         )
         self.norm = RMSNorm(dim, norm_eps)
         self.head = nn.Linear(dim, vocab_size, bias=False)
@@ -240,3 +235,22 @@ class Llama(nn.Module):
         """
         matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         return 6 * matrices + 12 * self.depth * self.norm.weight.numel() * tokens
+
+
+def attention_problems(
+    dim: int, heads: int, kv_heads: int, head_dim: int | None = None
+) -> list[str]:
+    """Why such an attention cannot be, with sizes that can."""
+    problems = []
+    if head_dim is None and dim % (2 * heads):
+        fit = -(-dim // (2 * heads)) * 2 * heads
+        reason = "does not give each head an even size (the rotary embedding rotates pairs)"
+        problems.append(f"heads={heads}: dim={dim} {reason}; write model.dim={fit}")
+    if head_dim is not None and head_dim % 2:
+        reason = "is odd, and the rotary embedding rotates pairs"
+        problems.append(f"head_dim={head_dim}: {reason}; write model.head_dim={head_dim + 1}")
+    if heads % kv_heads:
+        fit = max(k for k in range(1, kv_heads) if heads % k == 0)
+        reason = f"does not divide heads={heads}"
+        problems.append(f"kv_heads={kv_heads}: {reason}; write model.kv_heads={fit}")
+    return problems

@@ -14,10 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from titanlike.models.cache import KeyValueCache
-from titanlike.models.documents import Documents
 from titanlike.models.experts import AddLoss, Experts, through_experts
-from titanlike.models.llama import Attention, FeedForward, Llama, RMSNorm
+from titanlike.models.llama import (
+    Attention,
+    Block,
+    FeedForward,
+    Llama,
+    RMSNorm,
+    attention_problems,
+)
 from titanlike.models.sizes import not_positive
 
 
@@ -126,48 +131,18 @@ class RoutedFeedForward(nn.Module):
             self.load.copy_(load if skip is None else torch.where(skip > 0, self.load, load))
 
 
-class Block(nn.Module):
-    """A pre-norm transformer block: [B, T, D] -> [B, T, D]."""
+class RoutedBlock(Block):
+    """Llama's, with experts."""
 
     def __init__(self, dim: int, attention: Attention, moe: RoutedFeedForward, norm_eps: float):
-        super().__init__()
+        nn.Module.__init__(self)  # without the network of Llama's
         self.attention_norm = RMSNorm(dim, norm_eps)
         self.attention = attention
         self.moe_norm = RMSNorm(dim, norm_eps)
         self.moe = moe
 
-    def forward(
-        self,
-        x: Tensor,
-        table: Tensor,
-        mask: Tensor | Documents | None,
-        cache: KeyValueCache | None = None,
-    ) -> Tensor:
-        more = () if cache is None else (cache,)
-        x = x + self.attention(self.attention_norm(x), table, mask, *more)
+    def network(self, x: Tensor) -> Tensor:
         return x + self.moe(self.moe_norm(x))
-
-
-class DenseBlock(nn.Module):
-    """The same with one network for all tokens."""
-
-    def __init__(self, dim: int, attention: Attention, ffn_dim: int, norm_eps: float):
-        super().__init__()
-        self.attention_norm = RMSNorm(dim, norm_eps)
-        self.attention = attention
-        self.ffn_norm = RMSNorm(dim, norm_eps)
-        self.ffn = FeedForward(dim, ffn_dim)
-
-    def forward(
-        self,
-        x: Tensor,
-        table: Tensor,
-        mask: Tensor | Documents | None,
-        cache: KeyValueCache | None = None,
-    ) -> Tensor:
-        more = () if cache is None else (cache,)
-        x = x + self.attention(self.attention_norm(x), table, mask, *more)
-        return x + self.ffn(self.ffn_norm(x))
 
 
 class Moe(Llama):
@@ -236,7 +211,7 @@ class Moe(Llama):
             balance_loss,
             z_loss,
         )
-        problems = _attention_problems(dim, heads, kv_heads, head_dim)
+        problems = attention_problems(dim, heads, kv_heads, head_dim)
         problems += _routing_problems(routing, experts, dense_layers, layers, shared_experts)
         if problems:
             raise ValueError(*problems)
@@ -250,10 +225,10 @@ class Moe(Llama):
             eps = norm_eps if qk_norm else None
             attention = Attention(dim, heads, kv_heads, head_dim, eps)
             if layer < dense_layers:
-                self.layers.append(DenseBlock(dim, attention, ffn_dim, norm_eps))
+                self.layers.append(Block(dim, attention, ffn_dim, norm_eps))
                 continue
             moe = RoutedFeedForward(dim, experts, expert_dim, shared_experts * expert_dim, routing)
-            self.layers.append(Block(dim, attention, moe, norm_eps))
+            self.layers.append(RoutedBlock(dim, attention, moe, norm_eps))
         self.norm = RMSNorm(dim, norm_eps)
         self.head = nn.Linear(dim, vocab_size, bias=False)
         if tied:
@@ -285,22 +260,6 @@ class Moe(Llama):
         active = sum(p.numel() // len(p) for p in routed) * self.routing.top_k
         attended = 12 * self.depth * self.heads * self.head_dim * tokens
         return 6 * (matrices + active) + attended
-
-
-def _attention_problems(dim: int, heads: int, kv_heads: int, head_dim: int | None) -> list[str]:
-    problems = []
-    if head_dim is None and dim % (2 * heads):
-        fit = -(-dim // (2 * heads)) * 2 * heads
-        reason = "does not give each head an even size (the rotary embedding rotates pairs)"
-        problems.append(f"heads={heads}: dim={dim} {reason}; write model.dim={fit}")
-    if head_dim is not None and head_dim % 2:
-        reason = "is odd, and the rotary embedding rotates pairs"
-        problems.append(f"head_dim={head_dim}: {reason}; write model.head_dim={head_dim + 1}")
-    if heads % kv_heads:
-        fit = max(k for k in range(1, kv_heads) if heads % k == 0)
-        reason = f"does not divide heads={heads}"
-        problems.append(f"kv_heads={kv_heads}: {reason}; write model.kv_heads={fit}")
-    return problems
 
 
 def _routing_problems(

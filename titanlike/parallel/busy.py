@@ -49,6 +49,8 @@ class BusyTime:
 
     def begin(self, phase: str) -> None:
         self._close()
+        if phase == _AGREE[0]:
+            self._waits = []  # a step begins: those of a validation before it are none of its
         if phase in _AGREE:
             self._begun = self._now()
 

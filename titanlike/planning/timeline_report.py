@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 from titanlike.config.errors import ConfigError, Problem
@@ -20,7 +21,6 @@ from titanlike.config.parse import parse
 from titanlike.config.schema import BalanceSplit, Config
 from titanlike.config.timeline import TIMELINE
 from titanlike.metrics import timeline_file
-from titanlike.metrics.chart import Box
 from titanlike.metrics.timeline_file import RankStep, Timeline
 from titanlike.pipeline.order import Act, Order
 from titanlike.planning.known_hardware import likely_hardware
@@ -29,6 +29,7 @@ from titanlike.planning.roofline import Roofline
 from titanlike.planning.simulate import Duration, Simulation, StageTimes, simulate
 from titanlike.planning.unit_times import unit_times
 from titanlike.split.partition import SplitError, partition
+from titanlike.training.stragglers import slow_ranks
 
 _COMPUTED = ("F", "B", "I", "W")
 _UNEVEN, _SLOW, _LEAST = 0.05, 0.1, 0.01  # shares that are worth a sentence
@@ -76,9 +77,8 @@ class TimelineReport:
             return statistics.median(sum(each.get(kind, 0.0) for kind in kinds) for each in spent)
 
         waits: dict[int, float] = defaultdict(float)
-        for event in (event for step in steps for event in step.events if event.kind == "wait"):
-            if (sender := self._sender(steps[0].pp_rank, event)) is not None:
-                waits[sender] += event.end - event.start
+        for sender, seconds in chain.from_iterable(map(self._senders, steps)):
+            waits[sender] += seconds
         total = statistics.median(step.end - step.begin for step in steps)
         parts = median(*_COMPUTED), median("gather", "reduce"), median("wait"), median("agree")
         most = max(waits, key=waits.__getitem__, default=None)
@@ -86,26 +86,15 @@ class TimelineReport:
             steps[0].rank, steps[0].pp_rank, total, *parts, max(0.0, total - sum(parts)), most
         )
 
-    def _sender(self, pp_rank: int, wait: Box) -> int | None:
-        """The pipeline rank whose message ended a wait; None of one for all ranks."""
-        if wait.stage < 0:
-            return None
-        after = Act("F", wait.stage, wait.mb)  # what follows it, if it is a forward
-        forward = str(after) in self.timeline.order[pp_rank] and self._is_forward(pp_rank, wait)
-        return self.timeline.place[wait.stage + (-1 if forward else 1)]
-
-    def _is_forward(self, pp_rank: int, wait: Box) -> bool:
-        return (pp_rank, wait.stage, wait.mb, wait.start) in self._forward_waits
-
-    @cached_property
-    def _forward_waits(self) -> set[tuple[int, int, int, float]]:
-        """Waits that a forward follows."""
-        found = set()
-        for rank in (rank for step in self.timeline.steps for rank in step):
-            for wait, event in zip(rank.events, rank.events[1:], strict=False):
-                if wait.kind == "wait" and event.kind == "F" and wait[1:3] == event[1:3]:
-                    found.add((rank.pp_rank, wait.stage, wait.mb, wait.start))
-        return found
+    def _senders(self, step: RankStep) -> Iterator[tuple[int, float]]:
+        """(pipeline rank whose message was waited for, seconds) of each wait for a message."""
+        for at, wait in enumerate(step.events):
+            if wait.kind == "wait" and wait.stage >= 0:
+                own = (e.kind for e in step.events[at:] if e[1:3] == wait[1:3])
+                kind = next((kind for kind in own if kind in _COMPUTED), "")
+                if kind:  # else the run ended meanwhile
+                    sender = wait.stage + (-1 if kind == "F" else 1)
+                    yield self.timeline.place[sender], wait.end - wait.start
 
     @cached_property
     def seconds(self) -> float:
@@ -132,16 +121,15 @@ class TimelineReport:
         """Forward and backward of a microbatch, of each stage."""
         return [*map(_whole, self.measured)]
 
-    def slow_copies(self) -> Iterator[tuple[RankTimes, float]]:
+    def slow_copies(self) -> list[tuple[RankTimes, float]]:
         """Ranks that compute longer than those with the same stages, and by which share."""
-        groups: dict[int, list[RankTimes]] = defaultdict(list)
+        busy = {rank.rank: rank.computing for rank in self.ranks}
+        groups: dict[int, list[int]] = defaultdict(list)
         for rank in self.ranks:
-            groups[rank.pp_rank].append(rank)
-        for group in groups.values():
-            for rank in group:
-                others = [other.computing for other in group if other is not rank]
-                if others and rank.computing > (1 + _SLOW) * statistics.median(others):
-                    yield rank, rank.computing / statistics.median(others) - 1
+            groups[rank.pp_rank].append(rank.rank)
+        several = [group for group in groups.values() if len(group) > 1]
+        found = slow_ranks(busy, several, _SLOW)
+        return [(rank, found[rank.rank]) for rank in self.ranks if rank.rank in found]
 
     def heaviest(self) -> tuple[int, float]:
         """(pipeline rank, by which share its stages take longer than the mean)"""
@@ -212,9 +200,8 @@ def report_of(run: Path) -> TimelineReport:
     except (ValueError, KeyError, TypeError) as error:
         reason = f"{path} is no timeline: {type(error).__name__} {error}"
     else:
-        with contextlib.suppress(
-            ConfigError, ValueError
-        ):  # its model or data are not here any more
+        # no plan where its model or its data are not here any more
+        with contextlib.suppress(ConfigError, ValueError):
             report.plan = make_plan(report.config, likely_hardware(report.config))
         return report
     fix = "train with timeline=true, and write the directory of that run"

@@ -196,6 +196,8 @@ class Timeline:
         for each in last:
             spent = {kind: each.spent().get(kind, 0.0) for kind in kinds}
             rows.append({"rank": each.rank, "step seconds": each.end - each.begin} | spent)
+        for sink in self._sinks:
+            sink.table("timeline", max(self._marks), rows)
         try:
             from titanlike.metrics.chart_picture import draw
         except ModuleNotFoundError:  # matplotlib is an extra
@@ -203,7 +205,6 @@ class Timeline:
         for ending in ("svg", "png"):
             draw(chart, run_dir / f"timeline.{ending}")
         for sink in self._sinks:
-            sink.table("timeline", max(self._marks), rows)
             sink.image("timeline", max(self._marks), run_dir / "timeline.png")
 
 
