@@ -25,7 +25,7 @@ import xxhash
 
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.files import NotRegularFile, parse_object
-from titanlike.config.program import checkpoint_program
+from titanlike.config.program import tool_program
 
 MARKER = "COMMITTED"  # without this file a checkpoint is incomplete
 DAMAGED_MARKER = "DAMAGED"
@@ -126,7 +126,7 @@ def lift_mark(folder: Storage, expected: str) -> None:
 
 def repair_command(folder: Storage) -> str:
     """The shell line that reads a marked checkpoint again."""
-    return shlex.join([*checkpoint_program(), "verify", str(folder), "--repair"])
+    return shlex.join([*tool_program("checkpoint"), "verify", str(folder), "--repair"])
 
 
 def read_manifest(folder: Storage, expected: str | None = None) -> Manifest:

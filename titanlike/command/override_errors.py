@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from titanlike.command.words import NoOverride
 from titanlike.config.errors import Problem, nearest, override_text, quoted
 from titanlike.config.other_frameworks import Context, translate
-from titanlike.config.overrides import from_hydra
+from titanlike.config.overrides import SHORT, from_hydra, in_full
 from titanlike.config.schema import VARIANTS
 
 # overrides -> what works of them: the same, or with values of the right type; [] = nothing
@@ -163,10 +163,10 @@ class Advice:
         last = key.rpartition(".")[2].replace("-", "_")
         same = [name for name in self.known if name.rpartition(".")[2] == last]
         group = [name for name in self.known if name.startswith(f"{key.partition('.')[0]}.")]
-        similar = nearest(key, self.known), nearest(key, group)
+        similar = nearest(key, [*self.known, *SHORT]), nearest(key, group)
         for near in (*same, *(name for name in similar if name)):
             words = [f"{near}={value}"]
-            if not near.endswith(".name") and self.applied(words) == words:
+            if not near.endswith(".name") and self.applied(in_full(*words)) == in_full(*words):
                 return _shell(words), ""
         return "", ""
 

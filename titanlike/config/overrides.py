@@ -12,10 +12,9 @@ from pathlib import Path
 from titanlike.config.schema import OPEN_GROUPS
 
 ADDED = ("model.", "data.changed=")  # data.changed: the file of a user's own data may lack it
-_OF_RUNS = {
-    "hardware": "hardware.path",
-    "split.cost": "split.run",
-}  # keys that take a run's directory
+SHORT = {"timeline": "timeline.enabled"}
+# keys that take a run's directory
+_OF_RUNS = {"hardware": "hardware.path", "split.cost": "split.run"}
 
 
 def key_of(override: str) -> str:
@@ -26,8 +25,8 @@ def key_of(override: str) -> str:
 def in_full(override: str) -> list[str]:
     """What a short override stands for: timeline=true, hardware=RUN, split.cost=RUN."""
     key, _, value = override.partition("=")
-    if key == "timeline":
-        return [f"timeline.enabled={value}"]
+    if key in SHORT:
+        return [f"{SHORT[key]}={value}"]
     if key in _OF_RUNS and ("/" in value or Path(value).is_dir()):
         return [f"{key}=run", f"{_OF_RUNS[key]}={value}"]
     return [override]

@@ -55,15 +55,15 @@ def train_program() -> list[str]:
     return [*words[:-1], "train"] if has_command else words
 
 
-def checkpoint_program() -> list[str]:
-    """The same for the checkpoints: `titanlike checkpoint`, `python tools/checkpoint.py`."""
+def tool_program(name: str) -> list[str]:
+    """The same for a tool: `titanlike checkpoint`, `python tools/checkpoint.py`."""
     words = train_program()
     last = Path(words[-1])
     if last.name == "train.py":
-        return [*words[:-1], str(last.parent / "tools" / "checkpoint.py")]
+        return [*words[:-1], str(last.parent / "tools" / f"{name}.py")]
     if last.suffix == ".py":  # a program of the user's own
-        return ["titanlike", "checkpoint"]
-    return [*(words[:-1] if words[-1] == "train" else words), "checkpoint"]
+        return ["titanlike", name]
+    return [*(words[:-1] if words[-1] == "train" else words), name]
 
 
 def program_length(words: Sequence[str]) -> int:

@@ -10,6 +10,7 @@ A timeline that cannot be written is reported, and no reason for the run to fail
 
 from __future__ import annotations
 
+import shlex
 import socket
 import sys
 import traceback
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from titanlike.config.parse import to_plain
+from titanlike.config.program import tool_program
 from titanlike.config.schema import Config
 from titanlike.config.timeline import TIMELINE, timeline_folder
 from titanlike.device import accelerator
@@ -134,13 +136,14 @@ class Timeline:
         if mesh.world_size > 1:
             mesh.sum(failed)
         if self._worker.rank == 0:
-            folder = timeline_folder(self._worker.run_dir)
             if failed.item():
                 text = (
                     f"timeline: {int(failed.item())} ranks could not write theirs, see their logs"
                 )
             elif self._tried(self._merge):
-                text = f"timeline: of steps {self._first} to {step}: python tools/timeline.py {folder.parent}"
+                command = shlex.join([*tool_program("timeline"), str(self._worker.run_dir)])
+                steps = f"step {step}" if self._first == step else f"steps {self._first} to {step}"
+                text = f"timeline: {command} shows {steps}"
             else:
                 text = "timeline: could not be written, see the log of rank 0"
         self._marks.clear()
