@@ -52,7 +52,7 @@ class Counting(torch.nn.Linear):
 def test_only_blocks_that_have_no_other_state_are_taken_for_equal() -> None:
     def key(change: Any) -> Any:
         with torch.device("meta"):
-            block = llama.Block(8, 2, 2, 16, 1e-5)
+            block = llama.Block(8, llama.Attention(8, 2, 2), 16, 1e-5)
             change(block)
             return equal_units.call_key(block, (torch.empty(1, 4, 8), None, None), {})
 
