@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from support.cells import cells
+from support.cells import cells, grid
 from support.models import tiny
 from support.proven import assert_proven
 from support.world import run_world
@@ -71,10 +71,15 @@ def test_losses_in_layouts(config: Config, tmp_path: Path) -> None:
     assert_proven(config, tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("end", ["cap", "tied", "weight", "inside"])
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved1f1b", "zbvzerobubble", "dualpipev"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+EVERY = [
+    (end, schedule, precision)
+    for end in ("cap", "tied", "weight", "inside")
+    for schedule in ("1f1b", "interleaved1f1b", "zbvzerobubble", "dualpipev")
+    for precision in ("fp32", "bf16")
+]
+
+
+@pytest.mark.parametrize("end, schedule, precision", grid(*EVERY, every=5))
 def test_chunked_everywhere(end: str, schedule: str, precision: str, tmp_path: Path) -> None:
     assert_proven(ended(end, 2, 2, schedule, precision=Precision(precision)), tmp_path)
 

@@ -169,7 +169,7 @@ def of_family(family: str, tp: int, plan: Any = None, **changes: Any) -> Config:
     return tiny(model=model, tp=tp, batch_size=4, seq_len=SEQ_LEN)
 
 
-@pytest.mark.parametrize("family", slow(*DIVIDED))
+@pytest.mark.parametrize("family", grid(*DIVIDED, every=3))
 def test_every_family_that_is_divided_is_divided_right(family: str, tmp_path: Path) -> None:
     more = {"qk_layernorm": True} if family == "phi" else {}
     assert_proven(of_family(family, 2, **more), tmp_path)

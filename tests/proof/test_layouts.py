@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.cells import cells, slow
+from support.cells import cells, grid, slow
 from support.hf_tiny import model_of, tiny_hf
 from support.models import SCHEDULES, schedule_of, tiny
 from support.proven import assert_proven
@@ -58,7 +58,8 @@ EVERY = [(name, *mesh) for name in SCHEDULES for mesh in MESHES]
 
 
 @pytest.mark.parametrize(
-    "schedule, pp, dp", [*sorted(QUICK), *slow(*(case for case in EVERY if case not in QUICK))]
+    "schedule, pp, dp",
+    [*sorted(QUICK), *grid(*(case for case in EVERY if case not in QUICK), every=2)],
 )
 def test_every_schedule_on_a_mesh(schedule: str, pp: int, dp: int, tmp_path: Path) -> None:
     # tied: in a V embedding and head are on one rank, else on two
@@ -115,20 +116,23 @@ MORE_WAYS = {  # of the same kinds
     "tied in one process": tiny(tied=True),
     "tied and CPU offload": tiny(2, 2, fsdp=Fsdp(cpu_offload=True), tied=True),
     "two blocks in a V of eight": tiny(4, 1, "zbvzerobubble", layers=2),
-    **{
-        f"{name}, {how}": tiny(2, 2 if how != "tp=2" else 1, name, **changes)
-        for name in ("zbh1", "zbh2", "vhalf", "vmin")
-        for how, changes in {
-            "recomputed": {"activation_checkpoint": ActivationCheckpoint("full")},
-            "tp=2": {"tp": 2},
-            "bf16": {"precision": BF16},
-        }.items()
-    },
     "bf16 and zero bubble": tiny(2, 2, "zbvzerobubble", precision=BF16),
 }
 
 
-@pytest.mark.parametrize("config", cells(WAYS, MORE_WAYS))
+BUILDING_BLOCKS = {
+    f"{name}, {how}": tiny(2, 2 if how != "tp=2" else 1, name, **changes)
+    for name in ("zbh1", "zbh2", "vhalf", "vmin")
+    for how, changes in {
+        "recomputed": {"activation_checkpoint": ActivationCheckpoint("full")},
+        "tp=2": {"tp": 2},
+        "bf16": {"precision": BF16},
+    }.items()
+}
+SOME = dict(list(BUILDING_BLOCKS.items())[::2])
+
+
+@pytest.mark.parametrize("config", cells(WAYS, MORE_WAYS | SOME, BUILDING_BLOCKS))
 def test_every_way_to_lay_out_a_model(config: Config, tmp_path: Path) -> None:
     assert_proven(config, tmp_path)
 

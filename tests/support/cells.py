@@ -13,9 +13,13 @@ GRID = [pytest.mark.slow, pytest.mark.grid]
 def cells(
     default: dict[str, Any], more: dict[str, Any], rest: dict[str, Any] | None = None
 ) -> Cells:
-    """Cases with their names; those of `more` are slow, those of `rest` left out by .ci/run, too."""
+    """Cases with their names; those of `more` are slow, others of `rest` left out by .ci/run, too."""
     slow_ones = [pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in more.items()]
-    others = [pytest.param(case, id=name, marks=GRID) for name, case in (rest or {}).items()]
+    others = [
+        pytest.param(case, id=name, marks=GRID)
+        for name, case in (rest or {}).items()
+        if name not in more
+    ]
     return [pytest.param(case, id=name) for name, case in default.items()] + slow_ones + others
 
 
