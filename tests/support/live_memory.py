@@ -4,77 +4,34 @@ from __future__ import annotations
 
 import functools
 import time
-import weakref
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from titanlike.config.schema import Config
 from titanlike.data.loader import batches, open_data
 from titanlike.launch.worker import Worker
 from titanlike.parallel.mesh import close_mesh, open_mesh
+from titanlike.torch_private.live_storages import LiveStorages
 from titanlike.training.build import build
 from titanlike.training.feed import to_device
 from titanlike.training.step import optimizer_step
 
 
-class Live(TorchDispatchMode):
-    """Bytes of the storages that exist, of those made within it; counts of operators."""
+class Live(LiveStorages):
+    """Counts operators, too."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = 0
         self.operators: Counter[str] = Counter()
-        self._bytes: dict[int, int] = {}
-
-    def __enter__(self) -> Live:
-        def resize(storage: torch.UntypedStorage, size: int) -> Any:
-            result = super(torch.UntypedStorage, storage).resize_(size)
-            self._resized(storage)
-            return result
-
-        # FSDP frees gathered parameters so, which no operator shows
-        torch.UntypedStorage.resize_ = resize
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        del torch.UntypedStorage.resize_
-        super().__exit__(*error)
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        result = function(*args, **(kwargs or {}))
         self.operators[getattr(function, "overloadpacket", function).__name__] += 1
-        for leaf in tree_leaves(result):
-            # what DTensor calls inside is not seen here
-            tensor = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
-            if isinstance(tensor, Tensor):
-                self._add(tensor.untyped_storage())
-        return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self._bytes and storage.device.type != "meta":
-            self._bytes[key] = 0
-            weakref.finalize(storage, self._gone, key)
-            self._resized(storage)
-
-    def _resized(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self._bytes:
-            self.now += storage.nbytes() - self._bytes[key]
-            self._bytes[key] = storage.nbytes()
-            self.peak = max(self.peak, self.now)
-
-    def _gone(self, key: int) -> None:
-        self.now -= self._bytes.pop(key)
+        return super().__torch_dispatch__(function, types, args, kwargs)
 
 
 @dataclass(frozen=True)

@@ -32,14 +32,14 @@ from titanlike.training.draft import draft
 MODEL = {"dim": 128, "heads": 4, "kv_heads": 2, "ffn_dim": 352, "layers": 8, "vocab_size": None}
 
 # 1.5M parameters, 16 sequences of 128 tokens: a few MiB of activations for each microbatch
-_layout = functools.partial(tiny, model=Custom("llama", MODEL), seq_len=128)
+layout = functools.partial(tiny, model=Custom("llama", MODEL), seq_len=128)
 
 
 def _pipeline(
     schedule: Any, recomputed: Any = None, pp: int = 2, dp: int = 1, **more: Any
 ) -> Config:
     chosen = recomputed or ActivationCheckpoint("none")
-    return _layout(pp, dp, schedule, activation_checkpoint=chosen, **more)
+    return layout(pp, dp, schedule, activation_checkpoint=chosen, **more)
 
 
 _FULL, _SELECTIVE = ActivationCheckpoint("full"), SelectiveActivationCheckpoint()

@@ -31,6 +31,7 @@ _FLAGS = {
     "--json": "print one JSON object",
     "--picture FILE": "draw the pipeline: .svg or .png",
     "--trace FILE": "write the events for https://ui.perfetto.dev",
+    "--exact": "count the memory in a step of each pipeline rank, without devices: seconds a rank",
     "--jitter SHARE": "let each action's time vary by this standard deviation",
     "--top N": "layouts that a search prints (10)",
 }
@@ -47,6 +48,7 @@ def main(argv: list[str]) -> int:
     own.add_argument("--json", action="store_true")
     own.add_argument("--picture", type=Path)
     own.add_argument("--trace", type=Path)
+    own.add_argument("--exact", action="store_true")
     own.add_argument("--jitter", type=float, default=0.0)
     own.add_argument("--top", type=int, default=10)
     flags, words = own.parse_known_args(argv)
@@ -104,6 +106,7 @@ def _gpus(words: list[str], searching: bool) -> tuple[int | None, list[str], lis
 def _plan(config: Config, flags: argparse.Namespace) -> int:
     from titanlike.planning.advice import advise
     from titanlike.planning.auto_schedule import WHY, with_found_order
+    from titanlike.planning.exact_memory import with_exact_memory
     from titanlike.planning.known_hardware import planned_hardware
     from titanlike.planning.plan import make_plan
     from titanlike.planning.plan_chart import chart_of
@@ -118,6 +121,8 @@ def _plan(config: Config, flags: argparse.Namespace) -> int:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
         found = with_found_order(replace(config, run_dir=folder), say)
         plan = make_plan(found, hardware, jitter=flags.jitter)
+        if flags.exact:
+            plan = with_exact_memory(plan)
         warning = "" if plan.fits else memory_warning(config, plan.draft, hardware.usable, 4.0)
         advice = advise(plan) if plan.fits else []
         if flags.json:
@@ -142,7 +147,7 @@ def _plan(config: Config, flags: argparse.Namespace) -> int:
 def _search(config: Config, words: list[str], gpus: int | None, flags: argparse.Namespace) -> int:
     from titanlike.planning.plan_search import search, search_data, search_text
 
-    found = search(config, words, gpus or config.world_size)
+    found = search(config, words, gpus or config.world_size, exact=flags.exact)
     if flags.json:
         print(json.dumps(search_data(found, flags.top)))
     else:

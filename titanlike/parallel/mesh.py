@@ -128,16 +128,25 @@ def open_mesh(config: Config, worker: Worker) -> Mesh:
         world_size=worker.world_size,
         timeout=timedelta(seconds=config.launch.timeout),
     )
+    return lay_mesh(config, device, backend, reason, pipeline_backend(collectives))
+
+
+def lay_mesh(
+    config: Config, device: torch.device, backend: str, reason: str, messages: str | None = None
+) -> Mesh:
+    """The mesh over the process group that is joined. Collective.
+
+    messages: the backend of the pipeline's groups, where they need another than the default group.
+    """
     shape = (config.pp, config.replicate, config.shards, config.tp)
     names = ("pp", "replicate", "shard", "tp")
     if config.tp == 1:
         shape, names = shape[:3], names[:3]
-    messages = pipeline_backend(collectives) if config.pp > 1 else None
     axes = init_device_mesh(
         device.type,
         shape,
         mesh_dim_names=names,
-        backend_override={"pp": messages} if messages else None,
+        backend_override={"pp": messages} if messages and config.pp > 1 else None,
     )
     for name in names:
         set_timeout(axes.get_group(name), config.launch.timeout)

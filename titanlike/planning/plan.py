@@ -8,8 +8,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from titanlike.config.errors import ConfigError, Problem
@@ -37,6 +37,9 @@ class Plan:
     draft: Draft
     times: LayoutTimes
     simulation: Simulation
+    # bytes of pipeline ranks whose memory was counted in a step (`exact_memory.py`)
+    counted: Mapping[int, int] = field(default_factory=dict)
+    not_counted: str = ""  # why it was tried in vain
 
     @property
     def order(self) -> Order:
@@ -76,8 +79,9 @@ class Plan:
 
     @cached_property
     def memory_bytes(self) -> list[int]:
-        """What each pipeline rank takes at the most."""
-        return self.draft.memory().of_ranks(self.draft.recomputed.blocks)
+        """What each pipeline rank takes at the most: counted, or else estimated."""
+        estimated = self.draft.memory().of_ranks(self.draft.recomputed.blocks)
+        return [self.counted.get(rank, nbytes) for rank, nbytes in enumerate(estimated)]
 
     @property
     def memory_unknown(self) -> str:

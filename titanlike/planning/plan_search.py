@@ -32,6 +32,7 @@ from titanlike.parallel.expert_balance import experts_of
 from titanlike.pipeline.from_config import declared_microbatches, derive_microbatches, stage_count
 from titanlike.pipeline.order import Order
 from titanlike.planning.closed_form import Judged, UnitTable, judge, rows_of, simulated_seconds
+from titanlike.planning.exact_memory import with_exact_memory
 from titanlike.planning.known_hardware import planned_hardware
 from titanlike.planning.layouts import SearchSpace, candidates
 from titanlike.planning.plan import Plan, make_plan
@@ -75,8 +76,11 @@ class Found:
     least_memory: int = 0  # bytes of the fullest rank, of the layout that needs the least
 
 
-def search(config: Config, words: list[str], gpus: int, most: int = 10) -> Found:
-    """words: the overrides of the config; what they fix stays. Raises ConfigError."""
+def search(
+    config: Config, words: list[str], gpus: int, most: int = 10, exact: bool = False
+) -> Found:
+    """words: the overrides of the config; what they fix stays; exact: count the memory of the fullest
+    rank of what is found, where it can be. Raises ConfigError."""
     begin = time.process_time()
     hardware = planned_hardware(config)
     found = Found(gpus, hardware)
@@ -107,10 +111,21 @@ def search(config: Config, words: list[str], gpus: int, most: int = 10) -> Found
     if "split" not in {key_of(word) for word in kept}:
         found.ranked += [*_with_auto_split(found.ranked[:_AUTO])]
     found.ranked.sort(key=lambda item: item.plan.step_seconds)
+    if exact:
+        found.ranked = [*_counted(found.ranked[:most])]
     if found.ranked:
         found.lost = [*_lost(judged, found)]
     found.seconds = time.process_time() - begin
     return found
+
+
+def _counted(ranked: list[Ranked]) -> Iterator[Ranked]:
+    """Those that fit when their fullest rank is counted, or cannot be."""
+    for one in ranked:
+        fullest = one.plan.memory_bytes.index(max(one.plan.memory_bytes))
+        one = Ranked(one.overrides, with_exact_memory(one.plan, [fullest]))
+        if one.plan.fits:
+            yield one
 
 
 def _with_auto_split(ranked: list[Ranked]) -> Iterator[Ranked]:

@@ -47,6 +47,8 @@ def as_data(plan: Plan, advice: Sequence[Advice] = (), warning: str = "") -> dic
         "mfu": plan.mfu,
         "bubble": plan.simulation.bubble,
         "memory_bytes": plan.memory_bytes,
+        "memory_counted": [rank in plan.counted for rank in ranks],
+        "not_counted": plan.not_counted,
         "fits": plan.fits,
         "device_memory_bytes": plan.hardware.usable,
         "seconds": plan.seconds,
@@ -135,6 +137,8 @@ def _summary(plan: Plan, warning: str, width: int) -> str:
         f"run     {config.last_step:,} steps: {_days(plan.seconds)}, {hours:,.0f} device hours",
     ]
     lines += [warning] if warning else []
+    if plan.not_counted:
+        lines.append(f"the memory is estimated, as a step could not be counted: {plan.not_counted}")
     wrapped = (textwrap.wrap(line, width, subsequent_indent="        ") or [""] for line in lines)
     return "\n".join(line for found in wrapped for line in found)
 
@@ -143,21 +147,24 @@ def _memory_table(plan: Plan, width: int) -> str:
     used = [name for name in _PARTS if any(getattr(parts, name) for parts in plan.memory)]
     biggest = max(plan.memory_bytes)
     unit, scale = ("GiB", _GIB) if biggest >= _GIB else ("MiB", 2**20)
-    header = ["rank", "stages", *(_PARTS[name] for name in used), "total", "of"]
+    counted = ["exact"] if plan.counted else []
+    header = ["rank", "stages", *(_PARTS[name] for name in used), "total", *counted, "of"]
     rows = [
         [
             str(rank),
             _stages(plan.order.local(rank)),
             *(f"{getattr(parts, name) / scale:.1f}" for name in used),
-            f"{total / scale:.1f}",
+            f"{parts.total / scale:.1f}",
+            *(f"{plan.counted[rank] / scale:.1f}" if rank in plan.counted else "" for _ in counted),
             f"{plan.hardware.usable / scale:.1f}",
         ]
-        for rank, (parts, total) in enumerate(zip(plan.memory, plan.memory_bytes, strict=True))
+        for rank, parts in enumerate(plan.memory)
     ]
     what = (
         "activ: of microbatches in flight; queued: for weight gradients that wait; msgs: between "
     )
     what += "stages; gather: whole parameters; peak: while a block runs"
+    what += "; exact: counted in a step" if counted else ""
     title = f"memory at the fullest moment, {unit}"
     return "\n".join([title, *textwrap.wrap(what, width), table(header, rows, width)])
 

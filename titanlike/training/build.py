@@ -124,6 +124,25 @@ def build(
     ranks = TensorRanks(mesh.tp, mesh.tp_rank)
     context_ranks = ContextRanks(mesh.cp, mesh.cp_rank)
     plan = draft(config, data, times, memory, ranks, context_ranks)
+    if memory_is_short(config, plan, mesh, memory):
+        return_freed_memory()
+    return assemble(config, mesh, plan, ranks, context_ranks, say)
+
+
+def assemble(
+    config: Config,
+    mesh: Mesh,
+    plan: Draft,
+    ranks: TensorRanks,
+    context_ranks: ContextRanks,
+    say: Callable[[str], object] = lambda _: None,
+    fill: Callable[..., object] = initialize,
+) -> Run:
+    """Build what was decided. Collective.
+
+    ranks, context_ranks: those that the draft was made with; fill: allocates a stage and gives it its
+    weights, called as `initialize`.
+    """
     if mesh.tp > 1:
         ranks.group = mesh.axes.get_group("tp")  # not before: rank 0 may have timed units alone
     if mesh.cp > 1:
@@ -133,12 +152,9 @@ def build(
             members, timeout=timeout, use_local_synchronization=True
         )
 
-    if memory_is_short(config, plan, mesh, memory):
-        return_freed_memory()
-
     # 2. stages, weights, optimizers
     canonical = plan.model_graph.canonical_names()
-    made = _make_stages(config, mesh, plan, ranks, canonical, say)
+    made = _make_stages(config, mesh, plan, ranks, canonical, partial(fill, say=say))
     stages = made.stages
     # of each parameter the stages that hold it: of a tied one, the first is its owner
     holders = {
@@ -196,7 +212,7 @@ def _make_stages(
     plan: Draft,
     ranks: TensorRanks,
     canonical: Mapping[str, str],
-    say: Callable[[str], object],
+    fill: Callable[..., object],
 ) -> _Made:
     weights = initial_weights_of(plan.model, config.seed)
     stages: dict[int, Stage] = {}
@@ -231,7 +247,7 @@ def _make_stages(
         _shard(stage, config, plan, *plan.stage_modules[index], mesh)
         device = torch.device("cpu") if config.fsdp.cpu_offload else mesh.device
         parts = {name: placement.part for name, placement in placements.items()}
-        initialize(stage, weights, device, canonical, say, parts)
+        fill(stage, weights, device, canonical, parts=parts)
     return _Made(stages, deferred, compiled, placements, weights.origin)
 
 
