@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import platform
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,12 +16,14 @@ from support.proven import assert_proven
 from titanlike.command.plan import main as plan
 from titanlike.config.errors import ConfigError
 from titanlike.config.groups import ActivationCheckpoint, AutoSchedule
+from titanlike.config.hardware import MeasuredHardware
 from titanlike.config.schema import AutoSplit, BalanceSplit, Config, CsvSchedule, Precision
 from titanlike.pipeline.from_config import build_order, microbatch_problem
-from titanlike.planning import auto_schedule
+from titanlike.planning import auto_schedule, measured
 from titanlike.planning.auto_schedule import find, with_found_order
-from titanlike.planning.known_hardware import shipped
-from titanlike.training.draft import draft
+from titanlike.planning.known_hardware import planned_hardware, shipped
+from titanlike.planning.plan import make_plan
+from titanlike.training.draft import Draft, draft
 
 H100 = {"hardware": shipped("h100_sxm")}
 AUTO = AutoSchedule(microbatches=8)
@@ -120,3 +124,22 @@ def test_what_cannot_be_searched_is_refused(schedule: AutoSchedule, words: str) 
     assert words in str(microbatch_problem(schedule, 2, 8))
     with pytest.raises(ValueError, match="schedule"):
         build_order(schedule, 2, 8)
+
+
+def test_measured_times_are_those_of_weight_gradients_that_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A unit whose weight gradients wait is measured so; the plan of what is found says the same."""
+
+    def times(config: Config, drafted: Draft, deferred: Collection[int]) -> list[list[float]]:
+        waits = [stage in deferred for stage, names in enumerate(drafted.stages) for _ in names]
+        return [[0.01, 0.03 if wait else 0.01, 0.01] for wait in waits]
+
+    monkeypatch.setattr(measured, "measured_times", times)
+    (tmp_path / f"{platform.node()}-2-ranks.yaml").write_text("{}")  # of this machine
+    monkeypatch.setattr(measured, "available_cores", lambda: 2)
+    config = tiny(
+        2, 1, AUTO, run_dir=str(tmp_path), hardware=MeasuredHardware(folder=str(tmp_path))
+    )
+    found, plan = find(config), make_plan(with_found_order(config), planned_hardware(config))
+    assert found.seconds == pytest.approx(plan.simulation.pipeline, rel=0.02)

@@ -23,7 +23,7 @@ import numpy as np
 from titanlike.config import files, schema
 from titanlike.config.errors import ConfigError
 from titanlike.config.errors import Problem as ConfigProblem
-from titanlike.config.hardware import Hardware, MeasuredHardware
+from titanlike.config.hardware import Hardware
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import AutoSchedule, AutoSplit, Config, PointSplit
 from titanlike.pipeline.from_config import (
@@ -45,6 +45,7 @@ from titanlike.planning.order_search import (
     lower_bound,
     trials_for,
 )
+from titanlike.planning.plan import seconds_of_units
 from titanlike.planning.split_search import Cut, FoundCut, best_cut
 from titanlike.planning.stage_times import Layout, stage_times
 from titanlike.planning.unit_times import as_measured
@@ -147,12 +148,12 @@ class _Search:
         )
         rows = rows_of(config, self.microbatches)
         self.table = UnitTable(config, self.hardware, rows).recomputing(config)
-        if isinstance(config.hardware, MeasuredHardware):
-            from titanlike.planning.measured import measured_times
-
-            seconds = measured_times(config, self.table.draft)
-            self.table.times = as_measured(self.table.times, seconds)
         self.deferred = schedule.weight_gradients == "deferred"
+        drafted = self.table.draft
+        deferred = range(len(drafted.stages)) if self.deferred else ()
+        seconds = seconds_of_units(config, drafted, deferred)
+        if seconds is not None:
+            self.table.times = as_measured(self.table.times, seconds)
         self.limit = float("inf")
         self._bytes: dict[object, tuple[int, int]] = {}
         self._orders: dict[tuple[int, ...], list[Known]] = {}

@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,15 +55,18 @@ def measured_hardware(config: Config) -> Hardware:
     return hardware
 
 
-def measured_times(config: Config, draft: Draft) -> list[Times]:
-    """Of each unit of a draft in its microbatches, on this machine, with weight gradients that wait
-    where those of its stage do; kept, too. Raises ConfigError."""
+def measured_times(config: Config, draft: Draft, deferred: Collection[int]) -> list[Times]:
+    """Of each unit of a draft in its microbatches, on this machine; kept, too. Raises ConfigError.
+
+    deferred: stages whose weight gradients wait.
+    """
     settings, costs = config.hardware, draft.memory().unit_costs
     assert isinstance(settings, MeasuredHardware) and costs is not None
     ranks = _ranks(config)
     path = _folder(settings) / "units" / f"{costs.signature}-{platform.node()}-{ranks}-ranks.yaml"
     if path.is_file() and not settings.again:
-        return _of_stages(yaml.safe_load(path.read_text(encoding="utf-8")), draft)
+        kept = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return _of_stages(kept, draft.stages, deferred)
     print("measuring the model's units ...", file=sys.stderr, flush=True)
     found = _measure(config, "units", ranks)
     units = {
@@ -74,13 +77,15 @@ def measured_times(config: Config, draft: Draft) -> list[Times]:
         for name in found[0]
     }
     _write(path, "Seconds of a model's units: forward, backward, weight gradients.", units)
-    return _of_stages(units, draft)
+    return _of_stages(units, draft.stages, deferred)
 
 
-def _of_stages(profiles: dict[str, list[Times]], draft: Draft) -> list[Times]:
+def _of_stages(
+    profiles: dict[str, list[Times]], stages: Sequence[Sequence[str]], deferred: Collection[int]
+) -> list[Times]:
     found: list[Times] = []
-    for stage, names in enumerate(draft.stages):
-        profile = profiles["deferred" if stage in draft.deferred else "together"]
+    for stage, names in enumerate(stages):
+        profile = profiles["deferred" if stage in deferred else "together"]
         found += profile[len(found) : len(found) + len(names)]
     return found
 

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -19,8 +19,8 @@ from titanlike.pipeline.order import Order
 from titanlike.planning import links
 from titanlike.planning.simulate import Simulation, simulate
 from titanlike.planning.stage_times import LayoutTimes, Traffic, layout_times
+from titanlike.split import run_costs
 from titanlike.split.rank_memory import MemoryParts, Moment
-from titanlike.split.run_costs import seconds_of_units
 from titanlike.split.unit_costs import CostError
 from titanlike.training.draft import Draft, draft
 
@@ -142,7 +142,8 @@ def make_plan(
     if drafted is None:
         drafted = draft(config, device_memory=lambda: hardware.usable)
     if times is None:
-        times = layout_times(config, drafted, hardware, _measured(config, drafted))
+        seconds = seconds_of_units(config, drafted, drafted.deferred)
+        times = layout_times(config, drafted, hardware, seconds)
     simulation = simulate(
         drafted.order,
         times.stages,
@@ -154,15 +155,20 @@ def make_plan(
     return Plan(config, hardware, drafted, times, simulation)
 
 
-def _measured(config: Config, drafted: Draft) -> Sequence[Sequence[float]] | None:
-    """Of each unit, where this machine or a run is the hardware; None = by what they compute."""
+def seconds_of_units(
+    config: Config, drafted: Draft, deferred: Collection[int]
+) -> Sequence[Sequence[float]] | None:
+    """Of each unit, where this machine or a run is the hardware; None = by what they compute.
+
+    deferred: stages whose weight gradients wait.
+    """
     if isinstance(config.hardware, RunHardware):
         return _of_run(config.hardware.path, config, drafted)
     if not isinstance(config.hardware, MeasuredHardware) or drafted.memory().unknown:
         return None
     from titanlike.planning.measured import measured_times
 
-    return measured_times(config, drafted)
+    return measured_times(config, drafted, deferred)
 
 
 def _of_run(run: str, config: Config, drafted: Draft) -> Sequence[Sequence[float]]:
@@ -171,7 +177,7 @@ def _of_run(run: str, config: Config, drafted: Draft) -> Sequence[Sequence[float
     try:
         if memory.unit_costs is None:
             raise CostError(memory.unknown)
-        return seconds_of_units(
+        return run_costs.seconds_of_units(
             run, names, memory.unit_costs.flops(), config, drafted.model_graph.microbatch_size
         )
     except CostError as error:
