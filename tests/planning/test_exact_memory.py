@@ -15,10 +15,12 @@ from support.memory_layouts import LAYOUTS, layout
 from support.world import run_world
 from titanlike.command.plan import main
 from titanlike.config.groups import Schedule
-from titanlike.config.schema import Config, Custom, Fsdp, Muon, Sgd
+from titanlike.config.schema import Config, Custom, Fsdp, Muon, Sgd, SyntheticData
+from titanlike.planning import plan_search
 from titanlike.planning.exact_memory import with_exact_memory
 from titanlike.planning.known_hardware import shipped
 from titanlike.planning.plan import make_plan
+from titanlike.planning.plan_search import search, search_text
 from titanlike.planning.plan_text import as_data, as_text
 
 _1F1B = Schedule("1f1b", 8)
@@ -70,3 +72,18 @@ def test_the_command_counts_on_demand(capsys: pytest.CaptureFixture[str]) -> Non
     assert exact["memory_counted"] == [True, True] and estimated["memory_counted"] == [False, False]
     assert exact["memory_bytes"] != estimated["memory_bytes"]
     assert exact["memory_bytes"] == pytest.approx(estimated["memory_bytes"], rel=0.1)
+
+
+def test_a_search_leaves_out_what_does_not_fit_when_it_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = replace(layout(1, 2, Schedule("1f1b", 2)), hardware=shipped("h100_sxm"))
+    config = replace(config, data=SyntheticData(vocab_size=4000))
+    found = search(config, ["pp=1", "dp=2", "tp=1", "cp=1"], 2, most=2, exact=True)
+    assert all(len(one.plan.counted) == 1 for one in found.ranked) and not found.too_large
+    monkeypatch.setattr(
+        plan_search, "with_exact_memory", lambda plan, _: replace(plan, counted={0: 1 << 40})
+    )
+    found = search(config, ["pp=1", "dp=2", "tp=1", "cp=1"], 2, most=2, exact=True)
+    assert not found.ranked and found.too_large == 2
+    assert "2 of the fastest left out" in search_text(found)

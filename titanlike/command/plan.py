@@ -147,7 +147,7 @@ def _plan(config: Config, flags: argparse.Namespace) -> int:
 def _search(config: Config, words: list[str], gpus: int | None, flags: argparse.Namespace) -> int:
     from titanlike.planning.plan_search import search, search_data, search_text
 
-    found = search(config, words, gpus or config.world_size, exact=flags.exact)
+    found = search(config, words, gpus or config.world_size, flags.top, flags.exact)
     if flags.json:
         print(json.dumps(search_data(found, flags.top)))
     else:

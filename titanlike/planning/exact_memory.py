@@ -13,12 +13,14 @@ from dataclasses import replace
 
 import torch
 
+from titanlike.config.errors import ConfigError
 from titanlike.config.schema import Config
 from titanlike.data.example_batch import example_batch
 from titanlike.data.sources import Batch
 from titanlike.parallel.cp.tokens import ContextRanks
 from titanlike.parallel.mesh import Mesh, lay_mesh
 from titanlike.parallel.tp.collectives import TensorRanks
+from titanlike.pipeline.schedules import SCHEDULES
 from titanlike.planning.plan import Plan
 from titanlike.torch_private.fake_ranks import allocate, fake_process_group, fake_tensors
 from titanlike.torch_private.live_storages import LiveStorages
@@ -34,7 +36,8 @@ def with_exact_memory(plan: Plan, ranks: Sequence[int] | None = None) -> Plan:
     the most over a step.
 
     Of ranks that share stages the first has the largest shards. Blocks are counted as they are without
-    compile. ranks: only these pipeline ranks. The plan says why where the memory is left as it was
+    compile; of more microbatches than pass before memory repeats itself, only so many are computed.
+    ranks: only these pipeline ranks. The plan says why where the memory is left as it was
     estimated: it depends on values (documents), or is that of two devices (fsdp.cpu_offload).
     """
     config, room = plan.config, plan.hardware.usable
@@ -42,7 +45,8 @@ def with_exact_memory(plan: Plan, ranks: Sequence[int] | None = None) -> Plan:
         return replace(plan, not_counted="with fsdp.cpu_offload a part of it is on the host")
     if config.ep > 1:
         return replace(plan, not_counted="how many tokens experts receive depends on their values")
-    config, example = replace(config, device="cpu", compile=False), example_batch(config)
+    config = replace(_shortened(plan), device="cpu", compile=False)
+    example = example_batch(config)
     every, counted = range(config.pp) if ranks is None else ranks, {}
     for rank in every:
         try:
@@ -51,6 +55,27 @@ def with_exact_memory(plan: Plan, ranks: Sequence[int] | None = None) -> Plan:
         except Exception as error:  # whatever a model does with a value
             return replace(plan, not_counted=_reason(error))
     return replace(plan, counted=counted)
+
+
+def _shortened(plan: Plan) -> Config:
+    """The config with fewer microbatches, where the same memory is estimated with them."""
+    config, drafted, room = plan.config, plan.draft, plan.hardware.usable
+    if config.schedule.name not in SCHEDULES or plan.memory_unknown:
+        return config
+    expected = drafted.memory().of_ranks(drafted.recomputed.blocks)
+    for count in (2 * drafted.order.stages, 4 * drafted.order.stages):
+        if count >= drafted.microbatches:
+            break
+        schedule = replace(config.schedule, microbatches=count)
+        rows = config.batch_size // drafted.microbatches * count
+        shorter = replace(config, batch_size=rows, schedule=schedule)
+        try:
+            other = draft(shorter, device_memory=lambda: room)
+        except ConfigError:  # a number that the schedule does not take
+            continue
+        if other.memory().of_ranks(other.recomputed.blocks) == expected:
+            return shorter
+    return config
 
 
 def _reason(error: BaseException) -> str:

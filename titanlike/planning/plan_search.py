@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import shlex
+import textwrap
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -71,6 +72,7 @@ class Found:
     judged: int = 0
     fitting: int = 0
     refused: int = 0  # invalid
+    too_large: int = 0  # of the fastest, which do not fit when their memory is counted
     lost: list[str] = field(default_factory=list)  # why well-known choices are not among them
     seconds: float = 0.0
     least_memory: int = 0  # bytes of the fullest rank, of the layout that needs the least
@@ -112,7 +114,8 @@ def search(
         found.ranked += [*_with_auto_split(found.ranked[:_AUTO])]
     found.ranked.sort(key=lambda item: item.plan.step_seconds)
     if exact:
-        found.ranked = [*_counted(found.ranked[:most])]
+        counted = [*_counted(found.ranked[:most])]
+        found.too_large, found.ranked = len(found.ranked[:most]) - len(counted), counted
     if found.ranked:
         found.lost = [*_lost(judged, found)]
     found.seconds = time.process_time() - begin
@@ -358,6 +361,7 @@ def search_data(found: Found, most: int = 10) -> dict[str, Any]:
         "layouts": found.judged,
         "fitting": found.fitting,
         "refused": found.refused,
+        "too_large": found.too_large,
         "seconds": found.seconds,
         "hardware": found.hardware.title,
         "gpus": found.gpus,
@@ -378,6 +382,9 @@ def search_text(found: Found, most: int = 10, width: int = 80) -> str:
         f"{found.judged:,} layouts of {found.gpus:,} x {found.hardware.title}, of which "
         f"{found.fitting:,} fit into {have}; {found.seconds:.0f} s"
     ]
+    if found.too_large:
+        text = f"{found.too_large} of the fastest left out: counted, they take more than estimated"
+        lines += textwrap.wrap(text, width)
     if not found.ranked:
         least = units.size(found.least_memory)
         lines.append(f"none fits: the least is {least} on the fullest rank; take more devices")
