@@ -24,7 +24,11 @@ def test_the_estimate_is_within_a_twentieth_of_the_peak(name: str, tmp_path: Pat
     config = LAYOUTS[name]
     expected, taken = estimated_and_measured(config, tmp_path)
     assert 0.95 < expected / taken < 1.05, f"{expected / 2**20:.1f} of {taken / 2**20:.1f} MiB"
-    counted = max(with_exact_memory(make_plan(config, shipped("cpu"))).memory_bytes)
+    plan = with_exact_memory(make_plan(config, shipped("cpu")))
+    if config.ep > 1:
+        assert plan.not_counted
+        return
+    counted = max(plan.memory_bytes)
     # a message stays until its receiver has it, which is later in some runs than in others
     assert 0.98 < counted / taken < 1.02, f"{counted / 2**20:.1f} of {taken / 2**20:.1f} MiB"
     how = config.activation_checkpoint

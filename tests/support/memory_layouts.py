@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from support.live_memory import measured
 from support.models import tiny
@@ -40,6 +40,12 @@ def _pipeline(
 ) -> Config:
     chosen = recomputed or ActivationCheckpoint("none")
     return layout(pp, dp, schedule, activation_checkpoint=chosen, **more)
+
+
+def _mixture(zero: Literal[2, 3]) -> Config:
+    sizes = {name: MODEL[name] for name in ("dim", "heads", "kv_heads", "vocab_size")}
+    model = Custom("moe", sizes | {"layers": 4, "experts": 8, "top_k": 2, "expert_dim": 352})
+    return layout(1, 2, Schedule("1f1b", 2), model=model, ep=2, fsdp=Fsdp(zero))
 
 
 _FULL, _SELECTIVE = ActivationCheckpoint("full"), SelectiveActivationCheckpoint()
@@ -87,6 +93,8 @@ LAYOUTS = {
         Schedule("1f1b", 2), pp=1, tp=2, loss=ChunkedCrossEntropy(), **_LOGITS
     ),
     "1f1b, pp=1 dp=2 tp=2, ZeRO 3, full": _pipeline(Schedule("1f1b", 2), _FULL, pp=1, dp=2, tp=2),
+    "1f1b, pp=1 dp=2 ep=2, ZeRO 2": _mixture(2),
+    "1f1b, pp=1 dp=2 ep=2, ZeRO 3": _mixture(3),
     "zbvzerobubble, tp=2, deferred": _pipeline(ZeroBubbleSchedule("zbvzerobubble", 8), tp=2),
 }
 

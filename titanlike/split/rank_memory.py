@@ -174,8 +174,9 @@ class RankMemory:
         self._order, self._stages, self._parameters = order, stages, [*parameters]
         self._zero, self._state = zero, StateBytes.of(config, zero)
         muon = StateBytes.of(config, zero, True).kept
+        self._ep, self._experts = config.ep, [*experts]
         self._kept = [  # bytes of each stage's parameters and optimizer state
-            self._state.kept * (numel - own + (config.ep - 1) * of_experts) + muon * own
+            self._state.kept * (self._in_shards(numel, of_experts) - own) + muon * own
             for numel, own, of_experts in zip(self._parameters, by_muon, experts, strict=True)
         ]
         shards = self._state.shards
@@ -253,6 +254,10 @@ class RankMemory:
         found.append(Moment(None, replace(parts, temporary=self._update), parts))
         return found
 
+    def _in_shards(self, numel: int, experts: int) -> int:
+        """What counts for parameters whose shards a rank keeps: experts' have fewer shards."""
+        return numel + (self._ep - 1) * experts
+
     def _local(self, rank: int) -> tuple[int, ...]:
         return self._order.local(rank)
 
@@ -329,7 +334,9 @@ class RankMemory:
         largest = max((unit.parameters for unit in units), default=0)
         message = self._computing * largest if gathered else 0
         reduced = int((_REDUCED + state.reduced_gradient) * largest) if self._whole else 0
-        after = int((state.reduced_gradient - state.gradient) * numel)
+        sharded = self._in_shards(numel, self._experts[stage])
+        before = numel if self._zero == 1 else sharded
+        after = int(state.reduced_gradient * sharded - state.gradient * before)
         queued = sum(unit.queued for unit in units)
         self._known[key] = {
             "gather": _Change(gathered + message, gathered),
@@ -383,7 +390,9 @@ class RankMemory:
             if held:  # gradients, message, and what comes of it
                 reduced = self._computing + _REDUCED + _REDUCED / state.shards
                 most = max(most, now + int(reduced * unit.parameters) + self._gathered(before))
-            now += unit.queued + (int(state.gradient * unit.parameters) if first else 0)
+            whole = self._zero == 1
+            numel = unit.parameters if whole else self._in_shards(unit.parameters, unit.experts)
+            now += unit.queued + (int(state.gradient * numel) if first else 0)
         now -= self._sent[stage]
         return _Change(most, now)
 
