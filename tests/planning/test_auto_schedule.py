@@ -14,11 +14,13 @@ from support.proven import assert_proven
 from titanlike.command.plan import main as plan
 from titanlike.config.errors import ConfigError
 from titanlike.config.groups import ActivationCheckpoint, AutoSchedule
+from titanlike.config.parse import bytes_of
 from titanlike.config.schema import AutoSplit, BalanceSplit, Config, CsvSchedule, Precision
 from titanlike.pipeline.from_config import build_order, microbatch_problem
 from titanlike.planning import auto_schedule
 from titanlike.planning.auto_schedule import find, with_found_order
 from titanlike.planning.known_hardware import shipped
+from titanlike.planning.simulate import in_flight
 from titanlike.training.draft import draft
 
 H100 = {"hardware": shipped("h100_sxm")}
@@ -98,20 +100,44 @@ def test_no_schedule_of_the_same_memory_is_faster_by_simulation(tmp_path: Path) 
     assert found.seconds < 0.9 * found.known.seconds
 
 
-def test_too_little_memory_is_refused_with_the_least_that_works(tmp_path: Path) -> None:
-    config = tiny(2, 1, replace(AUTO, memory=0.1), run_dir=str(tmp_path), **H100)
+@pytest.mark.parametrize("limits", [{"memory": 0.1}, {"memory_bytes": 2**20}])
+def test_too_little_memory_is_refused_with_the_least_that_works(
+    limits: dict[str, float], tmp_path: Path
+) -> None:
+    schedule = replace(AUTO, **limits)
+    config = tiny(2, 1, schedule, run_dir=str(tmp_path), seq_len=2048, **H100)
     with pytest.raises(ConfigError) as error:
         with_found_order(config)
     (problem,) = error.value.problems
     assert "holds at least a microbatch" in problem.reason
-    share = float(problem.fix.removeprefix("schedule.memory="))
-    with_found_order(replace(config, schedule=replace(config.schedule, memory=share)))
+    key, _, least = problem.fix.removeprefix("schedule.").partition("=")
+    enough = float(least) if key == "memory" else bytes_of(least)
+    with_found_order(replace(config, schedule=replace(schedule, **{key: enough})))
+
+
+def test_memory_is_limited_in_bytes_and_in_microbatches_in_flight(tmp_path: Path) -> None:
+    """Of the first rank, which holds the most; each of several limits holds."""
+    search = replace(AUTO, stages_per_rank=1, placement="loop", search="order")
+    layers = {"layers": 8, "run_dir": str(tmp_path), "seq_len": 2048, **H100}
+    most = []
+    for changes in (
+        {},
+        {"in_flight": 3.0},
+        {"in_flight": 16.0, "memory": 1.0},
+        {"memory_bytes": 2**40},
+        {"memory_bytes": 2**40, "in_flight": 1.0},
+    ):
+        found = find(tiny(4, 1, replace(search, **changes), batch_size=8, **layers))
+        most.append(in_flight(found.order.ranks[0]))
+    assert most[1] == 3 and most[4] == 1
+    assert 3 < most[0] == most[2] < most[3]  # 1f1b's memory, and as much as is of use
 
 
 @pytest.mark.parametrize(
     ("schedule", "words"),
     [
         (AutoSchedule(memory=0.0), "schedule.memory=0.0: must be a share"),
+        (AutoSchedule(in_flight=0.5), "at least a microbatch of all its stages; write"),
         (AutoSchedule(stages_per_rank=3, search="order"), "a V has two stages a rank"),
         (AutoSchedule(stages_per_rank=0), "at least 1 stage"),
     ],
