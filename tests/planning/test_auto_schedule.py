@@ -37,9 +37,16 @@ MORE_WAYS = {
     ),
     "split=auto": tiny(2, 2, AUTO, split=AutoSplit(), **H100),
 }
+ON_FOUR = {  # pipeline ranks; tp=2 is 16 processes
+    "recomputed, pp=4 dp=2": tiny(
+        4, 2, AUTO, activation_checkpoint=ActivationCheckpoint("full"), **H100
+    ),
+    "tp=2, pp=4 dp=2": tiny(4, 2, AUTO, tp=2, **H100),
+    "bf16, pp=4 dp=2": tiny(4, 2, AUTO, precision=Precision("bf16"), **H100),
+}
 
 
-@pytest.mark.parametrize("config", cells(WAYS, MORE_WAYS))
+@pytest.mark.parametrize("config", cells(WAYS, MORE_WAYS, ON_FOUR))
 def test_an_order_that_was_found_trains_the_same_model(config: Config, tmp_path: Path) -> None:
     assert_proven(with_found_order(replace(config, run_dir=str(tmp_path))), tmp_path)
 
