@@ -17,12 +17,14 @@ from titanlike.command.plan import main as plan
 from titanlike.config.errors import ConfigError
 from titanlike.config.groups import ActivationCheckpoint, AutoSchedule
 from titanlike.config.hardware import MeasuredHardware
+from titanlike.config.parse import bytes_of
 from titanlike.config.schema import AutoSplit, BalanceSplit, Config, CsvSchedule, Precision
 from titanlike.pipeline.from_config import build_order, microbatch_problem
 from titanlike.planning import auto_schedule, measured
 from titanlike.planning.auto_schedule import find, with_found_order
 from titanlike.planning.known_hardware import planned_hardware, shipped
 from titanlike.planning.plan import make_plan
+from titanlike.planning.simulate import in_flight
 from titanlike.training.draft import Draft, draft
 
 H100 = {"hardware": shipped("h100_sxm")}
@@ -39,9 +41,16 @@ MORE_WAYS = {
     ),
     "split=auto": tiny(2, 2, AUTO, split=AutoSplit(), **H100),
 }
+ON_FOUR = {  # pipeline ranks; tp=2 is 16 processes
+    "recomputed, pp=4 dp=2": tiny(
+        4, 2, AUTO, activation_checkpoint=ActivationCheckpoint("full"), **H100
+    ),
+    "tp=2, pp=4 dp=2": tiny(4, 2, AUTO, tp=2, **H100),
+    "bf16, pp=4 dp=2": tiny(4, 2, AUTO, precision=Precision("bf16"), **H100),
+}
 
 
-@pytest.mark.parametrize("config", cells(WAYS, MORE_WAYS))
+@pytest.mark.parametrize("config", cells(WAYS, MORE_WAYS, ON_FOUR))
 def test_an_order_that_was_found_trains_the_same_model(config: Config, tmp_path: Path) -> None:
     assert_proven(with_found_order(replace(config, run_dir=str(tmp_path))), tmp_path)
 
@@ -102,20 +111,44 @@ def test_no_schedule_of_the_same_memory_is_faster_by_simulation(tmp_path: Path) 
     assert found.seconds < 0.9 * found.known.seconds
 
 
-def test_too_little_memory_is_refused_with_the_least_that_works(tmp_path: Path) -> None:
-    config = tiny(2, 1, replace(AUTO, memory=0.1), run_dir=str(tmp_path), **H100)
+@pytest.mark.parametrize("limits", [{"memory": 0.1}, {"memory_bytes": 2**20}])
+def test_too_little_memory_is_refused_with_the_least_that_works(
+    limits: dict[str, float], tmp_path: Path
+) -> None:
+    schedule = replace(AUTO, **limits)
+    config = tiny(2, 1, schedule, run_dir=str(tmp_path), seq_len=2048, **H100)
     with pytest.raises(ConfigError) as error:
         with_found_order(config)
     (problem,) = error.value.problems
     assert "holds at least a microbatch" in problem.reason
-    share = float(problem.fix.removeprefix("schedule.memory="))
-    with_found_order(replace(config, schedule=replace(config.schedule, memory=share)))
+    key, _, least = problem.fix.removeprefix("schedule.").partition("=")
+    enough = float(least) if key == "memory" else bytes_of(least)
+    with_found_order(replace(config, schedule=replace(schedule, **{key: enough})))
+
+
+def test_memory_is_limited_in_bytes_and_in_microbatches_in_flight(tmp_path: Path) -> None:
+    """Of the first rank, which holds the most; each of several limits holds."""
+    search = replace(AUTO, stages_per_rank=1, placement="loop", search="order")
+    layers = {"layers": 8, "run_dir": str(tmp_path), "seq_len": 2048, **H100}
+    most = []
+    for changes in (
+        {},
+        {"in_flight": 3.0},
+        {"in_flight": 16.0, "memory": 1.0},
+        {"memory_bytes": 2**40},
+        {"memory_bytes": 2**40, "in_flight": 1.0},
+    ):
+        found = find(tiny(4, 1, replace(search, **changes), batch_size=8, **layers))
+        most.append(in_flight(found.order.ranks[0]))
+    assert most[1] == 3 and most[4] == 1
+    assert 3 < most[0] == most[2] < most[3]  # 1f1b's memory, and as much as is of use
 
 
 @pytest.mark.parametrize(
     ("schedule", "words"),
     [
         (AutoSchedule(memory=0.0), "schedule.memory=0.0: must be a share"),
+        (AutoSchedule(in_flight=0.5), "at least a microbatch of all its stages; write"),
         (AutoSchedule(stages_per_rank=3, search="order"), "a V has two stages a rank"),
         (AutoSchedule(stages_per_rank=0), "at least 1 stage"),
     ],

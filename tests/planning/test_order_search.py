@@ -136,7 +136,7 @@ def test_an_order_follows_its_keys_and_keeps_within_its_memory() -> None:
 
 @pytest.mark.slow
 def test_small_orders_are_within_two_percent_of_the_optimum() -> None:
-    """Nine of ten; by a search that is exact (see support/exact_order.py)."""
+    """By a search that is exact (see support/exact_order.py)."""
     pytest.importorskip("ortools", reason="see tests/support/exact_order.py")
     above = []
     for seed in range(10):
@@ -154,11 +154,12 @@ def test_small_orders_are_within_two_percent_of_the_optimum() -> None:
             held = [2 * pp / len(place)] * len(place)
             limit = 2 * pp * draw.choice((1.0, 0.8, 0.6))
             problem = Problem(place, microbatches, times, held, held, limit)
-            found = best_order(problem, [*known(place, pp, microbatches)], 240)
+            own = [*known(place, pp, microbatches)]
+            found = best_order(problem, own, trials_for([problem]))
             if found is not None:
                 best, bound = exact_seconds(found, 8)
                 above.append(found.seconds / best - 1)
                 print(
                     f"pp={pp} {len(place)} stages: {above[-1]:.2%} above; bound {bound / best:.1%}"
                 )
-    assert len(above) > 20 and sorted(above)[9 * len(above) // 10 - 1] <= 0.02
+    assert len(above) > 20 and max(above) <= 0.02

@@ -120,19 +120,23 @@ MORE_WAYS = {  # of the same kinds
 }
 
 
+HOW = {
+    "recomputed": {"activation_checkpoint": ActivationCheckpoint("full")},
+    "tp=2": {"tp": 2},
+    "bf16": {"precision": BF16},
+}
+NEW_ORDERS = [(name, how) for name in ("zbh1", "zbh2", "vhalf", "vmin") for how in HOW]
 BUILDING_BLOCKS = {
-    f"{name}, {how}": tiny(2, 2 if how != "tp=2" else 1, name, **changes)
-    for name in ("zbh1", "zbh2", "vhalf", "vmin")
-    for how, changes in {
-        "recomputed": {"activation_checkpoint": ActivationCheckpoint("full")},
-        "tp=2": {"tp": 2},
-        "bf16": {"precision": BF16},
-    }.items()
+    f"{name}, {how}": tiny(2, 2 if how != "tp=2" else 1, name, **HOW[how])
+    for name, how in NEW_ORDERS
 }
 SOME = dict(list(BUILDING_BLOCKS.items())[::2])
+ON_FOUR = {  # pipeline ranks; tp=2 is 16 processes
+    f"{name}, {how}, pp=4 dp=2": tiny(4, 2, name, **HOW[how]) for name, how in NEW_ORDERS
+}
 
 
-@pytest.mark.parametrize("config", cells(WAYS, MORE_WAYS | SOME, BUILDING_BLOCKS))
+@pytest.mark.parametrize("config", cells(WAYS, MORE_WAYS | SOME, BUILDING_BLOCKS | ON_FOUR))
 def test_every_way_to_lay_out_a_model(config: Config, tmp_path: Path) -> None:
     assert_proven(config, tmp_path)
 

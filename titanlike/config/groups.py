@@ -122,8 +122,17 @@ class AutoSchedule:
         "what is chosen: order, for stages_per_rank, placement and split as they are said; placement = "
         "and stages a rank and placement; split = and where stages begin",
     )
-    memory: float = key(
-        1.0, "what activations of a rank may take, as a share of what they take under 1f1b"
+    memory: float | None = key(
+        None,
+        "what activations of a rank may take, as a share of what they take under 1f1b; null = 1.0, or "
+        "what memory_bytes and in_flight say; of several limits each holds",
+    )
+    memory_bytes: Bytes | None = key(
+        None, "what activations of a rank may take, in bytes, such as 40GiB; null = no such limit"
+    )
+    in_flight: float | None = key(
+        None,
+        "microbatches whose activations a rank may hold, each in all of its stages; null = no such limit",
     )
     weight_gradients: Literal["deferred", "together"] = key("deferred", _WEIGHT_GRADIENTS)
     path: str | None = key(None, "CSV of an order that was found; null = search, or order.csv")

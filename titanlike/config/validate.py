@@ -47,7 +47,8 @@ _BOUNDS = {  # of keys, and of a model's keys by these names
     **{"model.heads": 2**16, "model.kv_heads": 2**16, "model.max_seq_len": MAX_SEQ_LEN},
     **{"data.workers": 4096, "launch.max_restarts": 1_000_000, "sweep.parallel": 100_000},
     **{"schedule.microbatches": 100_000, "spike_window": 1_000_000},
-    **{"activation_checkpoint.memory": 2**60, "hardware.memory": 2**60},
+    **dict.fromkeys(("activation_checkpoint.memory", "schedule.memory_bytes"), 2**60),
+    **{"hardware.memory": 2**60},
     **dict.fromkeys([f"hardware.{kind}_flops" for kind in ("bf16", "fp8", "tf32", "fp32")], 1e18),
     **{f"hardware.{link}_bandwidth": 1e15 for link in ("memory", "node", "network")},
     **{"max_time": 1e9, "sweep.wait": 1e9, "seed": 2**63 - 1},
@@ -58,7 +59,7 @@ _LEAST = {
     **dict.fromkeys(("validation.every", "checkpoint.every", "checkpoint.keep"), 0),
     **dict.fromkeys(("checkpoint.keep_every", "checkpoint.keep_best"), 0),
     **dict.fromkeys(("launch.max_restarts", "launch.step_timeout", "lr.warmup", "gc_every"), 0),
-    **{"validation.batches": 1, "verify.steps": 1, "spike_window": 2},
+    **{"launch.straggler": 0, "validation.batches": 1, "verify.steps": 1, "spike_window": 2},
     **{"activation_checkpoint.every": 1, "precision.min_features": 1},
     **{
         "evaluate.batches": 0,
@@ -71,7 +72,8 @@ _LEAST = {
 _ABOVE_ZERO = {  # and finite; key -> an example
     **{"launch.timeout": "600", "launch.heartbeat": "10", "checkpoint.timeout": "1800"},
     **{"spike_zscore": "6", "max_time": "11h30m", "max_tokens": "1000000"},
-    **{"activation_checkpoint.memory": "80GiB", "logger.timeout": "30"},
+    **{"activation_checkpoint.memory": "80GiB", "schedule.memory_bytes": "40GiB"},
+    **{"logger.timeout": "30"},
 }
 
 
@@ -251,10 +253,11 @@ def _positive(config: Config) -> Iterator[Problem]:
     if not 0 < config.sample.top_p <= 1:
         reason = "must be above 0 and at most 1"
         yield Problem("sample.top_p", config.sample.top_p, reason, "sample.top_p=0.95")
-    memory = getattr(config.activation_checkpoint, "memory", None)
-    if memory is not None and 0 < memory < 2**20:
-        fix = f"activation_checkpoint.memory={memory}GiB"
-        yield Problem("activation_checkpoint.memory", memory, "is less than 1 MiB", fix)
+    for key in ("activation_checkpoint.memory", "schedule.memory_bytes"):
+        group, _, name = key.rpartition(".")
+        memory = getattr(getattr(config, group), name, None)
+        if memory is not None and 0 < memory < 2**20:
+            yield Problem(key, memory, "is less than 1 MiB", f"{key}={memory}GiB")
     for key, example in _ABOVE_ZERO.items():
         group, _, name = key.rpartition(".")
         settings = attrgetter(group)(config) if group else config

@@ -139,9 +139,13 @@ def _auto_problem(schedule: AutoSchedule) -> str | None:
     if schedule.search == "order" and schedule.placement == "v" and count != 2:
         fix = f"{key}=2, or schedule.placement=loop"
         return f"{key}={count}: a V has two stages a rank; write {fix}"
-    if schedule.memory <= 0:
+    if schedule.memory is not None and schedule.memory <= 0:
         key = "schedule.memory"
         return f"{key}={schedule.memory}: must be a share of 1f1b's; write {key}=1.0"
+    if schedule.in_flight is not None and schedule.in_flight < 1:
+        key = "schedule.in_flight"
+        reason = "a rank holds at least a microbatch of all its stages"
+        return f"{key}={schedule.in_flight}: {reason}; write {key}=1"
     return None
 
 

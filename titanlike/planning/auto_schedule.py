@@ -83,7 +83,7 @@ class FoundSchedule:
         )
         text += f": a step of {self.seconds:.4g} s by simulation, {self.bound:.4g} s at the least"
         if self.known is None:
-            return text + "; no other schedule keeps within schedule.memory"
+            return text + "; no other schedule keeps within this memory"
         faster = self.known.seconds / self.seconds - 1
         return text + f"; {faster:.1%} faster than {self.known.name}"
 
@@ -154,7 +154,7 @@ class _Search:
         seconds = seconds_of_units(config, drafted, deferred)
         if seconds is not None:
             self.table.times = as_measured(self.table.times, seconds)
-        self.limit = float("inf")
+        self.limits: dict[str, float] = {}  # bytes that each key allows
         self._bytes: dict[object, tuple[int, int]] = {}
         self._orders: dict[tuple[int, ...], list[Known]] = {}
         whole = self._given(loop(config.pp)) or self._given(loop(config.pp), even=True)
@@ -163,7 +163,11 @@ class _Search:
         first = self.problem(whole)
         order = one_f_one_b(config.pp, self.microbatches)
         most = max(first.peak(order, rank) for rank in range(config.pp))
-        self.limit = schedule.memory * most
+        share, size = schedule.memory, schedule.memory_bytes
+        if share is None and size is None and schedule.in_flight is None:
+            share = 1.0
+        self.limits |= {} if share is None else {"memory": share * most}
+        self.limits |= {} if size is None else {"memory_bytes": size}
 
     def run(self) -> FoundSchedule:
         """Raises ConfigError."""
@@ -193,7 +197,7 @@ class _Search:
             ]
             best = min(each, key=lambda one: one.found.seconds, default=None)
         if best is None:
-            raise ConfigError([self._too_little(problems)])
+            raise ConfigError(self._too_little(problems))
         known = [best_known(problem := self.problem(cut), self._known(problem)) for cut in given]
         fastest = min(filter(None, known), key=lambda one: one.seconds, default=None)
         found = best.found
@@ -202,13 +206,22 @@ class _Search:
             found.order.check(), self.names(best.cut), found.seconds, bound, fastest
         )
 
-    def _too_little(self, problems: Sequence[Problem]) -> ConfigProblem:
-        """Of schedule.memory: no order keeps within it."""
-        share = self.config.schedule.memory
-        least = min(problem.least_memory for problem in problems) / self.limit * share
+    def _too_little(self, problems: Sequence[Problem]) -> list[ConfigProblem]:
+        """Of the keys that allow less than any order needs."""
+        schedule, found = self.config.schedule, []
+        least = min(problem.least_memory for problem in problems)
         reason = "a rank holds at least a microbatch of all its stages, which takes more"
-        fix = f"schedule.memory={math.ceil(100 * least) / 100:g}"
-        return ConfigProblem("schedule.memory", share, reason, fix)
+        for name, limit in self.limits.items():
+            if limit >= least:
+                continue
+            value = schedule.memory_bytes
+            fix = f"{math.ceil(least / 2**20)}MiB"
+            if name == "memory":
+                value = 1.0 if schedule.memory is None else schedule.memory
+                fix = f"{math.ceil(100 * least / limit * value) / 100:g}"
+            key = f"schedule.{name}"
+            found.append(ConfigProblem(key, value, reason, f"{key}={fix}"))
+        return found
 
     def names(self, cut: Cut) -> list[list[str]]:
         """Of the units of each stage."""
@@ -260,7 +273,9 @@ class _Search:
         times = stage_times(config, layout, self.hardware, table.times).stages
         held, queued = zip(*(self._held(own) for own in stages), strict=True)
         ahead = self.hardware.runs_ahead
-        return Problem(cut.place, self.microbatches, times, held, queued, self.limit, ahead)
+        limit = min(self.limits.values(), default=math.inf)
+        most = math.inf if config.schedule.in_flight is None else config.schedule.in_flight
+        return Problem(cut.place, self.microbatches, times, held, queued, limit, ahead, most)
 
     def _held(self, names: Sequence[str], sends: bool = True) -> tuple[int, int]:
         """Bytes of a microbatch of a stage of these units, and of what waits between I and W."""

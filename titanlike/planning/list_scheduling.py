@@ -37,7 +37,7 @@ class Problem:
     queued: Sequence[float]  # of that, what stays between I and W
     limit: float  # of a rank
     runs_ahead: bool = True  # whether the host queues work on the device
-    fixed: Sequence[float] = ()  # memory that each rank takes besides; empty = none
+    in_flight: float = _NEVER  # microbatches of all stages of a rank that it may hold
 
     @property
     def ranks(self) -> int:
@@ -66,15 +66,20 @@ class Problem:
 
     def room(self, rank: int) -> float:
         """Memory that activations of a rank may take."""
-        return (self.limit - (self.fixed[rank] if self.fixed else 0.0)) * (1 + _EQUAL)
+        return min(self.limit, self.in_flight * self.own[rank]) * (1 + _EQUAL)
+
+    @cached_property
+    def own(self) -> list[float]:
+        """Memory of a microbatch in all stages of each rank."""
+        each = [0.0] * self.ranks
+        for rank, held in zip(self.place, self.held, strict=True):
+            each[rank] += held
+        return each
 
     @property
     def least_memory(self) -> float:
         """What activations take on the fullest rank with one microbatch at a time."""
-        each = [0.0] * self.ranks
-        for rank, held in zip(self.place, self.held, strict=True):
-            each[rank] += held
-        return max(each)
+        return max(self.own)
 
     def fits(self, order: Order) -> bool:
         return all(self.peak(order, rank) <= self.room(rank) for rank in range(self.ranks))

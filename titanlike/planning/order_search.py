@@ -5,7 +5,8 @@
 2. So are blocks: a microbatch through all stages and back without a pause, the next one a period later.
    With a period as long as the block it is one microbatch at a time, the least memory that there is.
 3. The best are changed at random, a stage's keys earlier or later, and kept where they get better.
-4. In the fastest single actions are moved, as long as steps get no longer.
+4. In the fastest single actions are moved, as long as steps get no longer. A small order is annealed, its
+   step may get longer for a while: from the best of one rank to a better one several have to change.
 
 Every candidate is simulated: what is found is never slower than the best known order that fits.
 """
@@ -26,9 +27,10 @@ _RULES = (
 _PERIODS = 10  # that are tried of a block
 _KEPT = 4  # candidates that are changed
 _ACTIONS = 500_000  # that are scheduled in all: a few seconds of one core
-_MOST = 240  # candidates
-_MOVES = 1500  # of single actions at the most, and so many
-_MOVED = 300_000  # actions are simulated for them
+_MOST = 720  # candidates
+_MOVED = 600_000  # actions at the most that are simulated for moves of single ones
+_SMALL = 80  # actions: an order that is annealed
+_WARM = 0.3  # actions by which its step may get longer at first
 _FAR = 8  # places in the list of its rank that an action moves at the most
 
 
@@ -101,19 +103,23 @@ def best_order(
 
 def _polished(best: Found, trials: int, draw: random.Random) -> Found:
     """With single actions moved on their ranks; as many moves a trial, whatever the size."""
-    problem = best.problem
-    size = sum(map(len, best.order.ranks))
-    for _ in range(min(_MOVES, _MOVED // size, 25 * trials)):
-        order = _moved(best.order, draw)
+    problem, now, warm = best.problem, best, 0.0
+    size = 3 * problem.microbatches * len(problem.place)
+    moves = min(_MOVED // size, 25 * trials)
+    if size <= _SMALL:
+        moves, warm = 80 * trials, _WARM * best.seconds * problem.ranks / size
+    for left in range(moves, 0, -1):
+        order = _moved(now.order, draw)
         if order is None or not problem.fits(order):
             continue
         try:
             seconds = problem.step(order)
         except ValueError:  # it would wait forever
             continue
-        if seconds <= best.seconds:
-            name = best.name if seconds == best.seconds else ""
-            best = Found(problem, order, seconds, name)
+        longer = draw.expovariate(1.0) * warm * left / moves if warm else 0.0
+        if seconds <= now.seconds + longer:
+            now = Found(problem, order, seconds, best.name if seconds == best.seconds else "")
+            best = min(now, best, key=lambda one: one.seconds)
     return best
 
 
