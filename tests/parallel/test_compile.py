@@ -225,8 +225,8 @@ def gradients(blocks: nn.ModuleList, deferred: DeferredWeightGradients | None) -
     return found
 
 
-@pytest.mark.parametrize("kind", [Twice, *slow(Shared, InPlace, Looks)])
-@pytest.mark.parametrize("save", [None, *slow([], ["aten.*mm"])])
+@pytest.mark.parametrize("kind", slow(Twice, Shared, InPlace, Looks))
+@pytest.mark.parametrize("save", [None, [], ["aten.*mm"]])
 def test_weight_gradients_that_wait_are_exact_in_compiled_blocks(kind: type, save: list) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)

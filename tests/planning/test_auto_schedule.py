@@ -21,7 +21,7 @@ from titanlike.config.parse import bytes_of
 from titanlike.config.schema import AutoSplit, BalanceSplit, Config, CsvSchedule, Precision
 from titanlike.pipeline.from_config import build_order, microbatch_problem
 from titanlike.planning import auto_schedule, measured
-from titanlike.planning.auto_schedule import find, with_found_order
+from titanlike.planning.auto_schedule import FoundSchedule, find, with_found_order
 from titanlike.planning.known_hardware import planned_hardware, shipped
 from titanlike.planning.plan import make_plan
 from titanlike.planning.simulate import in_flight
@@ -93,12 +93,22 @@ def test_a_plan_searches_and_leaves_nothing(
     assert "schedule=auto: " in capsys.readouterr().out and not [*tmp_path.iterdir()]
 
 
-def test_a_damaged_note_beside_the_order_is_searched_again(tmp_path: Path) -> None:
-    config = tiny(2, 1, AUTO, run_dir=str(tmp_path), **H100)
+def test_a_damaged_note_beside_the_order_is_searched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny(2, 1, replace(AUTO, microbatches=4), run_dir=str(tmp_path), **H100)
+    found, searched = find(config), []
+
+    def again(_: Config) -> FoundSchedule:
+        searched.append(True)
+        return found
+
+    monkeypatch.setattr(auto_schedule, "find", again)
     first = with_found_order(config)
     for text in ("", "{}", json.dumps({"for": 1})):
         (tmp_path / "order.json").write_text(text)
         assert with_found_order(config) == first
+    assert len(searched) == 4
 
 
 def test_no_schedule_of_the_same_memory_is_faster_by_simulation(tmp_path: Path) -> None:
