@@ -18,7 +18,7 @@ import torch.distributed as dist
 from support.models import SCHEDULES, tiny
 from support.planned_runs import compared
 from support.world import run_world
-from titanlike.config.groups import AutoSchedule, FitActivationCheckpoint
+from titanlike.config.groups import AutoSchedule, EveryActivationCheckpoint
 from titanlike.config.hardware import MeasuredHardware
 from titanlike.config.schema import AutoSplit, Config, Custom, SyntheticData
 from titanlike.data.loader import batches, open_data
@@ -35,7 +35,7 @@ MODEL = {"dim": 256, "heads": 4, "kv_heads": 4, "ffn_dim": 704, "layers": 8, "vo
 CASES: dict[str, dict[str, Any]] = {
     "heavy head": {"data": SyntheticData(vocab_size=16_000)},
     "heavy head, split=auto": {"data": SyntheticData(vocab_size=16_000), "split": AutoSplit()},
-    "some blocks recomputed": {"activation_checkpoint": FitActivationCheckpoint(memory=130 << 20)},
+    "some blocks recomputed": {"activation_checkpoint": EveryActivationCheckpoint(every=3)},
 }
 BUILT_IN = [name for name in SCHEDULES if name != "csv"]
 
