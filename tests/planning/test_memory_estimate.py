@@ -30,7 +30,7 @@ def test_the_estimate_is_within_a_twentieth_of_the_peak(name: str, tmp_path: Pat
         return
     counted = max(plan.memory_bytes)
     # a message stays until its receiver has it, which is later in some runs than in others
-    assert 0.98 < counted / taken < 1.02, f"{counted / 2**20:.1f} of {taken / 2**20:.1f} MiB"
+    assert 0.95 < counted / taken < 1.02, f"{counted / 2**20:.1f} of {taken / 2**20:.1f} MiB"
     how = config.activation_checkpoint
     if isinstance(how, FitActivationCheckpoint):
         assert expected <= how.memory and taken < 1.05 * how.memory
