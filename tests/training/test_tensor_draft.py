@@ -12,9 +12,17 @@ from torch import Tensor, nn
 
 from support.models import LLAMA, tiny
 from support.vision_configs import of_images
-from titanlike.config.schema import ChunkedCrossEntropy, Config, Custom, Model, SyntheticData
+from titanlike.config.schema import (
+    ChunkedCrossEntropy,
+    Config,
+    Custom,
+    Model,
+    Schedule,
+    SyntheticData,
+)
 from titanlike.graph.cut import message
 from titanlike.job.check import problems
+from titanlike.training import tensor_draft
 from titanlike.training.draft import draft, preflight
 from titanlike.training.report import tensor_parallel
 
@@ -106,6 +114,24 @@ def test_messages_flops_and_parameters_are_those_of_one_tensor_parallel_rank() -
     assert tokens == {1: 16, 2: 8, 4: 4}
     assert flops[1] == 2 * flops[2] == 4 * flops[4]
     assert parameters[1] == 2 * parameters[2] == 4 * parameters[4]
+
+
+@pytest.mark.parametrize("tp_sequence", [True, False])
+def test_a_plan_that_was_checked_is_not_compared_again(
+    monkeypatch: pytest.MonkeyPatch, tp_sequence: bool
+) -> None:
+    """What is found is the same, in other microbatches and with other stages, too."""
+    config = tiny(tp=2, tp_sequence=tp_sequence, layers=4, batch_size=8)
+    other = replace(config, pp=2, schedule=Schedule("1f1b", 4))
+    before, alone = draft(config), draft(other)
+    monkeypatch.setattr(tensor_draft, "Comparison", None)
+    again = draft(other, checked=before.tensor)
+    assert again.tensor is not before.tensor
+    assert replace(again.tensor, like=alone.tensor.like) == alone.tensor
+    assert again.tensor.like.sequence == alone.tensor.like.sequence == tp_sequence
+    assert again.stage_parameters == alone.stage_parameters
+    blocks = alone.recomputed.blocks
+    assert again.memory().of_ranks(blocks) == alone.memory().of_ranks(blocks)
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "support.losses.Smoothed"])

@@ -15,6 +15,8 @@ from titanlike.config.groups import ActivationCheckpoint, EveryActivationCheckpo
 from titanlike.config.hardware import Hardware
 from titanlike.config.schema import Config, EvenSplit, PointSplit, Schedule
 from titanlike.graph.cut import messages
+from titanlike.parallel.expert_balance import experts_of
+from titanlike.parallel.tp.tensor_parallel import TensorDraft
 from titanlike.pipeline.from_config import build_order, defers_weight_gradients, stage_count
 from titanlike.pipeline.order import Order
 from titanlike.planning.plan import agreement
@@ -26,20 +28,28 @@ from titanlike.split.partition import partition
 from titanlike.split.rank_memory import RankMemory
 from titanlike.training.draft import Draft, draft
 
+_MOST_TOKENS = 2**15  # of a rank, of several sequences: products are no faster with more
+_MOST_SIZES = 6  # of microbatches, on each number of tensor-parallel ranks
 _ROUNDS = 2  # microbatches a pipeline rank with which an order is as good as any longer one
 
 
 class UnitTable:
     """Of a model's units in microbatches of `rows` sequences on `config.tp` ranks."""
 
-    def __init__(self, config: Config, hardware: Hardware, rows: int) -> None:
-        """Raises ConfigError and CostError."""
+    def __init__(
+        self,
+        config: Config,
+        hardware: Hardware,
+        rows: int,
+        checked: TensorDraft | None = None,
+    ) -> None:
+        """checked: see `draft`. Raises ConfigError and CostError."""
         schedule, fsdp = Schedule("1f1b", 1), replace(config.fsdp, zero=1)
         alone = replace(config, pp=1, dp=config.ep, replicate=1, schedule=schedule)
         alone = replace(alone, batch_size=rows * config.ep)
         alone = replace(alone, fsdp=fsdp, split=EvenSplit())
         alone = replace(alone, activation_checkpoint=ActivationCheckpoint("none"))
-        self.draft: Draft = draft(alone, device_memory=lambda: None)
+        self.draft: Draft = draft(alone, device_memory=lambda: None, checked=checked)
         self.units = self.draft.model_graph.units
         self.blocks = {unit.name for unit in self.units if unit.block}
         self._hardware = hardware
@@ -77,6 +87,46 @@ class UnitTable:
         return self._stages[count]
 
 
+class UnitTables:
+    """Of units, by tensor-parallel ranks and sequences of a microbatch: each is counted once."""
+
+    def __init__(self, config: Config, hardware: Hardware) -> None:
+        self._config, self._hardware = config, hardware
+        self._known: dict[object, UnitTable] = {}
+        self._plain: dict[object, UnitTable] = {}
+        self._checked: dict[int, TensorDraft | None] = {}
+        self._sizes: dict[int, set[int]] = {}
+        table = self(config, 1)
+        self.units = len(table.units)
+        modules = experts_of(table.draft.model_graph.model).values()
+        self.experts = min((int(one.num_experts) for one in modules), default=0)  # of a layer
+
+    def sensible(self, config: Config, microbatches: int) -> bool:
+        """Whether microbatches of this size are tried."""
+        rows = rows_of(config, microbatches)
+        if rows < 1 or (rows > 1 and rows * config.seq_len // config.cp > _MOST_TOKENS):
+            return False
+        sizes = self._sizes.setdefault(config.tp, set())
+        if rows not in sizes and len(sizes) >= _MOST_SIZES:
+            return False
+        sizes.add(rows)
+        return True
+
+    def __call__(self, config: Config, rows: int) -> UnitTable:
+        how = config.activation_checkpoint
+        saving = tuple(getattr(how, "save", ()))
+        key = config.tp, config.ep, rows, saving
+        if key not in self._known:
+            at = config.tp, config.ep, rows
+            if at not in self._plain:
+                wanted = replace(self._config, tp=config.tp, ep=config.ep)
+                known = self._checked.get(config.tp)
+                self._plain[at] = UnitTable(wanted, self._hardware, rows, known)
+                self._checked[config.tp] = self._plain[at].draft.tensor
+            self._known[key] = self._plain[at].recomputing(config)
+        return self._known[key]
+
+
 @dataclass(frozen=True)
 class Judged:
     """A layout by closed forms."""
@@ -88,6 +138,7 @@ class Judged:
     memory: list[int]  # of each pipeline rank
     order: Order  # of few microbatches
     parts: dict[str, float]  # seconds of a step by what they are, on the rank with the most
+    tensor: TensorDraft | None  # of the model on these tensor-parallel ranks
 
     @property
     def most(self) -> int:
@@ -138,7 +189,7 @@ def judge(
     )
     each = stage_times(config, layout, hardware, table.times)
     seconds, parts = step_seconds(order, each, microbatches, config, hardware)
-    return Judged(config, layout, each, seconds, found, order, parts)
+    return Judged(config, layout, each, seconds, found, order, parts, table.draft.tensor)
 
 
 def _as_must_be(

@@ -29,10 +29,10 @@ from titanlike.config.overrides import key_of
 from titanlike.config.program import train_program
 from titanlike.config.schema import VARIANTS, Config
 from titanlike.metrics import units
-from titanlike.parallel.expert_balance import experts_of
+from titanlike.parallel.tp.tensor_parallel import TensorDraft
 from titanlike.pipeline.from_config import declared_microbatches, derive_microbatches, stage_count
 from titanlike.pipeline.order import Order
-from titanlike.planning.closed_form import Judged, UnitTable, judge, rows_of, simulated_seconds
+from titanlike.planning.closed_form import Judged, UnitTables, judge, rows_of, simulated_seconds
 from titanlike.planning.exact_memory import with_exact_memory
 from titanlike.planning.known_hardware import planned_hardware
 from titanlike.planning.layouts import SearchSpace, candidates
@@ -40,14 +40,13 @@ from titanlike.planning.plan import Plan, make_plan
 from titanlike.planning.plan_text import as_data, mesh_text, table
 from titanlike.planning.tensor_sizes import tensor_sizes
 from titanlike.split.partition import SplitError
+from titanlike.training.draft import draft
 
 _SCHEDULES = [
     *("1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev"),
     *("vhalf", "vmin"),
 ]
 _STAGES_PER_RANK = [2, 3, 4]
-_MOST_TOKENS = 2**15  # of a rank, of several sequences: products are no faster with more
-_MOST_SIZES = 6  # of microbatches, on each number of tensor-parallel ranks
 _LEAST_TOKENS = 2**13  # of a sequence on each of the context-parallel ranks
 _SIMULATED = 64
 _AUTO = 3  # of the fastest, that are planned with split=auto, too
@@ -104,7 +103,7 @@ def search(
         if enough and found.ranked:
             break
         try:
-            plan = make_plan(one.config, hardware)
+            plan = _planned(one.config, hardware, one.tensor)
         except ConfigError:
             found.refused += 1
             continue
@@ -122,6 +121,12 @@ def search(
     return found
 
 
+def _planned(config: Config, hardware: Hardware, tensor: TensorDraft | None) -> Plan:
+    """tensor: of the model on as many tensor-parallel ranks, which takes as long to find as the rest."""
+    drafted = draft(config, device_memory=lambda: hardware.usable, checked=tensor)
+    return make_plan(config, hardware, drafted)
+
+
 def _counted(ranked: list[Ranked]) -> Iterator[Ranked]:
     """Those that fit when their fullest rank is counted, or cannot be."""
     for one in ranked:
@@ -137,7 +142,7 @@ def _with_auto_split(ranked: list[Ranked]) -> Iterator[Ranked]:
             continue
         config = replace(one.plan.config, split=AutoSplit())
         try:
-            plan = make_plan(config, one.plan.hardware)
+            plan = _planned(config, one.plan.hardware, one.plan.draft.tensor)
         except ConfigError:
             continue
         if plan.fits and plan.step_seconds < one.plan.step_seconds:
@@ -154,7 +159,7 @@ def _judged(
     for cp in _context_sizes(config, given, gpus):
         own = replace(config, cp=cp)
         try:
-            tables = _Tables(own, hardware)
+            tables = UnitTables(own, hardware)
         except ConfigError:
             if cp == config.cp:
                 raise
@@ -179,7 +184,7 @@ def _of_context(
     gpus: int,
     hardware: Hardware,
     found: Found,
-    tables: _Tables,
+    tables: UnitTables,
     space: SearchSpace,
 ) -> Iterator[tuple[list[str], Judged]]:
     given = {key_of(word) for word in words}
@@ -272,43 +277,6 @@ def _sharded(
                 replicas = config.dp // near
                 if config.dp % near == 0 and config.replicate == 1:
                     yield [*words, f"replicate={replicas}"], replace(changed, replicate=replicas)
-
-
-class _Tables:
-    """Of units, by tensor-parallel ranks and sequences of a microbatch: each is counted once."""
-
-    def __init__(self, config: Config, hardware: Hardware) -> None:
-        self._config, self._hardware = config, hardware
-        self._known: dict[object, UnitTable] = {}
-        self._plain: dict[object, UnitTable] = {}
-        self._sizes: dict[int, set[int]] = {}
-        table = self(config, 1)
-        self.units = len(table.units)
-        modules = experts_of(table.draft.model_graph.model).values()
-        self.experts = min((int(one.num_experts) for one in modules), default=0)  # of a layer
-
-    def sensible(self, config: Config, microbatches: int) -> bool:
-        """Whether microbatches of this size are tried."""
-        rows = rows_of(config, microbatches)
-        if rows < 1 or (rows > 1 and rows * config.seq_len // config.cp > _MOST_TOKENS):
-            return False
-        sizes = self._sizes.setdefault(config.tp, set())
-        if rows not in sizes and len(sizes) >= _MOST_SIZES:
-            return False
-        sizes.add(rows)
-        return True
-
-    def __call__(self, config: Config, rows: int) -> UnitTable:
-        how = config.activation_checkpoint
-        saving = tuple(getattr(how, "save", ()))
-        key = config.tp, config.ep, rows, saving
-        if key not in self._known:
-            at = config.tp, config.ep, rows
-            if at not in self._plain:
-                wanted = replace(self._config, tp=config.tp, ep=config.ep)
-                self._plain[at] = UnitTable(wanted, self._hardware, rows)
-            self._known[key] = self._plain[at].recomputing(config)
-        return self._known[key]
 
 
 # --- why well-known choices lose ----------------------------------------------------------------

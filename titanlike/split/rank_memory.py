@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple
 
-from torch import Tensor
+import numpy as np
+from torch import Tensor, nn
 
 from titanlike.config.schema import Config, SelectiveActivationCheckpoint, TraceSplit
 from titanlike.graph.cut import messages
@@ -30,6 +31,7 @@ from titanlike.optim.muon import hidden_matrices
 from titanlike.parallel.expert_balance import experts_of
 from titanlike.parallel.sharding import compute_dtype
 from titanlike.pipeline.order import Act, Order
+from titanlike.split.rank_steps import KnownKinds, steps
 from titanlike.split.state_bytes import StateBytes
 from titanlike.split.unit_costs import CostError, UnitCosts, UnitPeak
 
@@ -150,6 +152,7 @@ class RankMemory:
             sum(stage[name] for name in self._of_experts.keys() & stage.keys())
             for stage in parameters
         ]
+        self._kinds = KnownKinds()  # of copies of this, too
         self._arrange(config, order, zero, model_graph.stages, numel, by_muon, own)
         self._units = functools.cache(functools.partial(self._count_units, config))
         for stage in range(order.stages):
@@ -230,12 +233,16 @@ class RankMemory:
 
     def of_rank(self, rank: int, recomputed: Sequence[Collection[str]]) -> int:
         """Bytes on a pipeline rank; recomputed: blocks of each stage."""
-        base = self._base(rank)
-        most = now = sum(base)
-        for _, _, change in self._walk(rank, recomputed):
-            most = max(most, now + change.most)
-            now += change.after
-        return max(most, now + self._update)
+        base = sum(self._base(rank))
+        kinds, at = self._kinds(self._order, rank)
+        if not kinds:
+            return base + self._update
+        changes = {s: self._changes(s, frozenset(recomputed[s])) for s in self._local(rank)}
+        each = [changes[stage][kind] for stage, kind in kinds]
+        most = np.array([change.most for change in each], dtype=np.int64)[at]
+        after = np.array([change.after for change in each], dtype=np.int64)[at]
+        then = base + np.cumsum(after)
+        return int(max(base, (then - after + most).max(), then[-1] + self._update))
 
     def moments(self, rank: int, recomputed: Sequence[Collection[str]]) -> list[Moment]:
         """What is in memory during each action of a rank, and in the update; arguments as `of_rank`."""
@@ -244,10 +251,11 @@ class RankMemory:
         parts = MemoryParts(min(weights, kept), max(0, kept - weights), messages=sent)
         found = []
         known: dict[tuple[int, str], MemoryParts] = {}  # that actions leave, by what it is
-        for act, kind, change in self._walk(rank, recomputed):
+        for act, kind in steps(self._order, rank):
+            changes = self._changes(act.stage, frozenset(recomputed[act.stage]))
+            change = changes[kind]
             at_most = replace(parts, temporary=change.most)
             if (act.stage, kind) not in known:
-                changes = self._changes(act.stage, frozenset(recomputed[act.stage]))
                 known |= {(act.stage, name): own for name, own in _parts(changes).items()}
             parts = parts.add(known[act.stage, kind])
             found.append(Moment(act, at_most if change.most > change.after else parts, parts))
@@ -267,31 +275,6 @@ class RankMemory:
         received = sum(self._received[stage] for stage in local)
         return int(sum(self._kept[stage] for stage in local)), _MESSAGES * received
 
-    def _walk(
-        self, rank: int, recomputed: Sequence[Collection[str]]
-    ) -> Iterator[tuple[Act, str, _Change]]:
-        """Of each action: its kind, and what it adds. The gathers before a stage's first action and the
-        reductions behind its last are of the same action."""
-        order, local = self._order, self._local(rank)
-        changes = {stage: self._changes(stage, frozenset(recomputed[stage])) for stage in local}
-        left = dict.fromkeys(local, order.microbatches)
-        forwards: set[int] = set()
-        backwards: set[int] = set()
-        for act in order.ranks[rank]:
-            kind, stage, _ = act
-            own = changes[stage]
-            if kind == "F" and stage not in forwards:
-                forwards.add(stage)
-                yield act, "gather", own["gather"]
-            elif kind in "BI" and stage not in backwards:
-                backwards.add(stage)
-                kind = "first " + kind
-            yield act, kind, own[kind]
-            if act.kind in "BW":
-                left[stage] -= 1
-                if left[stage] == 0:
-                    yield act, "reduce", own["reduce"]
-
     def of_ranks(self, recomputed: Sequence[Collection[str]]) -> list[int]:
         """As `of_rank`, of each pipeline rank."""
         return [self.of_rank(rank, recomputed) for rank in range(len(self._order.ranks))]
@@ -303,11 +286,8 @@ class RankMemory:
         if costs is None:
             return dict.fromkeys(names, _Unit())
         of_experts = {id(parameter) for parameter in self._of_experts.values()}
-        numel = costs.parameter_table(lambda p: p.numel())
-        in_experts = costs.parameter_table(lambda p: p.numel() if id(p) in of_experts else 0)
-        own, experts = (
-            [int(table[at, at + 1]) for at in range(len(names))] for table in (numel, in_experts)
-        )
+        own = costs.parameter_sizes(nn.Parameter.numel)
+        experts = costs.parameter_sizes(lambda p: p.numel() if id(p) in of_experts else 0)
         try:
             saved, peaks = costs.saved_bytes(), costs.peaks(deferred)
             kept = costs.recomputed_bytes(saved_operators(config))

@@ -142,6 +142,11 @@ class UnitCosts:
                 table[start, stop] = total
         return table
 
+    def parameter_sizes(self, size: Callable[[nn.Parameter], int]) -> list[int]:
+        """Of the parameters of each unit."""
+        own = ({id(p): p for p in self._parameters(calls)} for calls in self._calls)
+        return [sum(map(size, parameters.values())) for parameters in own]
+
     def flops(self) -> list[int]:
         """FLOPs of each unit, forward and backward of a microbatch. Raises CostError."""
         return self._sums(lambda node: node_cost.flops(node, self.model))

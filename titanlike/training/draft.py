@@ -119,6 +119,7 @@ def draft(
     device_memory: Callable[[], int | None] | None = None,
     ranks: TensorRanks | None = None,
     context_ranks: ContextRanks | None = None,
+    checked: TensorDraft | None = None,
 ) -> Draft:
     """Decide stages, order and sharding. Raises ConfigError with every problem found.
 
@@ -126,7 +127,8 @@ def draft(
     measure_times: times units, for split.cost=time; without it FLOPs stand for times.
     device_memory: as `memory_for_training`, the same on every rank. ranks: the tensor-parallel ranks
     among which this one computes the loss; context_ranks: those to whose tokens it attends. None in
-    the launcher.
+    the launcher. checked: of a draft of the same model, data and numbers of tensor- and
+    context-parallel ranks, whose plan need not be compared with the whole model again.
     """
     resolved = resolve_model(config)
     model = build_model(resolved)
@@ -138,7 +140,7 @@ def draft(
     batch = example_batch(config, data)
     if problems := field_problems(config, model, fields_of(batch)):
         raise ConfigError(problems)
-    tensor, loss = divide_model(config, model, ranks, batch)
+    tensor, loss = divide_model(config, model, ranks, batch, checked)
     experts = _divide_experts(config, model) if config.ep > 1 else None
     context = context_draft(config, context_ranks, batch)
     whole = config, resolved, model, batch

@@ -27,24 +27,34 @@ from titanlike.training.tensor_mistakes import mixed_draws, plan_error, unnamed
 
 
 def divide_model(
-    config: Config, model: nn.Module, ranks: TensorRanks | None, batch: dict[str, Tensor]
+    config: Config,
+    model: nn.Module,
+    ranks: TensorRanks | None,
+    batch: dict[str, Tensor],
+    checked: TensorDraft | None = None,
 ) -> tuple[TensorDraft | None, Loss]:
     """Divide a model on meta in place, as its first tensor-parallel rank has it; the loss on `ranks`.
 
-    batch: of one sequence, on meta, see `example_batch`. Without tensor parallelism the model stays as
-    it is. Raises ConfigError, also where the divided model would compute other numbers.
+    batch: of one sequence, on meta, see `example_batch`; checked: what was found of the same model,
+    batch and number of ranks before. Without tensor parallelism the model stays as it is. Raises
+    ConfigError, also where the divided model would compute other numbers.
     """
     if config.tp == 1:
         return None, build_loss(config.loss)
     if isinstance(config.split, TraceSplit):
         reason = "a graph that is traced has no exchanges between tensor-parallel ranks"
         raise ConfigError([Problem("split", "trace", reason, "split=points")])
+    like = TensorRanks(config.tp, 0)
+    if checked is not None:
+        tensor = replace(checked, like=like)
+        tensor.divide(model.train(), like)
+        tensor.prepare(like, fields_of(batch))
+        return tensor, loss_of(config, tensor, ranks or like)
     modules = tensor_plan(config, model)
     styles = {entry.style for entry in modules.values()}
     whole = not takes_divided_logits(config.loss)
     heads = [model.get_submodule(name) for name, entry in modules.items() if entry.style == "vocab"]
     vocabulary = next((m.out_features for m in heads if isinstance(m, nn.Linear)), None)
-    like = TensorRanks(config.tp, 0)
     model.train()
     # each in a forward of its own copy: a model may keep what it computes, as a rotary table
     undivided, *probes = (copy.deepcopy(model) for _ in range(3))
