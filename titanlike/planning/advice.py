@@ -22,7 +22,7 @@ from titanlike.config.groups import (
 from titanlike.config.schema import Config
 from titanlike.planning.plan import Plan, make_plan
 
-_SECONDS = 4.0  # of this process; after them nothing else is tried
+_SECONDS = 3.0  # of this process; after them nothing else is tried
 _LEAST = 0.01  # gain that is worth a line
 
 
@@ -48,7 +48,7 @@ def advise(plan: Plan, seconds: float = _SECONDS) -> list[Advice]:
         if validate.problems(config):
             continue
         try:
-            other = make_plan(config, plan.hardware)
+            other = make_plan(config, plan.hardware, checked=plan.draft.tensor)
         except (ConfigError, ValueError):
             continue
         gain = plan.step_seconds / other.step_seconds - 1

@@ -15,6 +15,7 @@ from functools import cached_property
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.hardware import Hardware, MeasuredHardware, RunHardware
 from titanlike.config.schema import Config
+from titanlike.parallel.tp.tensor_parallel import TensorDraft
 from titanlike.pipeline.order import Order
 from titanlike.planning import links
 from titanlike.planning.simulate import Simulation, simulate
@@ -137,10 +138,12 @@ def make_plan(
     drafted: Draft | None = None,
     jitter: float = 0.0,
     times: LayoutTimes | None = None,
+    checked: TensorDraft | None = None,
 ) -> Plan:
-    """Raises ConfigError where a run of this config would be refused before it starts."""
+    """checked: see `draft`. Raises ConfigError where a run of this config would be refused before it
+    starts."""
     if drafted is None:
-        drafted = draft(config, device_memory=lambda: hardware.usable)
+        drafted = draft(config, device_memory=lambda: hardware.usable, checked=checked)
     if times is None:
         seconds = seconds_of_units(config, drafted, drafted.deferred)
         times = layout_times(config, drafted, hardware, seconds)

@@ -29,7 +29,6 @@ from titanlike.config.overrides import key_of
 from titanlike.config.program import train_program
 from titanlike.config.schema import VARIANTS, Config
 from titanlike.metrics import units
-from titanlike.parallel.tp.tensor_parallel import TensorDraft
 from titanlike.pipeline.from_config import declared_microbatches, derive_microbatches, stage_count
 from titanlike.pipeline.order import Order
 from titanlike.planning.closed_form import Judged, UnitTables, judge, rows_of, simulated_seconds
@@ -40,7 +39,6 @@ from titanlike.planning.plan import Plan, make_plan
 from titanlike.planning.plan_text import as_data, mesh_text, table
 from titanlike.planning.tensor_sizes import tensor_sizes
 from titanlike.split.partition import SplitError
-from titanlike.training.draft import draft
 
 _SCHEDULES = [
     *("1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev"),
@@ -103,7 +101,7 @@ def search(
         if enough and found.ranked:
             break
         try:
-            plan = _planned(one.config, hardware, one.tensor)
+            plan = make_plan(one.config, hardware, checked=one.tensor)
         except ConfigError:
             found.refused += 1
             continue
@@ -121,12 +119,6 @@ def search(
     return found
 
 
-def _planned(config: Config, hardware: Hardware, tensor: TensorDraft | None) -> Plan:
-    """tensor: of the model on as many tensor-parallel ranks, which takes as long to find as the rest."""
-    drafted = draft(config, device_memory=lambda: hardware.usable, checked=tensor)
-    return make_plan(config, hardware, drafted)
-
-
 def _counted(ranked: list[Ranked]) -> Iterator[Ranked]:
     """Those that fit when their fullest rank is counted, or cannot be."""
     for one in ranked:
@@ -142,7 +134,7 @@ def _with_auto_split(ranked: list[Ranked]) -> Iterator[Ranked]:
             continue
         config = replace(one.plan.config, split=AutoSplit())
         try:
-            plan = _planned(config, one.plan.hardware, one.plan.draft.tensor)
+            plan = make_plan(config, one.plan.hardware, checked=one.plan.draft.tensor)
         except ConfigError:
             continue
         if plan.fits and plan.step_seconds < one.plan.step_seconds:

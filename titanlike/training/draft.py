@@ -127,8 +127,8 @@ def draft(
     measure_times: times units, for split.cost=time; without it FLOPs stand for times.
     device_memory: as `memory_for_training`, the same on every rank. ranks: the tensor-parallel ranks
     among which this one computes the loss; context_ranks: those to whose tokens it attends. None in
-    the launcher. checked: of a draft of the same model, data and numbers of tensor- and
-    context-parallel ranks, whose plan need not be compared with the whole model again.
+    the launcher. checked: of a draft of the same model and data. On as many tensor-parallel
+    ranks its plan is not compared with the whole model again.
     """
     resolved = resolve_model(config)
     model = build_model(resolved)

@@ -35,8 +35,8 @@ def divide_model(
 ) -> tuple[TensorDraft | None, Loss]:
     """Divide a model on meta in place, as its first tensor-parallel rank has it; the loss on `ranks`.
 
-    batch: of one sequence, on meta, see `example_batch`; checked: what was found of the same model,
-    batch and number of ranks before. Without tensor parallelism the model stays as it is. Raises
+    batch: of one sequence, on meta, see `example_batch`; checked: what was found of the same model
+    and batch before, which holds for as many ranks. Without tensor parallelism the model stays as it is. Raises
     ConfigError, also where the divided model would compute other numbers.
     """
     if config.tp == 1:
@@ -45,7 +45,7 @@ def divide_model(
         reason = "a graph that is traced has no exchanges between tensor-parallel ranks"
         raise ConfigError([Problem("split", "trace", reason, "split=points")])
     like = TensorRanks(config.tp, 0)
-    if checked is not None:
+    if checked is not None and (checked.like.size, checked.context) == (config.tp, config.cp):
         tensor = replace(checked, like=like)
         tensor.divide(model.train(), like)
         tensor.prepare(like, fields_of(batch))
