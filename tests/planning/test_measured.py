@@ -23,6 +23,7 @@ from titanlike.config.schema import (
 )
 from titanlike.pipeline.order import needs
 from titanlike.planning.known_hardware import shipped
+from titanlike.planning.plan import make_plan
 
 # stages that take some 20 ms a microbatch, so that they dominate
 HEAVY = {"dim": 256, "heads": 4, "kv_heads": 4, "ffn_dim": 704, "layers": 8, "vocab_size": None}
@@ -71,6 +72,23 @@ def test_step_and_bubble_are_those_of_the_real_actions(schedule, blocks, kept, t
     # CPU time of a core that is shared with other programs varies by some percent
     assert step == pytest.approx(real.pipeline, rel=0.15)
     assert bubble == pytest.approx(real.bubble, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [[(2, "gather", 1)], *slow([(2, "ulysses", 1), (1, "auto", 1)], [(2, "gather", 2)])],
+)
+def test_units_of_a_rank_with_a_part_of_each_sequence_are_measured(
+    ways: list[tuple[int, str, int]], tmp_path: Path
+) -> None:
+    """Each way to attend to the others' tokens by itself; with divided layers, too."""
+    hardware = MeasuredHardware(folder=str(tmp_path))
+    for count, (cp, method, tp) in enumerate(ways, 1):
+        # as many tokens of each sequence on a rank, whatever cp
+        config = tiny(1, layers=1, batch_size=4, seq_len=16 * cp, hardware=hardware)
+        plan = make_plan(replace(config, cp=cp, context_parallel=method, tp=tp), shipped("cpu"))
+        assert not plan.times.estimated and plan.step_seconds > 0
+        assert len([*(tmp_path / "units").iterdir()]) == count, "measured by itself"
 
 
 @pytest.mark.parametrize("pp", [2, *slow(4)])

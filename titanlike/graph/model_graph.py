@@ -34,6 +34,10 @@ Fields = dict[str, Field]
 class SequenceParts(Protocol):
     """How a rank has a part of every sequence."""
 
+    @property
+    def name(self) -> str:
+        """Another one where units compute something else of the same shapes."""
+
     def whole(self) -> AbstractContextManager[None]:
         """Within it, the model computes with whole sequences."""
 
@@ -85,6 +89,11 @@ class ModelGraph:
         self.trained_outputs: list[bool] | None = None
         # changes the last stage's graph: puts the loss at its end, see optim/chunked_loss.py
         self.last_stage: Callable[[StageGraph], StageGraph] = lambda graph: graph
+
+    @property
+    def sequence_parts(self) -> str:
+        """Of a rank that has a part of every sequence: how."""
+        return "" if self._sequence is None else self._sequence.name
 
     def with_microbatches_of(self, size: int) -> ModelGraph:
         """The same stages for microbatches of another size."""

@@ -123,6 +123,8 @@ class UnitCosts:
         self._calls[-1].append(end)
         self._end = end
         self._keys: dict[Node, str] = {}
+        # attention is of other tokens than those that a unit is called with
+        self._parts = model_graph.sequence_parts
         self._found: dict[Hashable, Any] = {}  # what was counted already, of each call
         self.model.train()
 
@@ -234,7 +236,7 @@ class UnitCosts:
     def signature(self) -> str:
         """A hash of what is computed: measured times are valid for an equal one."""
         keys = [[self._key(node) for node in calls] for calls in self._calls]
-        return hashlib.blake2b(repr(keys).encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(f"{self._parts}{keys}".encode(), digest_size=16).hexdigest()
 
     def _weight_bytes(self, node: Node) -> int:
         return sum({id(p): p.nbytes for p in self._parameters([node])}.values())

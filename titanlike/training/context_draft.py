@@ -48,6 +48,10 @@ class ContextDraft:
         self.attention = ContextAttention(self.ranks, DocumentAttention(attention, document_mask))
 
     @property
+    def name(self) -> str:
+        return f"{self.ranks.method} of {self.ranks.size}"
+
+    @property
     def parallel(self) -> ContextParallel:
         return ContextParallel(self.ranks, self.attention, self.config.tp)
 

@@ -15,6 +15,7 @@ E head dim.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
@@ -73,15 +74,17 @@ class ContextAttention(TorchFunctionMode):
 
     def around(self, module: nn.Module) -> None:
         """Let a module's forward run within it; call it before all else that replaces forwards."""
-        forward = module.forward
+        module.forward = functools.partial(self._run, module.forward)
 
-        def within(*args: Any, **kwargs: Any) -> Any:
-            if not self.active:
-                return forward(*args, **kwargs)
-            with self:
-                return forward(*args, **kwargs)
+    def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self.active:
+            return forward(*args, **kwargs)
+        with self:
+            return forward(*args, **kwargs)
 
-        module.forward = within
+    def __deepcopy__(self, _: dict[int, Any]) -> ContextAttention:
+        """A copy of a module runs its own forward within the same."""
+        return self
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
