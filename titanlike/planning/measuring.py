@@ -21,9 +21,11 @@ import torch.nn.functional as F
 from titanlike.config.parse import parse
 from titanlike.device import accelerator
 from titanlike.device.choose import first_device
-from titanlike.graph.node_times import now
+from titanlike.graph.node_times import Times, now
+from titanlike.split.unit_costs import UnitCosts
 from titanlike.training.draft import draft
 
+_ROUNDS, _SECONDS = 3, 4.0  # of measuring units, at the least
 PROFILES = {"together": False, "deferred": True}  # whether weight gradients wait
 _LARGE, _SMALL = 1024, 96  # sizes of matrices
 _VECTOR = 1 << 24  # elements that no cache holds
@@ -47,15 +49,32 @@ def main(spec_path: str, rank: int) -> None:
         costs = draft(config).memory().unit_costs
         assert costs is not None
         dist.barrier()
-        found: dict[str, Any] = {
-            name: costs.times(device, deferred) for name, deferred in PROFILES.items()
-        }
+        found: dict[str, Any] = unit_times(costs, device)
     else:
         dist.barrier()
         found = hardware_numbers(device, rank, spec["ranks"])
     dist.barrier()
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
+
+
+def unit_times(costs: UnitCosts, device: torch.device) -> dict[str, list[Times]]:
+    """Of each unit, by profile: means over rounds, each of all units and profiles. A machine's speed
+    changes from one second to the next, by a quarter where it is shared: what is measured in one go
+    may be that of a fast moment, beside another unit's of a slow one."""
+    rounds: dict[str, list[list[Times]]] = {name: [] for name in PROFILES}
+    begin, count = time.perf_counter(), 0
+    while count < _ROUNDS or time.perf_counter() - begin < _SECONDS:
+        for name, deferred in PROFILES.items():
+            rounds[name].append(costs.times(device, deferred, repeats=5))
+        count += 1
+    return {
+        name: [
+            tuple(statistics.fmean(part) for part in zip(*unit, strict=True))
+            for unit in zip(*each, strict=True)
+        ]
+        for name, each in rounds.items()
+    }
 
 
 def hardware_numbers(device: torch.device, rank: int, ranks: int) -> dict[str, float]:

@@ -215,7 +215,7 @@ class UnitCosts:
         """Measured times of each unit, forward and backward of a microbatch. Raises CostError."""
         return [round(1e9 * sum(times)) for times in self.times(device, False)]
 
-    def times(self, device: torch.device, deferred: bool) -> list[Times]:
+    def times(self, device: torch.device, deferred: bool, repeats: int = 15) -> list[Times]:
         """Measured seconds of each unit and a microbatch, see `node_times`; deferred: where weight
         gradients wait, for which layers are replaced. Raises CostError.
 
@@ -226,7 +226,9 @@ class UnitCosts:
             between = node.kind == "function" and node is not self._end
             if between and node_cost.flops(node, self.model) == 0:
                 return 0.0, 0.0, 0.0
-            return node_times(node, self.model, device, _waiting if deferred else _together)
+            return node_times(
+                node, self.model, device, _waiting if deferred else _together, repeats
+            )
 
         found = self._costs(measured, (0.0, 0.0, 0.0))
         sums = [[sum(part) for part in zip(*calls, strict=True)] for calls in found]
