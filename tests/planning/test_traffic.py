@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from support.models import tiny
 from support.plans import planned
-from titanlike.planning.links import link
+from titanlike.config.schema import Fsdp, Schedule
+from titanlike.planning.known_hardware import shipped
+from titanlike.planning.links import link, sharded
+from titanlike.planning.plan import make_plan
 
 # 4 microbatches of 2 sequences of 128 tokens a rank, in fp32; 4 heads, 2 of keys and values, of 32
 WORDS = "data=synthetic device=cpu hardware=h100_sxm seq_len=128 schedule.microbatches=4"
@@ -50,6 +56,39 @@ def test_tokens_go_to_experts_and_experts_are_sharded_over_fewer_ranks() -> None
     assert alone.traffic(0).ep == alone.traffic(0).expert_gathered == 0
     assert alone.traffic(0).gathered == 4 * (others + 2 * held) * 3 // 4
     assert max(plan.memory_bytes) < max(alone.memory_bytes)
+
+
+def test_measured_collectives_count_inside_a_node_alone() -> None:
+    """A profile that was measured knows what collectives and FSDP reach, which is not what messages do."""
+    plan = planned(*f"{WORDS} batch_size=64 dp=2 tp=2".split())
+    config = plan.config
+    slow = replace(plan.hardware, collective_bandwidth=1e9, gather_bandwidth=1e8)
+    for nodes, hardware in ((1, slow), (2, replace(slow, devices_per_node=2))):
+        tp, shard = (link(config, axis, hardware) for axis in ("tp", "shard"))
+        assert (tp.nodes, shard.nodes) == (1, nodes)
+        assert tp.bandwidth == pytest.approx(hardware.link_efficiency * 1e9)
+        gathers = sharded(shard, hardware.gather_bandwidth)
+        assert (gathers.bandwidth == 1e8) == (nodes == 1)
+    # each of two ranks sends its half of what it gathers
+    numel = plan.draft.stage_numel(0)
+    other = make_plan(config, slow).times.stages[0]
+    assert other.gather == pytest.approx(numel * 4 / 2 / 1e8)
+    assert other.reduce == plan.times.stages[0].reduce
+
+
+def test_a_core_that_computes_sends_too() -> None:
+    """Of a device that does not work by itself: ZeRO 3's gathers are not hidden."""
+    hardware = replace(shipped("cpu"), gather_bandwidth=1e8, reduce_bandwidth=1e8)
+    config = tiny(1, 2, Schedule("1f1b", 2), fsdp=Fsdp(3))
+    plan = make_plan(config, hardware)
+    free = make_plan(config, replace(hardware, gather_bandwidth=1e15, reduce_bandwidth=1e15))
+    one = plan.draft.stage_numel(0) * 4 / 2 / 1e8
+    assert plan.times.stages[0].forward.device - free.times.stages[0].forward.device == (
+        pytest.approx(one)
+    )
+    assert plan.times.stages[0].backward.device - free.times.stages[0].backward.device == (
+        pytest.approx(2 * one)
+    )
 
 
 def test_links_are_those_of_neighbours_first() -> None:

@@ -55,6 +55,15 @@ class Hardware(NoHardware):
     devices_per_node: int = required("devices that the fast links join")
     node_bandwidth: float = required("bytes/s that a device sends to others of its node")
     network_bandwidth: float = required("bytes/s that a device sends to other nodes")
+    collective_bandwidth: float | None = key(
+        None, "bytes/s that a device sends in a collective of its node; null = node_bandwidth"
+    )
+    gather_bandwidth: float | None = key(
+        None, "bytes/s of parameters that FSDP gathers in a node, with its copies; null = as others"
+    )
+    reduce_bandwidth: float | None = key(
+        None, "bytes/s of gradients that FSDP reduces in a node, with its copies; null = as others"
+    )
     host_bandwidth: float = key(25e9, "bytes/s between a device and the host's memory")
     node_latency: float = key(5e-6, "seconds of a step of a collective, or a message, in a node")
     network_latency: float = key(15e-6, "seconds of a step of a collective between nodes")

@@ -30,8 +30,9 @@ _CHOICES = {
 }
 
 
-def planned_hardware(config: Config) -> Hardware:
-    """What a plan is made for. Raises ConfigError where none is named."""
+def planned_hardware(config: Config, ranks: int | None = None) -> Hardware:
+    """What a plan is made for; ranks: of the layouts, where not as many as of this config. Raises
+    ConfigError where none is named."""
     if isinstance(config.hardware, Hardware):
         return config.hardware
     if isinstance(config.hardware, RunHardware):
@@ -39,7 +40,7 @@ def planned_hardware(config: Config) -> Hardware:
     if config.hardware.name == "measure":
         from titanlike.planning.measured import measured_hardware
 
-        return measured_hardware(config)
+        return measured_hardware(config, ranks or config.world_size)
     reason = "a plan is made for a device"
     fix = "hardware=h100_sxm, or hardware=measure for this machine"
     raise ConfigError([Problem("hardware", config.hardware.name, reason, fix)])

@@ -7,7 +7,7 @@ To add an axis, name it in `axes`, or in `_place` if it is a part of one.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from titanlike.config.hardware import Hardware
 from titanlike.config.schema import Config
@@ -72,6 +72,8 @@ def link(config: Config, axis: str, hardware: Hardware) -> Link:
     together = max(1, min(size, node // stride))  # ranks of the axis in one node
     nodes = -(-size // together)
     inside, outside = hardware.node_bandwidth, hardware.network_bandwidth
+    if nodes == 1:
+        inside = hardware.collective_bandwidth or inside
     bandwidth = to_all = to_next = inside
     latency = 0.0
     if nodes > 1:
@@ -84,6 +86,13 @@ def link(config: Config, axis: str, hardware: Hardware) -> Link:
     reached = (hardware.link_efficiency * rate for rate in (bandwidth, to_all, to_next))
     bandwidth, to_all, to_next = reached
     return Link(size, nodes, bandwidth, latency, to_all, to_next)
+
+
+def sharded(link: Link, bandwidth: float | None) -> Link:
+    """The link for what FSDP exchanges, with its copies; bandwidth: in a node, where it is known."""
+    if bandwidth is None or not link.inside:
+        return link
+    return replace(link, bandwidth=bandwidth, latency=0.0)
 
 
 def message(config: Config, hardware: Hardware) -> tuple[float, float]:

@@ -37,11 +37,11 @@ _TIMEOUT = 300  # seconds
 Times = Sequence[float]  # forward, backward, weight gradients that wait of a unit
 
 
-def measured_hardware(config: Config) -> Hardware:
-    """The kept profile of this machine, or a new one. Raises ConfigError."""
+def measured_hardware(config: Config, ranks: int) -> Hardware:
+    """The kept profile of this machine with so many ranks, or a new one. Raises ConfigError."""
     settings = config.hardware
     assert isinstance(settings, MeasuredHardware)
-    ranks = _ranks(config)
+    ranks = _at_once(ranks)
     path = _folder(settings) / f"{platform.node() or 'machine'}-{ranks}-ranks.yaml"
     base = likely_hardware(replace(config, hardware=shipped("cpu") if not count() else settings))
     if path.is_file() and not settings.again:
@@ -62,7 +62,7 @@ def measured_times(config: Config, draft: Draft, deferred: Collection[int]) -> l
     """
     settings, costs = config.hardware, draft.memory().unit_costs
     assert isinstance(settings, MeasuredHardware) and costs is not None
-    ranks = _ranks(config)
+    ranks = _at_once(config.world_size)
     path = _folder(settings) / "units" / f"{costs.signature}-{platform.node()}-{ranks}-ranks.yaml"
     if path.is_file() and not settings.again:
         kept = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -94,9 +94,9 @@ def _folder(settings: MeasuredHardware) -> Path:
     return Path(settings.folder or _FOLDER).expanduser()
 
 
-def _ranks(config: Config) -> int:
-    """Processes that a run of this config would have here at once."""
-    return max(1, min(config.world_size, count() or available_cores()))
+def _at_once(ranks: int) -> int:
+    """Processes of a run of so many ranks that would be here at once."""
+    return max(1, min(ranks, count() or available_cores()))
 
 
 def _write(path: Path, comment: str, plain: dict[str, Any]) -> None:

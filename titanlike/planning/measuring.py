@@ -22,6 +22,7 @@ from titanlike.config.parse import parse
 from titanlike.device import accelerator
 from titanlike.device.choose import first_device
 from titanlike.graph.node_times import Times, now
+from titanlike.planning.measuring_links import link_numbers
 from titanlike.split.unit_costs import UnitCosts
 from titanlike.training.draft import draft
 
@@ -29,7 +30,6 @@ _ROUNDS, _SECONDS = 3, 4.0  # of measuring units, at the least
 PROFILES = {"together": False, "deferred": True}  # whether weight gradients wait
 _LARGE, _SMALL = 1024, 96  # sizes of matrices
 _VECTOR = 1 << 24  # elements that no cache holds
-_MESSAGE = 1 << 22  # bytes
 
 
 def main(spec_path: str, rank: int) -> None:
@@ -44,7 +44,9 @@ def main(spec_path: str, rank: int) -> None:
     torch.set_float32_matmul_precision(config.matmul_precision)
     store = dist.FileStore(str(folder / "store"), spec["ranks"])
     wait = timedelta(seconds=120)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=spec["ranks"], timeout=wait)
+    own = accelerator.own_backend(device)
+    backend = f"cpu:gloo,{device.type}:{own}" if own else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=spec["ranks"], timeout=wait)
     if spec["what"] == "units":
         costs = draft(config).memory().unit_costs
         assert costs is not None
@@ -125,32 +127,8 @@ def hardware_numbers(device: torch.device, rank: int, ranks: int) -> dict[str, f
         "kernel_seconds": kernel,
     }
     if ranks > 1:
-        found |= _links(rank)
+        found |= link_numbers(device, rank, ranks)
     return found
-
-
-def _links(rank: int) -> dict[str, float]:
-    """Of messages between the first two ranks, by gloo."""
-
-    def there_and_back(tensor: torch.Tensor) -> float:
-        times = []
-        for _ in range(12):
-            begin = time.perf_counter()
-            if rank == 0:
-                dist.send(tensor, 1)
-                dist.recv(tensor, 1)
-            elif rank == 1:
-                dist.recv(tensor, 0)
-                dist.send(tensor, 0)
-            times.append((time.perf_counter() - begin) / 2)
-        return statistics.median(times[2:])
-
-    latency, large = there_and_back(torch.ones(1)), there_and_back(torch.ones(_MESSAGE // 4))
-    numbers = torch.tensor([latency, _MESSAGE / max(1e-9, large - latency)], dtype=torch.float64)
-    dist.broadcast(numbers, 0)
-    latency, bandwidth = numbers.tolist()
-    both = {"node_bandwidth": bandwidth, "network_bandwidth": bandwidth, "link_efficiency": 1.0}
-    return {**both, "node_latency": latency, "network_latency": latency}
 
 
 if __name__ == "__main__":

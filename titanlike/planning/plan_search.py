@@ -81,7 +81,7 @@ def search(
     """words: the overrides of the config; what they fix stays; exact: count the memory of the fullest
     rank of what is found, where it can be. Raises ConfigError."""
     begin = time.process_time()
-    hardware = planned_hardware(config)
+    hardware = planned_hardware(config, gpus)
     found = Found(gpus, hardware)
     kept = [word for word in words if key_of(word) not in ("hardware", "gpus")]
     judged = [*_judged(config, kept, gpus, hardware, found)]

@@ -152,19 +152,23 @@ class _Shape:
         self.itemsize = compute_dtype(config).itemsize
         self.shard = links.link(config, "shard", hardware)
         self.expert_shard = links.link(config, "expert_shard", hardware)
+        both = self.shard, self.expert_shard
+        self.gathers = [links.sharded(link, hardware.gather_bandwidth) for link in both]
+        self.reductions = [links.sharded(link, hardware.reduce_bandwidth) for link in both]
         self.replicas = links.link(config, "replicate", hardware)
 
     def gather(self, numel: int, experts: int, count: int) -> float:
         """Seconds in which parameters are gathered; experts: how many of them are of experts."""
-        one = self.shard.gather(self.itemsize * (numel - experts), count)
-        return one + self.expert_shard.gather(self.itemsize * experts, count if experts else 0)
+        shard, expert_shard = self.gathers
+        one = shard.gather(self.itemsize * (numel - experts), count)
+        return one + expert_shard.gather(self.itemsize * experts, count if experts else 0)
 
     def reduction(self, numel: int, experts: int, count: int) -> float:
         """Seconds in which gradients are summed, in fp32."""
         if not self.state.fsdp:
             return 0.0
         found = 0.0
-        for size, shard in ((numel - experts, self.shard), (experts, self.expert_shard)):
+        for size, shard in zip((numel - experts, experts), self.reductions, strict=True):
             if size:
                 found += shard.gather(4 * size, count)
                 found += self.replicas.all_reduce(4 * size / shard.size, count)
@@ -206,8 +210,12 @@ class _Shape:
             sum(getattr(u, part).launches for u, on in own if on or part != "again")
             for part in ("forward", "again", "input_gradient", "weight_gradient")
         ]
-        all_forward = forward_seconds(forward, gathers)
-        all_backward = backward_seconds(whole[::-1], gathers[::-1], reduced[::-1])
+        if self.hardware.runs_ahead:
+            all_forward = forward_seconds(forward, gathers)
+            all_backward = backward_seconds(whole[::-1], gathers[::-1], reduced[::-1])
+        else:  # a core that computes sends, too
+            all_forward = sum(forward) + sum(gathers)
+            all_backward = sum(whole) + sum(gathers) + sum(reduced)
         repeated, sent_back = sum(again), sum(u.exchanged_backward for u, _ in own)
         waiting = all_backward - sum(whole) + sent_back
         times = StageTimes(
