@@ -15,11 +15,24 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # workers have the controller's
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="torchinductor-")
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
+CELLS = 6  # slow ones of a table that .ci/run takes
 LONGEST = ("test_the_main_job", "test_of_five_jobs")  # with -m slow, and without
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest test first: as the last one, it would keep one worker busy and the other idle."""
+    """Of a table with more slow cells than CELLS the others are marked grid, too. The longest test
+    comes first: as the last one, it would keep one worker busy and the other idle."""
+    tables: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("grid"):
+            tables.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cells in tables.values():
+        count = min(CELLS, len(cells))
+        taken = {at * len(cells) // count for at in range(count)}
+        for at, item in enumerate(cells):
+            if at not in taken:
+                item.add_marker(pytest.mark.grid)
     items.sort(key=lambda item: not item.name.startswith(LONGEST))
 
 

@@ -17,7 +17,7 @@ import transformers
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from support.cells import cells, grid, slow
+from support.cells import cells, slow
 from support.exported import GPT2, LLAMA, MOE, trained, with_args
 from support.hf_tiny import folder_of, model_of
 from support.saved_runs import a_run, checkpoint, train_all
@@ -104,7 +104,7 @@ def test_transformers_computes_the_same_logits_as_the_run(case: Any, tmp_path: P
 
 
 QUICK = ("qwen3", "mixtral")
-REST = grid(*(family for family in FAMILIES if family not in QUICK), every=4)
+REST = slow(*(family for family in FAMILIES if family not in QUICK))
 
 
 @pytest.mark.parametrize("family", [*QUICK, *REST])

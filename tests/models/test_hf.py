@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from support.cells import cells, grid
+from support.cells import cells, slow
 from support.hf_tiny import folder_of, logits_by_document, model_of, own, sizes, tiny_hf
 from support.world import RankError, run_world
 from titanlike.config.errors import ConfigError
@@ -34,7 +34,7 @@ from titanlike.training.draft import preflight
 
 CPU = torch.device("cpu")
 QUICK = ("llama", "qwen3_moe", "gemma3_text", "phi", "opt", "gpt2", "gpt_oss", "bloom")
-REST = grid(*(family for family in FAMILIES if family not in QUICK), every=2)
+REST = slow(*(family for family in FAMILIES if family not in QUICK))
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [3] * 3 + [4] * 4 + [3] * 5])
 
 

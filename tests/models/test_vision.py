@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from support.cells import cells, grid
+from support.cells import cells, slow
 from support.models import SCHEDULES
 from support.proven import assert_proven
 from support.vision_configs import of_images
@@ -62,7 +62,7 @@ SPLITS = {"UNet": STAGES, "Late": LATE}
 EVERY = [(model, name) for model in SPLITS for name in SCHEDULES if name != "csv"]
 
 
-@pytest.mark.parametrize("model, schedule", grid(*EVERY, every=3))
+@pytest.mark.parametrize("model, schedule", slow(*EVERY))
 def test_skips_over_stages_under_every_schedule(model: str, schedule: str, tmp_path: Path) -> None:
     split = SPLITS[model]
     of_a_rank = stage_count(of_images(model, 1, 2, schedule).schedule, 1)

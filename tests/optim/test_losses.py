@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from support.cells import cells, grid
+from support.cells import cells, slow
 from support.models import tiny
 from support.proven import assert_proven
 from support.world import run_world
@@ -79,7 +79,7 @@ EVERY = [
 ]
 
 
-@pytest.mark.parametrize("end, schedule, precision", grid(*EVERY, every=5))
+@pytest.mark.parametrize("end, schedule, precision", slow(*EVERY))
 def test_chunked_everywhere(end: str, schedule: str, precision: str, tmp_path: Path) -> None:
     assert_proven(ended(end, 2, 2, schedule, precision=Precision(precision)), tmp_path)
 

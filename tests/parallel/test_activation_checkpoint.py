@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from support.cells import cells, grid, slow
+from support.cells import cells, slow
 from support.hf_tiny import model_of, tiny_hf
 from support.models import schedule_of, tiny
 from support.proven import assert_proven
@@ -71,7 +71,7 @@ EVERY = [(schedule, how, dp) for schedule in SCHEDULES for how in HOW for dp in 
 
 @pytest.mark.parametrize(
     "schedule, how, dp",
-    [*sorted(QUICK), *grid(*(case for case in EVERY if case not in QUICK), every=3)],
+    [*sorted(QUICK), *slow(*(case for case in EVERY if case not in QUICK))],
 )
 def test_every_schedule_with_every_recomputation_is_exact(
     schedule: str, how: str, dp: int, tmp_path: Path

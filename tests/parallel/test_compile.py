@@ -11,7 +11,7 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 
-from support.cells import cells, grid, slow
+from support.cells import cells, slow
 from support.hf_tiny import model_of, tiny_hf
 from support.models import schedule_of, tiny
 from support.proven import assert_proven
@@ -74,7 +74,7 @@ def compiled(schedule: str, how: str, dp: int, folder: Path) -> Config:
     return tiny(2, dp, schedule_of(schedule, 2, folder), **changes)
 
 
-@pytest.mark.parametrize("schedule, how, dp", grid(*COVER, every=4))
+@pytest.mark.parametrize("schedule, how, dp", slow(*COVER))
 def test_every_schedule_with_every_recomputation_is_exact_when_compiled(
     schedule: str, how: str, dp: int, tmp_path: Path
 ) -> None:
@@ -89,7 +89,7 @@ def test_the_rest_of_the_grid_is_exact_when_compiled(
     assert_proven(compiled(schedule, how, dp, tmp_path), tmp_path, PATIENCE)
 
 
-@pytest.mark.parametrize("how", grid(*HOW, every=3))
+@pytest.mark.parametrize("how", slow(*HOW))
 @pytest.mark.parametrize("compile", [False, True])
 def test_fully_sharded_ranks_with_every_recomputation_are_exact(
     how: str, compile: bool, tmp_path: Path

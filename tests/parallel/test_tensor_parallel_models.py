@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from support import forked
-from support.cells import grid, slow
+from support.cells import slow
 from support.command_lines import examined
 from support.families import hf, llama, ours
 from support.hf_tiny import folder_of
@@ -106,7 +106,7 @@ def config_of(cell: Cell) -> Config:
 REST = [(cell,) for cell in cover() if cell not in QUICK]
 
 
-@pytest.mark.parametrize("cell", [*QUICK, *grid(*REST, every=6)], ids=str)
+@pytest.mark.parametrize("cell", [*QUICK, *slow(*REST)], ids=str)
 def test_a_divided_model_trains_as_one_process_does(cell: Cell, tmp_path: Path) -> None:
     assert_proven(config_of(cell), tmp_path, timeout=PATIENCE)
 
@@ -169,7 +169,7 @@ def of_family(family: str, tp: int, plan: Any = None, **changes: Any) -> Config:
     return tiny(model=model, tp=tp, batch_size=4, seq_len=SEQ_LEN)
 
 
-@pytest.mark.parametrize("family", grid(*DIVIDED, every=3))
+@pytest.mark.parametrize("family", slow(*DIVIDED))
 def test_every_family_that_is_divided_is_divided_right(family: str, tmp_path: Path) -> None:
     more = {"qk_layernorm": True} if family == "phi" else {}
     assert_proven(of_family(family, 2, **more), tmp_path)

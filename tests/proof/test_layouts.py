@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.cells import cells, grid, slow
+from support.cells import cells, slow
 from support.hf_tiny import model_of, tiny_hf
 from support.models import SCHEDULES, schedule_of, tiny
 from support.proven import assert_proven
@@ -59,7 +59,7 @@ EVERY = [(name, *mesh) for name in SCHEDULES for mesh in MESHES]
 
 @pytest.mark.parametrize(
     "schedule, pp, dp",
-    [*sorted(QUICK), *grid(*(case for case in EVERY if case not in QUICK), every=2)],
+    [*sorted(QUICK), *slow(*(case for case in EVERY if case not in QUICK))],
 )
 def test_every_schedule_on_a_mesh(schedule: str, pp: int, dp: int, tmp_path: Path) -> None:
     # tied: in a V embedding and head are on one rank, else on two

@@ -27,9 +27,3 @@ def slow(*cases: Any, marks: Any = pytest.mark.slow) -> Cells:
     """Cases without names; a tuple holds the values of several arguments."""
     values = [case if isinstance(case, tuple) else (case,) for case in cases]
     return [pytest.param(*value, marks=marks) for value in values]
-
-
-def grid(*cases: Any, every: int) -> Cells:
-    """As `slow`; of so many cases one is, and the others are left out by .ci/run: `pytest -m grid`."""
-    rest = [case for at, case in enumerate(cases) if at % every]
-    return slow(*cases[::every]) + slow(*rest, marks=GRID)
