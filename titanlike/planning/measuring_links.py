@@ -18,8 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from titanlike.device import accelerator
 from titanlike.device.accelerator import synchronize
 
-_MESSAGE = {"cpu": 1 << 22}  # bytes
-_LARGE = 1 << 26  # of devices with links of their own
+_MESSAGE, _LARGE = 1 << 22, 1 << 26  # bytes, of a CPU and of devices with links of their own
 _WIDTH, _LAYERS, _ROWS = 1024, 4, 32  # of a model whose products take less than its parameters' way
 _REPEATS = 15
 _TIMES = 8  # there and back in a row
@@ -28,10 +27,12 @@ _TIMES = 8  # there and back in a row
 def link_numbers(device: torch.device, rank: int, ranks: int) -> dict[str, float]:
     """Bytes/s and seconds of messages and collectives. Collective over the default group.
 
-    A CPU's ranks have no other links than these; of a device the network's stay as they are known.
+    A CPU's ranks have no other links than these, and send what FSDP exchanges in between. Of devices the
+    network's numbers stay as they are known, and what FSDP exchanges is as other collectives, on a stream of
+    its own.
     """
-    wall = Clock(device)
-    size = _MESSAGE.get(device.type, _LARGE) // 4 // ranks * ranks
+    wall, on_cpu = Clock(device), not accelerator.is_accelerator(device)
+    size = (_MESSAGE if on_cpu else _LARGE) // 4 // ranks * ranks
     large, one = (torch.ones(n, device=device) for n in (size, 1))
 
     def there_and_back(tensor: Tensor) -> Callable[[], None]:
@@ -50,17 +51,21 @@ def link_numbers(device: torch.device, rank: int, ranks: int) -> dict[str, float
         wall.median(lambda: dist.reduce_scatter_tensor(part, large)),
     )
     sent = 4 * size * (ranks - 1) / ranks
-    gathered, reduced = _sharded(wall, device, ranks)
-    numbers = [bandwidth, latency, sent / (sum(both) / 2), gathered, reduced]
-    agreed = torch.tensor(numbers, dtype=torch.float64)
+    found = {
+        "node_bandwidth": bandwidth,
+        "node_latency": latency,
+        "collective_bandwidth": sent / (sum(both) / 2),
+    }
+    if on_cpu:
+        gathered, reduced = _sharded(wall, device, ranks)
+        found |= {"gather_bandwidth": gathered, "reduce_bandwidth": reduced}
+    agreed = torch.tensor([*found.values()], dtype=torch.float64)
     dist.broadcast(agreed, 0)
-    bandwidth, latency, collective, gathered, reduced = agreed.tolist()
-    found = {"node_bandwidth": bandwidth, "node_latency": latency, "link_efficiency": 1.0}
-    found |= {"collective_bandwidth": collective}
-    found |= {"gather_bandwidth": gathered, "reduce_bandwidth": reduced}
-    if not accelerator.is_accelerator(device):
-        found |= {"network_bandwidth": bandwidth, "network_latency": latency}
-    return found
+    found = dict(zip(found, agreed.tolist(), strict=True))
+    if on_cpu:
+        found["network_bandwidth"] = found["node_bandwidth"]
+        found["network_latency"] = found["node_latency"]
+    return {**found, "link_efficiency": 1.0}
 
 
 def _sharded(wall: Clock, device: torch.device, ranks: int) -> tuple[float, float]:
