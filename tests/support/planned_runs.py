@@ -40,39 +40,74 @@ class Ran:
     events: list[tuple[str, int, int, float, float]]  # kind, stage, microbatch, seconds
 
 
-def ran(config: Config, worker: Worker) -> Ran:
+def ran(config: Config, worker: Worker, configs: dict[str, Config]) -> dict[str, Ran]:
+    """One step of each after the other: a machine's speed varies."""
     torch.set_num_threads(1)
     mesh = open_mesh(config, worker)
-    run = build(config, mesh)
-    stream = batches(open_data(config).train, config, dp_rank=mesh.dp_rank)
-    found: dict[Key, list[float]] = defaultdict(list)
-    events: list[Any] = []
-    begun: list[Any] = [None, 0.0, 0.0]
-
-    def on_action(action: Any) -> None:
-        now, wall = time.process_time(), time.monotonic()
-        before, cpu, began = begun
-        if before is not None and (kind := before.computation_type.value) in ("F", "B", "I", "W"):
-            found[kind, before.stage_index].append(now - cpu)
-            events.append((kind, before.stage_index, before.microbatch_index, began, wall))
-        begun[:] = action, now, wall
-
-    run.pipeline.on_action(on_action)
+    runs = {name: build(config, mesh) for name, config in configs.items()}
+    streams = {
+        name: batches(open_data(config).train, config, dp_rank=mesh.dp_rank)
+        for name, config in configs.items()
+    }
+    seen = {name: _Actions() for name in configs}
+    for name, run in runs.items():
+        run.pipeline.on_action(seen[name])
     for step in range(STEPS):
-        if step == 2:
-            found.clear()
-        events.clear()
-        run.pipeline.train(to_device(next(stream), mesh, config))
-        for state in run.stage_states:
-            state.zero_grad()
+        for name, run in runs.items():
+            seen[name].begin(forget=step == 2)
+            run.pipeline.train(to_device(next(streams[name]), mesh, configs[name]))
+            for state in run.stage_states:
+                state.zero_grad()
     close_mesh()
-    return Ran({key: statistics.median(times) for key, times in found.items()}, events)
+    return {name: actions.ran() for name, actions in seen.items()}
+
+
+class _Actions:
+    """Called before each action of a pipeline, and after the last one."""
+
+    def __init__(self) -> None:
+        self._found: dict[Key, list[float]] = defaultdict(list)
+        self._events: list[tuple[str, int, int, float, float]] = []
+        self._begun: tuple[Any, float, float] = None, 0.0, 0.0
+
+    def begin(self, forget: bool) -> None:
+        """A step; forget: the times of those before."""
+        self._events.clear()
+        if forget:
+            self._found.clear()
+
+    def __call__(self, action: Any) -> None:
+        now, wall = time.process_time(), time.monotonic()
+        before, cpu, began = self._begun
+        if before is not None and (kind := before.computation_type.value) in ("F", "B", "I", "W"):
+            self._found[kind, before.stage_index].append(now - cpu)
+            own = kind, before.stage_index, before.microbatch_index
+            self._events.append((*own, began, wall))
+        self._begun = action, now, wall
+
+    def ran(self) -> Ran:
+        medians = {key: statistics.median(times) for key, times in self._found.items()}
+        return Ran(medians, self._events)
 
 
 def compared(config: Config, folder: Path) -> tuple[Plan, Simulation, Sequence[Ran]]:
     """(the plan, the step that the ranks' real actions make, what they did)."""
-    plan = make_plan(config, planned_hardware(config))
-    ranks = run_world(ran, config, folder, timeout=240)
+    return compared_in_turns({"": config}, folder)[""]
+
+
+def compared_in_turns(
+    configs: dict[str, Config], folder: Path
+) -> dict[str, tuple[Plan, Simulation, Sequence[Ran]]]:
+    """As `compared`, of configs of one mesh."""
+    plans = {name: make_plan(config, planned_hardware(config)) for name, config in configs.items()}
+    each = run_world(ran, next(iter(configs.values())), folder, configs, timeout=500)
+    return {
+        name: (plan, *_of_real_actions(plan, [ranks[name] for ranks in each]))
+        for name, plan in plans.items()
+    }
+
+
+def _of_real_actions(plan: Plan, ranks: Sequence[Ran]) -> tuple[Simulation, Sequence[Ran]]:
     own = {key: seconds for rank in ranks for key, seconds in rank.seconds.items()}
     stages = []
     for stage, times in enumerate(plan.times.stages):
@@ -83,4 +118,4 @@ def compared(config: Config, folder: Path) -> tuple[Plan, Simulation, Sequence[R
                 measured, sends_forward=times.sends_forward, sends_backward=times.sends_backward
             )
         )
-    return plan, simulate(plan.order, stages, runs_ahead=False), ranks
+    return simulate(plan.order, stages, runs_ahead=False), ranks
