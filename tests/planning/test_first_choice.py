@@ -105,5 +105,5 @@ def test_the_first_choice_of_a_search_is_as_fast_as_the_fastest(tmp_path: Path) 
     for name in sorted(shares, key=shares.__getitem__):
         both = f"{statistics.median(real[name]):.3f} {plans[name]:.3f}"
         print(f"  {name:42} {shares[name]:.3f} {plans[name] / plans[FIRST]:.3f} {both}")
-    # microbatches of each size are timed by themselves, on a machine whose speed varies meanwhile
-    assert min(shares.values()) > 0.85
+    # where a machine's speed varies this may fail: microbatches of each size are timed by themselves
+    assert min(shares.values()) > 0.95

@@ -40,6 +40,12 @@ def own_backend(device: torch.device) -> str | None:
     return None if backend == "gloo" else backend
 
 
+def backends(device: torch.device) -> str:
+    """For `init_process_group`: objects, which are not on the device, are sent by gloo."""
+    own = own_backend(device)
+    return f"cpu:gloo,{device.type}:{own}" if own else "gloo"
+
+
 def count() -> int:
     """Devices that this process sees. Does not initialize CUDA."""
     return 0 if accelerator() is None else torch.accelerator.device_count()

@@ -107,8 +107,7 @@ def open_mesh(config: Config, worker: Worker) -> Mesh:
     """Join the process group and lay the mesh over it. `close_mesh` undoes it."""
     device, reason = choose_device(config.device, worker.local_rank, worker.local_world_size)
     backend = accelerator.own_backend(device) or "gloo"
-    # objects, which are not on the device, are sent by gloo
-    collectives = f"cpu:gloo,{device.type}:{backend}" if backend != "gloo" else "gloo"
+    collectives = accelerator.backends(device)
     if accelerator.is_accelerator(device):
         prepare_allocator(device)
         start_device(config.device, device)

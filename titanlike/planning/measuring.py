@@ -44,14 +44,13 @@ def main(spec_path: str, rank: int) -> None:
     torch.set_float32_matmul_precision(config.matmul_precision)
     store = dist.FileStore(str(folder / "store"), spec["ranks"])
     wait = timedelta(seconds=120)
-    own = accelerator.own_backend(device)
-    backend = f"cpu:gloo,{device.type}:{own}" if own else "gloo"
+    backend = accelerator.backends(device)
     dist.init_process_group(backend, store=store, rank=rank, world_size=spec["ranks"], timeout=wait)
     if spec["what"] == "units":
         costs = draft(config).memory().unit_costs
         assert costs is not None
         dist.barrier()
-        found: dict[str, Any] = unit_times(costs, device)
+        found: dict[str, Any] = seconds_of_units(costs, device)
     else:
         dist.barrier()
         found = hardware_numbers(device, rank, spec["ranks"])
@@ -60,7 +59,7 @@ def main(spec_path: str, rank: int) -> None:
     dist.destroy_process_group()
 
 
-def unit_times(costs: UnitCosts, device: torch.device) -> dict[str, list[Times]]:
+def seconds_of_units(costs: UnitCosts, device: torch.device) -> dict[str, list[Times]]:
     """Of each unit, by profile: means over rounds, each of all units and profiles. A machine's speed
     changes from one second to the next, by a quarter where it is shared: what is measured in one go
     may be that of a fast moment, beside another unit's of a slow one."""
