@@ -22,6 +22,6 @@ def moe(**changes: Any) -> Model:
     return ours("moe", **{**plain, **changes})
 
 
-def hf(family: str, **changes: Any) -> Model:
-    config = sizes(family, **changes)
-    return Model("hf", {"family": family, "config": config, "vocab_size": 66, "max_seq_len": 32})
+def hf(family: str, vocab_size: int | None = 66, **changes: Any) -> Model:
+    args = {"vocab_size": vocab_size, "max_seq_len": 32}
+    return Model("hf", {"family": family, "config": sizes(family, **changes), **args})

@@ -38,10 +38,7 @@ def record_model(
 
     batch: see `example_batch`. Raises ConfigError where model, data and loss do not fit each other.
     """
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(compute_dtype(config))
-    freeze_statistics(model)  # meta tensors have none
+    _prepare(model, config)
     fields = fields_of(batch)
     size = config.batch_size // config.dp // microbatches
     model_graph = _record(config, resolved, model, fields, size, loss, tensor, context)
@@ -60,6 +57,14 @@ def record_model(
     return model_graph, targets
 
 
+def _prepare(model: nn.Module, config: Config) -> None:
+    """Cast parameters to what they are computed with; buffers keep their dtype, as in training."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(compute_dtype(config))
+    freeze_statistics(model)  # meta tensors have none
+
+
 def _check_tokens(
     config: Config,
     resolved: Custom,
@@ -70,8 +75,8 @@ def _check_tokens(
     """Raise ConfigError where a forward does not compute each token by itself, but for attention."""
     model = model_graph.model
     if config.tp > 1:
-        model = build_model(resolved).to(compute_dtype(config))
-        freeze_statistics(model)
+        model = build_model(resolved)
+        _prepare(model, config)
     model.train()
     size = model_graph.microbatch_size if config.tp == 1 else 2
     fields = {n: x.repeat_interleave(size, 0) for n, x in batch.items() if n != "targets"}
