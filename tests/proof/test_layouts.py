@@ -12,19 +12,30 @@ import os
 import re
 import signal
 from dataclasses import replace
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
 import torch
 
-from support.cells import cells, slow
+from support.cells import GRID, cells, slow
 from support.hf_tiny import model_of, tiny_hf
-from support.models import SCHEDULES, schedule_of, tiny
+from support.layouts import (
+    DIMENSIONS,
+    PAIRS,
+    Cell,
+    allowed,
+    config_of,
+    name_of,
+    one_of_each,
+    possible,
+    random_cells,
+    ranks,
+)
+from support.models import tiny
 from support.proven import assert_proven
 from support.world import run_world
 from titanlike.config.schema import (
-    ActivationCheckpoint,
-    BalanceSplit,
     Checkpoint,
     Config,
     ConstantLr,
@@ -32,7 +43,6 @@ from titanlike.config.schema import (
     Float8Precision,
     Fsdp,
     LoopedSchedule,
-    PointSplit,
     Precision,
     Schedule,
     Sgd,
@@ -49,94 +59,61 @@ BF16, FLOAT8 = Precision("bf16"), Float8Precision(min_features=16)
 SCALED = {"bf16": 1.02, "float8": 1.1}  # what a fault multiplies a gradient with
 UNEVEN = Custom("support.data.uneven", {"vocab_size": 64})
 
-MESHES = ((2, 1), (2, 2), (4, 2))
-QUICK = {  # of one stage a rank, of a V, and a table; WAYS and other rooms have those in loops
-    ("1f1b", 4, 2),
-    ("vhalf", 4, 2),
-}
-EVERY = [(name, *mesh) for name in SCHEDULES for mesh in MESHES]
+QUICK = one_of_each(PAIRS)
+COMPILED = [c for c in one_of_each([c for c in PAIRS if c not in QUICK]) if ranks(c) < 8]
+PATIENCE = 300  # seconds: blocks are compiled by one cell, others find them on disk
+REST = [cell for cell in PAIRS if cell not in QUICK]
+MORE = random_cells(300, seed=0)
 
 
 @pytest.mark.parametrize(
-    "schedule, pp, dp",
-    [*sorted(QUICK), *slow(*(case for case in EVERY if case not in QUICK))],
+    "cell",
+    [
+        *(pytest.param(cell, id=name_of(cell)) for cell in QUICK),
+        *(pytest.param(cell, id=name_of(cell), marks=pytest.mark.slow) for cell in REST),
+        *(pytest.param(cell, id=f"random: {name_of(cell)}", marks=GRID) for cell in MORE),
+    ],
 )
-def test_every_schedule_on_a_mesh(schedule: str, pp: int, dp: int, tmp_path: Path) -> None:
-    # tied: in a V embedding and head are on one rank, else on two
-    tied = pp == 4
-    assert_proven(tiny(pp, dp, schedule_of(schedule, pp, tmp_path), tied=tied), tmp_path)
+def test_every_value_of_each_dimension_with_each_of_every_other(cell: Cell, tmp_path: Path) -> None:
+    assert_proven(config_of(cell, tmp_path), tmp_path)
 
 
-WAYS = {
-    "one process": tiny(),
-    "HSDP and zero bubble": tiny(2, 4, "zbvzerobubble", replicate=2),
+@pytest.mark.parametrize(
+    "cell",
+    [
+        *(pytest.param(cell, id=name_of(cell), marks=pytest.mark.slow) for cell in COMPILED),
+        *(pytest.param(cell, id=f"random: {name_of(cell)}", marks=GRID) for cell in MORE[:30]),
+    ],
+)
+def test_compiled_blocks_in_every_layout(cell: Cell, tmp_path: Path) -> None:
+    assert_proven(config_of(cell, tmp_path, compile=True), tmp_path, PATIENCE)
+
+
+def test_the_table_of_pairs_is_that_of_the_dimensions() -> None:
+    """Each pair of values is in a cell, or in none that is allowed."""
+    assert all(map(allowed, PAIRS))
+    met = {pair for cell in PAIRS for pair in combinations(cell.items(), 2)}
+    for names in combinations(DIMENSIONS, 2):
+        for values in product(*map(DIMENSIONS.get, names)):
+            pair = tuple(zip(names, values, strict=True))
+            assert (pair in met) == possible(dict(pair)), pair
+
+
+WAYS = {  # what no dimension has
     "fewer microbatches than stages": tiny(4, 1, Schedule("1f1b", 2)),
-    "several stages in one process": tiny(1, 1, "interleaved1f1b"),
-    "gradient accumulation": tiny(1, 2, Schedule("1f1b", 4)),
-    "tied and FSDP": tiny(dp=2, tied=True),
-    "two blocks on four ranks": tiny(4, 1, layers=2),
-    "two blocks in eight stages": tiny(4, 1, "interleaved1f1b", layers=2),
-    "bf16": tiny(precision=BF16),
-}
-MORE_WAYS = {  # of the same kinds
-    "three stages a rank, uneven": tiny(2, 2, LoopedSchedule("loopedbfs", None, 3), layers=7),
-    "tied and ZeRO 3": tiny(2, 2, "interleaved1f1b", fsdp=Fsdp(3), tied=True),
-    "clipping and HSDP": tiny(dp=4, replicate=2, optimizer=Sgd(clip=0.01)),
-    "bf16 in a pipeline": tiny(2, 2, precision=BF16),
-    "an empty stage": tiny(3, 2, layers=2, split=BalanceSplit(balance=[1, 0, 1])),
-    "CPU offload": tiny(2, 2, fsdp=Fsdp(cpu_offload=True)),
-    "gradient accumulation and ZeRO 3": tiny(1, 2, Schedule("1f1b", 4), fsdp=Fsdp(3)),
-    "unequal valid tokens": tiny(2, 2, data=UNEVEN),
-    "split inside of blocks": tiny(
-        3, 2, split=PointSplit(points=["layers.2.ffn", "layers.5.attention.wo"])
-    ),
-    "FSDP": tiny(dp=4),
-    "HSDP": tiny(dp=4, replicate=2),
-    "ZeRO 3 in a pipeline": tiny(2, 2, "interleaved1f1b", fsdp=Fsdp(3)),
-    "split by balance": tiny(2, 2, split=BalanceSplit(balance=[5, 3])),
-    "SGD": tiny(2, 2, optimizer=Sgd(momentum=0.9)),
-    "GPT-2": tiny(2, 2, family="gpt2"),
-    "tied and HSDP in a V": tiny(2, 4, "zbvzerobubble", replicate=2, tied=True),
-    "tied in bf16": tiny(2, 2, precision=BF16, tied=True),
-    "bf16 and HSDP": tiny(dp=4, replicate=2, precision=BF16),
-    "replication": tiny(dp=4, replicate=4),
-    "HSDP in a pipeline": tiny(pp=2, dp=4, replicate=2),
-    "replication in a pipeline": tiny(pp=2, dp=2, replicate=2),
-    "replication and zero bubble": tiny(2, 2, "interleavedzerobubble", replicate=2),
-    "ZeRO 2 in a pipeline": tiny(2, 2, fsdp=Fsdp(2)),
-    "ZeRO 2 without a pipeline": tiny(dp=2, fsdp=Fsdp(2)),
-    "four stages a rank": tiny(2, 1, LoopedSchedule("interleaved1f1b", None, 4)),
-    "uneven even split": tiny(3, 1, layers=7, batch_size=6),
-    "split by points": tiny(2, 1, split=PointSplit(points=["layers.3"])),
-    "one microbatch": tiny(2, 2, Schedule("gpipe", 1)),
-    "GPT-2 and zero bubble": tiny(2, 2, "zbvzerobubble", family="gpt2"),
-    "clipping": tiny(2, 2, optimizer=Sgd(clip=0.01)),
-    "clipping and CPU offload": tiny(dp=2, optimizer=Sgd(clip=0.01), fsdp=Fsdp(cpu_offload=True)),
-    "unequal valid tokens and FSDP": tiny(1, 4, Schedule("1f1b", 2), data=UNEVEN),
-    "tied in one process": tiny(tied=True),
-    "tied and CPU offload": tiny(2, 2, fsdp=Fsdp(cpu_offload=True), tied=True),
     "two blocks in a V of eight": tiny(4, 1, "zbvzerobubble", layers=2),
-    "bf16 and zero bubble": tiny(2, 2, "zbvzerobubble", precision=BF16),
+}
+MORE_WAYS = {
+    "three stages a rank, uneven": tiny(2, 2, LoopedSchedule("loopedbfs", None, 3), layers=7),
+    "gradient accumulation and ZeRO 3": tiny(1, 2, Schedule("1f1b", 4), fsdp=Fsdp(3)),
+    "four ranks in one replica": tiny(dp=4, fsdp=Fsdp(2)),
+    "four replicas": tiny(dp=4, replicate=4),
+    "shards of unequal size": tiny(dp=3, batch_size=12),
+    "four parts of each layer": tiny(tp=4),
 }
 
 
-HOW = {
-    "recomputed": {"activation_checkpoint": ActivationCheckpoint("full")},
-    "tp=2": {"tp": 2},
-    "bf16": {"precision": BF16},
-}
-NEW_ORDERS = [(name, how) for name in ("zbh1", "zbh2", "vhalf", "vmin") for how in HOW]
-BUILDING_BLOCKS = {
-    f"{name}, {how}": tiny(2, 2 if how != "tp=2" else 1, name, **HOW[how])
-    for name, how in NEW_ORDERS
-}
-SOME = dict(list(BUILDING_BLOCKS.items())[::2])
-ON_FOUR = {  # pipeline ranks; tp=2 is 16 processes
-    f"{name}, {how}, pp=4 dp=2": tiny(4, 2, name, **HOW[how]) for name, how in NEW_ORDERS
-}
-
-
-@pytest.mark.parametrize("config", cells(WAYS, MORE_WAYS | SOME, BUILDING_BLOCKS | ON_FOUR))
+@pytest.mark.parametrize("config", cells(WAYS, MORE_WAYS))
 def test_every_way_to_lay_out_a_model(config: Config, tmp_path: Path) -> None:
     assert_proven(config, tmp_path)
 
