@@ -24,6 +24,7 @@ from torch.utils.checkpoint import (
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.parallel.weight_gradient_operator import DEFERRED_LINEAR
 from titanlike.torch_private import pytree
+from titanlike.torch_private.autograd import ignore_ranges_in_selective_checkpoints
 
 # operators of our own that are matrix products: the second is that of `models/expert_linear.py`
 PRODUCTS = (DEFERRED_LINEAR, "titanlike.expert_linear")
@@ -44,6 +45,7 @@ def checkpoint_blocks(stage: nn.Module, blocks: Iterable[str], save: Sequence[st
 
 def _contexts(block: str, save: Sequence[str]) -> Callable[[], Any]:
     """Makes the contexts of a block's forward and of its recomputation."""
+    ignore_ranges_in_selective_checkpoints()
     saved: dict[Any, bool] = {}  # by operator
     return lambda: create_selective_checkpoint_contexts(_Kept(block, save, saved))
 

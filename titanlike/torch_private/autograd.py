@@ -94,3 +94,17 @@ def intercept_checkpoints(callback: Callable[[int], None]) -> Iterator[None]:
         for name, value in before.items():
             setattr(module, name, value)
         del module.CheckpointFunction.apply
+
+
+def ignore_ranges_in_selective_checkpoints() -> None:
+    """A profiler's ranges are no operators whose results are kept or computed again.
+
+    Symptom without it: FSDP names other ranges in a recomputation than in the forward where it shards
+    a module inside of the block, as experts with ep=2; torch 2.13 compares them, and the backward
+    fails with "_record_function_enter_new ... encountered during backward but not found in storage".
+    Test: `test_fences.py::test_ranges_may_differ_in_a_selective_recomputation`.
+    """
+    ignored = getattr(torch.utils.checkpoint, "SAC_IGNORED_OPS", set())
+    operators = torch.ops.profiler
+    ignored.add(operators._record_function_enter_new.default)
+    ignored.add(operators._record_function_exit._RecordFunction)
