@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from support.cells import cells, slow
+from support.cells import slow
 from support.hf_tiny import folder_of, logits_by_document, model_of, own, sizes, tiny_hf
-from support.world import RankError, run_world
+from support.proven import assert_proven
+from support.real_model import real
+from support.world import run_world
 from titanlike.config.errors import ConfigError
 from titanlike.config.schema import Config, Custom, EvenSplit, Model, Precision
 from titanlike.graph.cut import StageGraph
@@ -27,22 +29,15 @@ from titanlike.models.hf_init import record_initialization
 from titanlike.models.registry import build_model, initial_weights_of
 from titanlike.parallel.initialize import initialize
 from titanlike.parallel.mesh import close_mesh, open_mesh
-from titanlike.proof.verification import verify
 from titanlike.split.partition import partition
 from titanlike.training.build import build
 from titanlike.training.draft import preflight
 
 CPU = torch.device("cpu")
-QUICK = ("llama", "qwen3_moe", "gemma3_text", "phi", "opt", "gpt2", "gpt_oss", "bloom")
+# learned positions; windows; experts, normed heads; sinks; positions as a bias of scores
+QUICK = ("gpt2", "gemma3_text", "qwen3_moe", "gpt_oss", "bloom")
 REST = slow(*(family for family in FAMILIES if family not in QUICK))
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [3] * 3 + [4] * 4 + [3] * 5])
-
-
-def real(model: Custom, seed: int = 0) -> nn.Module:
-    """The whole model with its initial values."""
-    found = build_model(model)
-    initialize(found, initial_weights_of(model, seed), CPU)
-    return found.train()
 
 
 def stages_of(model: Custom, batch: dict[str, Tensor], count: int) -> tuple[list, list[StageGraph]]:
@@ -100,7 +95,7 @@ def test_a_family_gives_transformers_own_logits_whole_and_cut(family: str) -> No
             assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gpt_oss", "apertus"])
+@pytest.mark.parametrize("family", ["gpt2", "apertus", *slow("llama", "gemma2", "gpt_oss")])
 def test_initial_values_have_transformers_own_distribution(family: str) -> None:
     """Drawn by rows; what transformers' own initialization gives has the same mean and spread."""
     ours = real(model_of(family))
@@ -125,15 +120,14 @@ def test_initial_values_are_noted_without_memory() -> None:
     writes = record_initialization(lambda: build_model(model))
     (residual,) = writes["transformer.h.3.mlp.c_proj.weight"]
     assert residual.std == pytest.approx(0.02 / 8**0.5)  # 4 layers, two paths each
-    (embedding, padding) = record_initialization(lambda: build_model(model_of("llama")))[
-        "model.embed_tokens.weight"
-    ]
-    assert (embedding.row, padding.row, padding.std) == (None, 0, 0.0)
-    start = initial_weights_of(model_of("llama"), 0)
-    rows = start.block(
-        "model.embed_tokens.weight", torch.Size([64, 32]), (slice(0, 2), slice(0, 32))
-    )
-    assert rows[0].abs().max() == 0 < rows[1].abs().max()
+    llama, name = model_of("llama", pad_token_id=5), "model.embed_tokens.weight"
+    embedding, padding = record_initialization(lambda: build_model(llama))[name]
+    assert (embedding.row, padding.row, padding.std) == (None, 5, 0.0)
+    start, shape = initial_weights_of(llama, 0), torch.Size([64, 32])
+    for first in (0, 4, 6):  # of the rows of a rank
+        rows = start.block(name, shape, (slice(first, first + 8), slice(0, 32)))
+        zero = (rows.abs().amax(1) == 0).nonzero().flatten().tolist()
+        assert zero == [5 - first] * (first < 6)
 
 
 def test_masks_and_positions_are_taken() -> None:
@@ -153,19 +147,10 @@ def test_masks_and_positions_are_taken() -> None:
 # --- from a folder -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "llama",
-        "qwen3_moe",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("gpt2", "mixtral", "gemma3_text")
-        ),
-    ],
-)
+@pytest.mark.parametrize("family", ["qwen3_moe", *slow("gpt2", "mixtral", "gemma3_text")])
 def test_a_folders_weights_are_loaded_into_stages(family: str, tmp_path: Path) -> None:
-    saved = folder_of(family, tmp_path / "model")
+    more = {key: 12 for key in ("num_experts", "num_local_experts")}  # the names end in 0 to 11
+    saved = folder_of(family, tmp_path / "model", **(more if "mo" in family else {}))
     assert (tmp_path / "model" / safetensors_folder.INDEX).is_file()  # several shards
     model = Custom("hf", {"path": str(tmp_path / "model"), "vocab_size": 64, "max_seq_len": 16})
     batch = {"inputs": a_batch()["inputs"]}
@@ -246,10 +231,7 @@ PLAN = {
 }
 
 
-@pytest.mark.parametrize(
-    "layout",
-    cells({"shards of parts": {"dp": 2, "tp": 2}}, {"shards in a pipeline": {"pp": 2, "dp": 2}}),
-)
+@pytest.mark.parametrize("layout", [{"tp": 2}, *slow({"pp": 2, "dp": 2, "tp": 2})], ids=str)
 def test_a_rank_reads_its_own_shards_only(layout: dict, tmp_path: Path) -> None:
     saved = folder_of("llama", tmp_path / "model", tie_word_embeddings=False)
     config = tiny_hf(Model("hf", {"path": str(tmp_path / "model")}, PLAN), **layout)
@@ -259,29 +241,15 @@ def test_a_rank_reads_its_own_shards_only(layout: dict, tmp_path: Path) -> None:
     assert whole == sum(p.numel() for p in saved.parameters())
     norms = sum(p.numel() for p in saved.parameters() if p.dim() == 1)  # whole on each tp rank
     assert sum(reads) == whole + norms * (config.tp - 1)  # nothing else twice, nothing left out
-    assert max(reads) < 0.3 * whole
+    assert max(reads) < 1.2 * (whole + norms) / config.world_size
     assert max(largest) <= max(p.numel() for p in saved.parameters()) // 2
 
 
-# --- layouts -----------------------------------------------------------------------------------
-
-
-def assert_proven(config: Config, folder: Path) -> None:
-    results = run_world(verify, config, folder, timeout=100)
-    assert {result["exit_code"] for result in results} == {0}, (folder / "rank0.out").read_text()
-
-
-CHEAP = (("gpt2", "zbvzerobubble"),)
-MATRIX = [
-    pytest.param(family, schedule, marks=[pytest.mark.slow] * ((family, schedule) not in CHEAP))
-    for family in ("llama", "qwen3", "gpt2", "gemma2", "qwen3_moe")
-    for schedule in ("1f1b", "interleaved1f1b", "zbvzerobubble")
-]
-
-
-@pytest.mark.parametrize("family, schedule", MATRIX)
+@pytest.mark.slow
+@pytest.mark.parametrize("family, schedule", [("gemma2", "1f1b"), ("qwen3_moe", "zbvzerobubble")])
 def test_layouts_are_proven(family: str, schedule: str, tmp_path: Path) -> None:
-    assert_proven(tiny_hf(model_of(family), 2, 2, schedule), tmp_path)
+    """Others: `proof/test_layouts.py`."""
+    assert_proven(tiny_hf(model_of(family), 2, 2, schedule), tmp_path, timeout=100)
 
 
 @pytest.mark.slow
@@ -289,13 +257,7 @@ def test_a_layout_from_a_folder_in_bf16_is_proven(tmp_path: Path) -> None:
     folder_of("qwen3", tmp_path / "model", tie_word_embeddings=True)
     model = Custom("hf", {"path": str(tmp_path / "model")})
     config = tiny_hf(model, 2, 1, "interleaved1f1b", precision=Precision("bf16"))
-    assert_proven(config, tmp_path / "run")
-
-
-def test_dropout_is_what_makes_a_layout_differ(tmp_path: Path) -> None:
-    """So the tests above would tell: with dropout no layout draws what one process draws."""
-    with pytest.raises((AssertionError, RankError)):
-        assert_proven(tiny_hf(model_of("gpt2", resid_pdrop=0.5), 2, 1), tmp_path)
+    assert_proven(config, tmp_path / "run", timeout=100)
 
 
 # --- mistakes ----------------------------------------------------------------------------------
