@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -176,59 +177,41 @@ def test_random_tokens_are_uniform_and_validation_has_others() -> None:
     assert len(counts) == 10 and (counts - 2000).abs().max() < 250
 
 
-def test_a_function_of_ones_own_gives_the_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Further tensors of a sample come through, here a mask."""
-    (tmp_path / "my_data.py").write_text(
-        "import torch\n"
-        "from titanlike.data.sources import IGNORE, Data\n"
-        "class Squares:\n"
-        "    def __init__(self, seq_len): self.seq_len = seq_len\n"
-        "    def __len__(self): return 50\n"
-        "    def __getitem__(self, i):\n"
-        "        ids = torch.full((self.seq_len,), i * i)\n"
-        "        return dict(inputs=ids, targets=ids * 0 + IGNORE, mask=ids > 9)\n"
-        "def squares(vocab, seq_len):\n"
-        "    return Data(Squares(seq_len), Squares(seq_len), vocab, 'squares')\n"
-        "def wrong(seq_len): return Squares(seq_len)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    custom = Custom("my_data.squares", {"vocab": 2500, "workers": 1})
-    config = Config(data=custom, seq_len=5, batch_size=4, device="cpu")
-    assert problems(config) == []
-    assert vocab_size(config) == 2500
+def test_a_function_of_ones_own_gives_the_data() -> None:
+    """Further fields, and samples of other lengths: `test_variable_length.py`."""
+    custom = Custom("support.samples.phrases", {"bucket": 16, "workers": 1})
+    config = Config(data=custom, seq_len=16, batch_size=4, device="cpu")
+    assert problems(config) == [] and vocab_size(config) == 64
     batch = next(batches(open_data(config).train, config, dp_rank=0))
-    assert batch["inputs"].shape == batch["mask"].shape == (4, 5)
-    assert (batch["targets"] == -100).all()
+    assert batch["inputs"].shape == batch["targets"].shape == (4, 16)
     for name, args, words in (
-        ("my_data.cubes", {}, "cubes"),
+        ("support.samples.cubes", {}, "cubes"),
         ("no_such_module.f", {}, "no_such_module"),
-        ("my_data.squares", {"size": 3}, "size"),
-        ("my_data.wrong", {}, "Squares"),
+        ("support.samples.phrases", {"colour": 3}, "colour"),
+        ("collections.OrderedDict", {}, "OrderedDict"),
     ):
         with pytest.raises(ValueError, match=f"^data.name={name}.*{words}"):
             open_data(replace(config, data=Custom(name, args)))
 
 
-def bad_tokens(**changes: object):
+def tokens(**changes: object) -> Callable[[Config], object]:
     return lambda config: [setattr(config.data, key, value) for key, value in changes.items()]
 
 
+def other(data: TextData | Custom) -> Callable[[Config], object]:
+    return lambda config: setattr(config, "data", data)
+
+
 PROBLEMS = {
-    "no such file": (bad_tokens(path="/no/such.bin"), "data.path", "no such file"),
+    "no such file": (tokens(path="/no/such.bin"), "data.path", "no such file"),
     "half a token": (lambda c: os.truncate(c.data.path, 1999), "data.path", "1999 bytes"),
-    "no vocabulary": (bad_tokens(vocab_size=0), "data.vocab_size", "at least 1"),
-    "a bad fraction": (bad_tokens(validation_fraction=1.0), "data.validation_fraction", "< 1"),
-    "bad workers": (bad_tokens(workers=-1), "data.workers", ">= 0"),
+    "no vocabulary": (tokens(vocab_size=0), "data.vocab_size", "at least 1"),
+    "a bad fraction": (tokens(validation_fraction=1.0), "data.validation_fraction", "< 1"),
+    "bad workers": (tokens(workers=-1), "data.workers", ">= 0"),
     "too short": (lambda c: setattr(c, "seq_len", 300), "seq_len", "200 tokens"),
-    "no text": (lambda c: setattr(c, "data", TextData(path="/no/such")), "data.path", "folder"),
-    "no tokenizer": (
-        lambda c: setattr(c, "data", TextData(tokenizer="no.json")),
-        "data.tokenizer",
-        "no such file",
-    ),
-    "no module": (lambda c: setattr(c, "data", Custom("no_such.f")), "data.name", "no_such"),
+    "no text": (other(TextData(path="/no/such")), "data.path", "folder"),
+    "no tokenizer": (other(TextData(tokenizer="no.json")), "data.tokenizer", "no such file"),
+    "no module": (other(Custom("no_such.f")), "data.name", "no_such"),
 }
 
 

@@ -20,9 +20,8 @@ from titanlike.data import checks
 from titanlike.data.errors import DataError
 from titanlike.data.fingerprint import data_fingerprint, fingerprint_changes
 from titanlike.data.loader import batches, open_data
-from titanlike.data.mixture import MixtureBatchSampler, Quotas, points_of, weight_at
+from titanlike.data.mixture import MixtureBatchSampler, Quotas, mixture_of, points_of, weight_at
 from titanlike.data.tokenize_corpus import Settings, tokenize_corpus_files
-from titanlike.data.tokenizer_files import write_tokenizer
 from titanlike.metrics.sinks import read_jsonl
 
 WEIGHTS: dict[str, Any] = {"a": 0.6, "b": 0.3, "c": 0.1}
@@ -65,7 +64,7 @@ def test_the_order_is_the_same_in_every_layout_and_after_a_resume(
     corpora: dict[str, Path],
 ) -> None:
     schedule = {"a": [[0, 0.9], [20, 0.2]], "b": 0.1, "c": [[0, 0.0], [20, 0.7]]}
-    config = mixed(corpora, schedule)
+    config = replace(mixed(corpora, schedule), batch_size=64)
     whole = order(config, 30)
     for dp in (2, 4):
         assert order(replace(config, dp=dp), 30) == whole
@@ -151,23 +150,13 @@ def test_a_mistake_is_told_before_anything_starts(sources: Any, told: str) -> No
     assert told in "\n".join(map(str, checks.problems(config)))
 
 
-def test_sources_of_different_tokenizers_are_refused(
-    corpora: dict[str, Path], tmp_path: Path
-) -> None:
-    index = (
-        (corpora["a"] / "index.json")
-        .read_text()
-        .replace('"tokenizer": "bytes"', '"tokenizer": "x"')
-    )
-    other = tmp_path / "other"
-    other.mkdir()
-    for path in corpora["a"].iterdir():
-        (other / path.name).write_bytes(path.read_bytes())
-    (other / "index.json").write_text(index)
-    (other / "tokenizer").mkdir()
-    write_tokenizer("bytes", other / "tokenizer")
+def test_sources_of_different_tokenizers_are_refused(corpora: dict[str, Path]) -> None:
+    config = mixed(corpora, {"a": 0.5, "c": 0.5})
+    opened = {name: open_data(mixed(corpora, {name: 1.0})) for name in "ac"}
+    assert mixture_of(opened, config.data, config, "").vocab_size == 257
+    opened["c"] = replace(opened["c"], tokenizer="another")
     with pytest.raises(DataError, match="has another tokenizer than a"):
-        open_data(mixed({**corpora, "b": other}))
+        mixture_of(opened, config.data, config, "")
 
 
 def test_other_weights_and_other_sources_are_other_data(corpora: dict[str, Path]) -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from support.cells import slow
 from support.models import tiny
 from support.proven import assert_proven
 from titanlike.config.schema import Config, Custom, PointSplit
-from titanlike.data.sources import Data, SyntheticSource
 from titanlike.training.draft import draft, preflight
 
 
@@ -59,38 +56,15 @@ def test_a_stage_may_begin_inside_of_a_block() -> None:
     assert len(second.receives) == 2, "the residual goes around the cut"
 
 
-class Longer:
-    """Samples with a field that no model here takes."""
-
-    def __init__(self, part: int, seq_len: int) -> None:
-        self.source = SyntheticSource(64, seq_len, 0, part)
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        return {**self.source[i], "weights": torch.ones(1)}
-
-
-def longer(seq_len: int) -> Data:
-    return Data(Longer(0, seq_len), Longer(1, seq_len), 64, "with weights")
-
-
 @pytest.mark.parametrize(
     "case, key, told",
     [
-        (config("Looking"), "model.name", "reads the values of tensors"),
         (
             config("Unregistered"),
             "model.name",
             "self.register_buffer('table', ..., persistent=False)",
         ),
         (config("Misshapen"), "model", "its forward on inputs [16, 16] raised RuntimeError"),
-        (
-            replace(config("Deep"), data=Custom("graph.test_any_model.longer")),
-            "data.name",
-            "a field weights, which the forward of model.name=support.any_models.Deep does not",
-        ),
         (config("Deep", 2, points=["trunk.blocks.b2.mpl"]), "split.points", "blocks.b2.mlp?"),
         (
             config("Deep", 3, points=["trunk", "trunk.blocks.b0"], batch_size=15),

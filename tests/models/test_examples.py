@@ -1,4 +1,4 @@
-"""The example package, as a user of it would run it: from another folder, nothing installed."""
+"""The example package, as its users run it; that it trains is shown in `docs/test_docs.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from support.models import tiny
 from support.paths import ROOT
 from support.proven import assert_proven
 from titanlike.config.schema import Custom, PointSplit
-from titanlike.metrics.sinks import read_jsonl
 from titanlike.training.draft import preflight
 
 EXAMPLES = ROOT / "examples"
@@ -25,19 +24,6 @@ def run(program: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess
     words = [str(ROOT / program), "--config-dir", str(CONF), *SMALL, *arguments]
     env = {**os.environ, "PYTHONPATH": str(EXAMPLES), "OMP_NUM_THREADS": "1"}
     return forked.run(words, cwd, env)
-
-
-@pytest.mark.slow  # the README's line of it runs in test_docs
-def test_it_trains_and_goes_on_in_another_layout(tmp_path: Path) -> None:
-    settings = ["run_dir=run", "loss=focal", "validation.every=2", "log_every=1"]
-    first = run("train.py", *settings, "pp=2", "steps=2", cwd=tmp_path)
-    assert first.returncode == 0, first.stderr
-    assert "my_models.mixer.Mixer" in first.stdout and "echo after 2 of 16" in first.stdout
-    second = run("train.py", *settings, "steps=3", cwd=tmp_path)
-    assert second.returncode == 0, second.stderr
-    assert "resuming from step 2" in second.stdout
-    steps = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert [step["step"] for step in steps] == [1, 2, 3] and steps[1]["val_loss"] > 0
 
 
 @pytest.mark.slow

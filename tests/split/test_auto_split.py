@@ -20,7 +20,6 @@ from titanlike.config.errors import ConfigError
 from titanlike.config.schema import (
     AdamW,
     AutoSplit,
-    Checkpoint,
     ChunkedCrossEntropy,
     Config,
     Custom,
@@ -40,7 +39,6 @@ from titanlike.split.auto_split import TIMES_FILE
 from titanlike.split.unit_costs import UnitCosts, in_flight, state_bytes
 from titanlike.training.build import build
 from titanlike.training.draft import draft
-from titanlike.training.train import train
 
 ROWS, TOKENS, WIDTH, VOCAB = 2, 8, 4, 64
 
@@ -74,11 +72,10 @@ class Once(nn.Module):
 
 
 def unit_costs_of(config: Config) -> UnitCosts:
-    plan = draft(config)
-    targets = torch.empty(
-        plan.model_graph.microbatch_size, config.seq_len, dtype=torch.int64, device="meta"
-    )
-    return UnitCosts(plan.model_graph, targets, build_loss(config.loss))
+    graph = draft(config).model_graph
+    sizes = graph.microbatch_size, config.seq_len
+    targets = torch.empty(sizes, dtype=torch.int64, device="meta")
+    return UnitCosts(graph, targets, build_loss(config.loss))
 
 
 def mixed() -> UnitCosts:
@@ -247,19 +244,6 @@ def test_times_are_measured_by_one_rank_alone_shared_and_kept(tmp_path: Path) ->
     assert all(found == stages for _, _, found in others)
     assert len(times) == 6 and min(times) > 0 and len(set(times[1:4])) == 1  # blocks are alike
     assert stages[1][1] == ["head"]
-
-
-@pytest.mark.slow
-def test_a_run_says_what_it_chose_and_goes_on_in_another_split(tmp_path: Path) -> None:
-    saving = Checkpoint(every=0, last=True)
-    config = tiny(2, 1, "interleaved1f1b", split=AutoSplit(), steps=1, checkpoint=saving)
-    run_world(train, config, tmp_path)
-    text = (tmp_path / "rank0.out").read_text()
-    assert "one microbatch" in text and "FLOP" in text
-    assert "auto by flops: heaviest rank" in text and "even would give: heaviest rank" in text
-    again = replace(config, steps=2, split=AutoSplit(cost="params"))
-    run_world(train, again, tmp_path)
-    assert "resuming from step 1" in (tmp_path / "rank0.out").read_text()
 
 
 def test_costs_as_people_read_them() -> None:

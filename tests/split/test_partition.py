@@ -93,11 +93,6 @@ def test_the_even_split_is_the_best_of_all(weights, data):
     assert even_sizes([float(w) for w in weights], stages) == best[2]
 
 
-def test_the_heaviest_stage_counts_before_the_squares():
-    """[1, 5, 2, 3] in 3: heaviest 5 with squares 51, and not heaviest 6 with squares 49."""
-    assert even_sizes([1.0, 5.0, 2.0, 3.0], 3) == [1, 1, 2]
-
-
 def test_embedding_and_head_weigh_as_much_as_the_config_says():
     units = llama(6)
     assert blocks_of(partition(units, EvenSplit(), 4)) == [1, 2, 2, 1]
