@@ -65,11 +65,10 @@ def test_the_order_is_the_same_in_every_layout_and_after_a_resume(
 ) -> None:
     schedule = {"a": [[0, 0.9], [20, 0.2]], "b": 0.1, "c": [[0, 0.0], [20, 0.7]]}
     config = replace(mixed(corpora, schedule), batch_size=64)
-    whole = order(config, 30)
-    for dp in (2, 4):
-        assert order(replace(config, dp=dp), 30) == whole
-    for start in (7, 20, 29):
-        assert order(replace(config, dp=2), 30 - start, start) == whole[start:]
+    whole = order(config, 44)
+    assert order(replace(config, dp=4), 44) == whole
+    for start in (7, 40):
+        assert order(replace(config, dp=2), 44 - start, start) == whole[start:]
     assert order(replace(config, seed=1), 5) != whole[:5]
     first = [Counter(chr(row[0]) for row in step if row[0] < 256) for step in whole]
     assert sum(count["c"] for count in first[:3]) < sum(count["c"] for count in first[20:23])
@@ -106,23 +105,21 @@ def test_shares_are_those_declared_after_any_number_of_steps(
 def test_a_source_is_read_whole_before_it_repeats_and_its_epochs_are_counted(
     corpora: dict[str, Path],
 ) -> None:
-    config = mixed(corpora)
+    config, steps = replace(mixed(corpora), batch_size=1), 320
     data = open_data(config)
     sizes = dict(zip("abc", data.train.sizes, strict=True))
     seen: dict[str, list[int]] = {name: [] for name in sizes}
-    steps = 40
     sampler = MixtureBatchSampler(data.train, config, 0, 0)
-    for _ in range(steps):
-        for i in next(sampler):
-            at = next(k for k in (2, 1, 0) if i >= data.train.starts[k])
-            seen["abc"[at]].append(i - data.train.starts[at])
+    for (i,) in (next(sampler) for _ in range(steps)):
+        at = next(k for k in (2, 1, 0) if i >= data.train.starts[k])
+        seen["abc"[at]].append(i - data.train.starts[at])
     for name, size in sizes.items():
-        times = Counter(seen[name])  # a step's sequences are shuffled, so an epoch may end within
-        whole = len(seen[name]) // size
-        assert {times[i] for i in range(size)} <= {whole, whole + 1}
+        epochs = [seen[name][at : at + size] for at in range(0, len(seen[name]), size)]
+        assert all(sorted(epoch) == [*range(size)] for epoch in epochs[:-1])
+        assert len(set(epochs[-1])) == len(epochs[-1])
         assert data.progress(steps)[f"epochs/{name}"] == len(seen[name]) / size
-    assert len(seen["b"]) > 2 * sizes["b"], "no source was read twice"
-    assert seen["b"][: sizes["b"]] != seen["b"][sizes["b"] : 2 * sizes["b"]]
+    first, second = seen["b"][: sizes["b"]], seen["b"][sizes["b"] : 2 * sizes["b"]]
+    assert len(first) == len(second) and first != second
 
 
 def test_validation_has_the_shares_too(corpora: dict[str, Path]) -> None:

@@ -77,7 +77,7 @@ MODELS["noise for all blocks"] = Noisy
 MODELS["a stage of one unit"] = forwards.Reversed
 POINTS = {  # where the even split in four would not cut
     "parameters and inputs of its own": ["steps.1", "steps.2", "again"],
-    "no gradients": ["second"],
+    "no gradients": ["out"],
     "a stage of one unit": ["blocks.1", "blocks.3", "out"],
 }
 

@@ -34,7 +34,7 @@ from titanlike.launch.worker import Worker
 from titanlike.metrics import units
 from titanlike.optim.loss import build_loss
 from titanlike.parallel.mesh import close_mesh, open_mesh
-from titanlike.pipeline.schedules import gpipe, one_f_one_b, zbv_zero_bubble
+from titanlike.pipeline.schedules import SCHEDULES, gpipe, one_f_one_b, zbv_zero_bubble
 from titanlike.split.auto_split import TIMES_FILE
 from titanlike.split.unit_costs import UnitCosts, in_flight, state_bytes
 from titanlike.training.build import build
@@ -168,6 +168,7 @@ def test_bytes_of_a_parameter(changes: dict[str, Any], each: float) -> None:
 def test_microbatches_in_flight_follow_from_the_order() -> None:
     assert in_flight(one_f_one_b(4, 8)) == [4, 3, 2, 1]
     assert in_flight(gpipe(2, 8)) == [8, 8]
+    assert in_flight(SCHEDULES["zbh2"](4, 8)) == [7, 7, 7, 7]  # until the weight gradient
     flying = in_flight(zbv_zero_bubble(4, 8))
     assert flying[0] == max(flying) and len(flying) == 8
 

@@ -77,6 +77,12 @@ def test_no_split_is_better(kinds: str) -> None:
     check()
 
 
+def test_a_bound_by_the_cheapest_stages_does_not_end_the_search() -> None:
+    """Microbatches in flight differ: a unit costs a stage four times as much as another."""
+    found = best_split(costs_of([2, 2, 9, 4, 5, 6, 8], 4, [1, 4, 1, 4]), loop(2, 2))
+    assert found.proven and found.key[:2] == (40, 32)
+
+
 @settings(max_examples=20)
 @given(st.integers(1, 5), st.integers(1, 12))
 def test_more_stages_than_units_leave_those_before_the_last_empty(units: int, stages: int) -> None:
