@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from support import any_models, forwards, stashed, unused_gradients
+from support import any_models, device_dependent, forwards, stashed, unused_gradients
 from support.cells import slow
 from support.forwards import VOCAB
 from support.models import tiny
@@ -29,6 +29,20 @@ from titanlike.graph.stage import Stage
 from titanlike.models.registry import build_model, initial_weights_of
 from titanlike.split.partition import partition
 from titanlike.training.draft import draft, preflight
+
+
+class Noisy(forwards.Blocks):
+    """Random numbers of the forward's own, which all blocks use."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(forwards.DIM, forwards.DIM) for _ in range(4)))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, noise = self.tokens(ids), torch.rand(ids.size(1), 1, device=ids.device)
+        for block in self.blocks:
+            x = x + block(x) * noise
+        return self.out(x)
+
 
 MODELS = {
     "torch's encoder": forwards.TorchEncoder,
@@ -45,6 +59,8 @@ MODELS = {
     "no lists": forwards.Flat,
     "no gradients": forwards.WithoutGradient,
     "gradient of its own": forwards.Reversed,
+    "a stage of one unit": forwards.Reversed,
+    "noise for all blocks": Noisy,
     "made when needed": forwards.Lazy,
     "ViT": forwards.Vit,
     "parameters and inputs of its own": any_models.Direct,
@@ -57,24 +73,12 @@ MODELS = {
     "stash and pop within a block": stashed.within_blocks,
     "kept by a hook": stashed.KeptByAHook,
     "a table of all blocks": stashed.table_of_all_blocks,
+    "asks for the device": device_dependent.AsksForTheDevice,
+    "looks at a constant mask": device_dependent.MaskedEncoder,
+    "skips a full mask": device_dependent.SkipsAFullMask,
 }
 
 
-class Noisy(forwards.Blocks):
-    """Random numbers of the forward's own, which all blocks use."""
-
-    def __init__(self) -> None:
-        super().__init__(*(nn.Linear(forwards.DIM, forwards.DIM) for _ in range(4)))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x, noise = self.tokens(ids), torch.rand(ids.size(1), 1, device=ids.device)
-        for block in self.blocks:
-            x = x + block(x) * noise
-        return self.out(x)
-
-
-MODELS["noise for all blocks"] = Noisy
-MODELS["a stage of one unit"] = forwards.Reversed
 POINTS = {  # where the even split in four would not cut
     "parameters and inputs of its own": ["steps.1", "steps.2", "again"],
     "no gradients": ["out"],
@@ -100,8 +104,9 @@ def test_a_cut_model_computes_what_the_whole_one_does(name: str) -> None:
         meta_model = MODELS[name]()
     inputs = batch_for(model)
     fields = {"inputs": Field(tuple(inputs.shape[1:]), inputs.dtype)}
-    model_graph = ModelGraph(meta_model, fields, len(inputs), POINTS.get(name, ()))
     points = POINTS.get(name, [])
+    buffers = dict(model.named_buffers())
+    model_graph = ModelGraph(meta_model, fields, len(inputs), points, buffers=lambda: buffers)
     split = PointSplit(points=points) if points else EvenSplit()
     model_graph.stages = partition(model_graph.units, split, len(points) + 1 if points else 4)
     graphs = model_graph.graphs(fields, True)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from support.cells import slow
 from support.models import tiny
 from support.proven import assert_proven
 from support.stand_in_gpus import gpus
@@ -16,17 +15,12 @@ from titanlike.models.registry import build_model
 from titanlike.training.draft import preflight
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "SkipsAFullMask",
-        # microbatches of other sizes than the whole batch round otherwise in bf16
-        *slow("Autocasting", "CompiledBlocks", "AsksForTheDevice", "MaskedEncoder"),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SkipsAFullMask", "Autocasting", "CompiledBlocks"])
 def test_a_forward_that_is_recorded_without_a_device_trains_as_in_one_process(
     name: str, tmp_path: Path
 ) -> None:
+    """In bf16 microbatches of other sizes than the whole batch round otherwise."""
     assert_proven(tiny(2, 1, model=Custom(f"support.device_dependent.{name}")), tmp_path)
 
 

@@ -238,12 +238,12 @@ def stages_twice(config: Config, worker: Worker) -> tuple[int, Any, list[list[li
 
 def test_times_are_measured_by_one_rank_alone_shared_and_kept(tmp_path: Path) -> None:
     """Of layers that are divided, too: the other ranks do not answer what a layer exchanges."""
-    config = tiny(2, 1, tp=2, layers=3, split=AutoSplit(cost="time"), loss=ChunkedCrossEntropy())
+    config = tiny(2, 1, tp=2, layers=2, split=AutoSplit(cost="time"), loss=ChunkedCrossEntropy())
     ranks = run_world(stages_twice, config, tmp_path)
     assert [count for count, *_ in ranks] == [1, 0, 0, 0]
     (_, times, stages), *others = ranks
     assert all(found == stages for _, _, found in others)
-    assert len(times) == 6 and min(times) > 0 and len(set(times[1:4])) == 1  # blocks are alike
+    assert len(times) == 5 and min(times) > 0 and times[1] == times[2]  # blocks are alike
     assert stages[1][1] == ["head"]
 
 
