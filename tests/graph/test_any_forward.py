@@ -64,6 +64,8 @@ MODELS = {
     "made when needed": forwards.Lazy,
     "ViT": forwards.Vit,
     "parameters and inputs of its own": any_models.Direct,
+    "called in another order": any_models.Plain,
+    "a Sequential": any_models.sequential,
     "detached": unused_gradients.Detached,
     "only detached": unused_gradients.OnlyDetached,
     "compared": unused_gradients.Compared,

@@ -29,9 +29,6 @@ INSIDE = ["trunk", "trunk.blocks.b0.mlp", "trunk.blocks.b2.norm"]
     [
         config("Deep", 2, 1, "interleaved1f1b", points=INSIDE),
         *slow(
-            config("sequential", 2, 1, "zbvzerobubble"),
-            config("Direct", 2, 2, "zbvzerobubble", points=["steps.1", "steps.2", "steps.3"]),
-            config("Plain", 2, 2, points=["beta"]),
             config("Unused", 2, 2, "zbvzerobubble"),
             config(  # what is sent around a norm is what the norm has saved
                 "Deep",

@@ -11,8 +11,7 @@ import pytest
 from support import forked
 from support.models import tiny
 from support.paths import ROOT
-from support.proven import assert_proven
-from titanlike.config.schema import Custom, PointSplit
+from titanlike.config.schema import Custom
 from titanlike.training.draft import preflight
 
 EXAMPLES = ROOT / "examples"
@@ -24,23 +23,6 @@ def run(program: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess
     words = [str(ROOT / program), "--config-dir", str(CONF), *SMALL, *arguments]
     env = {**os.environ, "PYTHONPATH": str(EXAMPLES), "OMP_NUM_THREADS": "1"}
     return forked.run(words, cwd, env)
-
-
-@pytest.mark.slow
-def test_it_is_proven_with_stages_that_begin_inside_of_blocks(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.syspath_prepend(EXAMPLES)
-    config = tiny(
-        2,
-        2,
-        "zbvzerobubble",
-        model=Custom("my_models.mixer.Mixer", {"vocab_size": None, "length": 16, "width": 16}),
-        data=Custom("my_models.data.echo", {"vocab_size": 16}),
-        loss=Custom("my_models.losses.focal", {"gamma": 1.0}),
-        split=PointSplit(points=["trunk.blocks.0.mlp", "trunk.blocks.2.mix", "write"]),
-    )
-    assert_proven(config, tmp_path)
 
 
 def test_mistakes_are_told_all_at_once(tmp_path: Path) -> None:

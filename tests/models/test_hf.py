@@ -15,7 +15,6 @@ from torch import Tensor
 
 from support.cells import slow
 from support.hf_tiny import folder_of, logits_by_document, model_of, own, sizes, tiny_hf
-from support.proven import assert_proven
 from support.real_model import real
 from support.world import run_world
 from titanlike.config.errors import ConfigError
@@ -225,13 +224,6 @@ def test_a_rank_reads_its_own_shards_only(layout: dict, tmp_path: Path) -> None:
     assert sum(reads) == whole + norms * (config.tp - 1)  # nothing else twice, nothing left out
     assert max(reads) < 1.2 * (whole + norms) / config.world_size
     assert max(largest) <= max(p.numel() for p in saved.parameters()) // 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family, schedule", [("gemma2", "1f1b"), ("qwen3_moe", "zbvzerobubble")])
-def test_layouts_are_proven(family: str, schedule: str, tmp_path: Path) -> None:
-    """Others: `proof/test_layouts.py`."""
-    assert_proven(tiny_hf(model_of(family), 2, 2, schedule), tmp_path, timeout=100)
 
 
 # --- mistakes ----------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import transformers
@@ -11,10 +9,9 @@ from torch import nn
 
 from support.cells import slow
 from support.command_lines import examined
-from support.hf_tiny import model_of, own, sizes, tiny_hf
+from support.hf_tiny import model_of, own, sizes
 from support.models import tiny
-from support.proven import assert_proven
-from titanlike.config.schema import Config, Model
+from titanlike.config.schema import Model
 from titanlike.graph.node_cost import EXPERTS_PRODUCT
 from titanlike.models.expert_linear import EXPERT_LINEAR, expert_linear, runs_grouped
 from titanlike.models.moe import RoutedFeedForward, Routing
@@ -130,20 +127,6 @@ def test_their_products_are_kept_and_counted_as_others() -> None:
 
 
 # --- transformers' families -----------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "config",
-    [
-        tiny_hf(model_of("deepseek_v3"), 2, 2),
-        tiny_hf(model_of("qwen3_moe"), dp=2, compile=True),
-    ],
-    ids=["deepseek_v3", "qwen3_moe, compiled"],
-)
-def test_a_family_of_transformers_is_proven(config: Config, tmp_path: Any) -> None:
-    """Others: `proof/test_layouts.py`."""
-    assert_proven(config, tmp_path, timeout=300)
 
 
 @pytest.mark.parametrize("family", ["mixtral", *slow("qwen3_moe", "deepseek_v3", "glm4_moe")])
