@@ -35,8 +35,8 @@ from titanlike.training.build import build
 from titanlike.training.draft import preflight
 
 CPU = torch.device("cpu")
-# learned positions; windows; experts, normed heads; sinks; positions as a bias of scores
-QUICK = ("gpt2", "gemma3_text", "qwen3_moe", "gpt_oss", "bloom")
+# learned positions; windows; experts, normed heads; sinks
+QUICK = ("gpt2", "gemma3_text", "qwen3_moe", "gpt_oss")
 REST = slow(*(family for family in FAMILIES if family not in QUICK))
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [3] * 3 + [4] * 4 + [3] * 5])
 
