@@ -13,14 +13,14 @@ sizes = st.integers(1, 5000)
 seeds = st.integers(-(2**63), 2**64)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(size=sizes, seed=seeds, epoch=st.integers(0, 2**20))
 def test_every_epoch_reads_every_sample_exactly_once(size: int, seed: int, epoch: int) -> None:
     order = shuffled_index(np.arange(epoch * size, (epoch + 1) * size), size, seed)
     assert sorted(order.tolist()) == list(range(size))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(size=st.one_of(sizes, st.just(2**40)), seed=seeds, start=st.integers(0, 2**45))
 def test_one_position_is_the_same_alone_as_among_others(size: int, seed: int, start: int) -> None:
     positions = np.arange(start, start + 12).reshape(3, 4)
@@ -30,7 +30,7 @@ def test_one_position_is_the_same_alone_as_among_others(size: int, seed: int, st
     assert all(0 <= i < size for row in alone for i in row)
 
 
-@pytest.mark.parametrize("size", [20, 1000, 100_000])
+@pytest.mark.parametrize("size", [20, 10_000])
 def test_epochs_and_seeds_have_orders_of_their_own(size: int) -> None:
     positions = np.arange(size)
     orders = [
@@ -44,7 +44,7 @@ def test_epochs_and_seeds_have_orders_of_their_own(size: int) -> None:
             assert (one == other).mean() < 0.3
 
 
-@pytest.mark.parametrize("size", [3, 5, 16, 37, 300])
+@pytest.mark.parametrize("size", [3, 16, 37])
 def test_the_order_is_fair(size: int) -> None:
     """Over many epochs each sample is as often first, and each other one as often after it."""
     epochs = 20_000

@@ -11,15 +11,14 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from pyarrow import parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from support.commands import TINY, command
 from titanlike.config.schema import TextData
-from titanlike.data.corpus import documents, find_files
+from titanlike.data.corpus import documents
 from titanlike.data.errors import DataError
-from titanlike.data.tokenized_corpus import TokenizedCorpus, tokenize_corpus
+from titanlike.data.tokenized_corpus import PARTS, TokenizedCorpus, tokenize_corpus
 from titanlike.data.tokenizer import ByteTokenizer, open_tokenizer
 
 TEXTS = [f"Document {i}: größer, 日本, <|endoftext|>{'.' * (i % 7)}" for i in range(200)]
@@ -59,8 +58,7 @@ def read_back(prepared: TokenizedCorpus, part: str, decode) -> list[str]:
     return [decode(document.tolist()) for document in np.split(ids, starts[1:])]
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.text())
+@pytest.mark.parametrize("text", ["", "plain", "größe 日本 🙂", "<|endoftext|>\x00\r\n"])
 def test_bytes_give_any_text_back(text: str) -> None:
     tokenizer = ByteTokenizer()
     ids = tokenizer.encode(text)
@@ -68,8 +66,10 @@ def test_bytes_give_any_text_back(text: str) -> None:
     assert all(i < tokenizer.vocab_size for i in ids)
 
 
-@pytest.mark.parametrize("kind", ["folder", "jsonl", "parquet"])
-@pytest.mark.parametrize("tokenizer", ["bytes", "endoftext", "no boundary"])
+@pytest.mark.parametrize(
+    ("kind", "tokenizer"),
+    [("folder", "bytes"), ("jsonl", "endoftext"), ("parquet", "no boundary")],
+)
 def test_any_text_and_tokenizer_read_back_with_nothing_in_both_parts(
     tmp_path: Path, kind: str, tokenizer: str
 ) -> None:
@@ -97,14 +97,12 @@ def test_any_text_and_tokenizer_read_back_with_nothing_in_both_parts(
     assert len(set(train)) + len(set(held)) == len(TEXTS)
     assert 1 <= len(held) <= 30
     assert prepared.documents == {"train": len(train), "validation": len(held)}
-    if tokenizer == "endoftext":
-        assert prepared.boundary == 1
-    elif tokenizer == "no boundary":
-        assert prepared.boundary == prepared.vocab_size - 1
+    boundaries = {"bytes": 256, "endoftext": 1, "no boundary": prepared.vocab_size - 1}
+    assert prepared.boundary == boundaries[tokenizer]
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("fraction", [0.01, 0.3, 0.99])
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("fraction", [0.01, 0.99])
 def test_a_few_documents_give_both_parts_too(tmp_path: Path, count: int, fraction: float) -> None:
     """A single document is cut in two; of several, each is whole in one part."""
     texts = [chr(ord("a") + i) * 1000 for i in range(count)]
@@ -133,6 +131,11 @@ def test_the_cache_is_used_again_and_renewed_when_something_changes(tmp_path: Pa
     bpe = open_tokenizer(str(write_tokenizer(tmp_path / "tokenizer.json", ["</s>"])))
     assert tokenize_corpus(data, bpe).tokens != first.tokens
 
+    write_jsonl(path, [text.lower() for text in TEXTS])
+    lower = tokenize_corpus(data, ByteTokenizer())
+    texts = (read_back(lower, part, ByteTokenizer().decode) for part in PARTS)
+    assert sorted(sum(texts, [])) == sorted(text.lower() for text in TEXTS)
+
     write_jsonl(path, [*TEXTS, "one more"])
     more = tokenize_corpus(data, ByteTokenizer())
     assert sum(more.documents.values()) == len(TEXTS) + 1
@@ -153,22 +156,14 @@ def test_processes_that_prepare_at_once_agree(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "cache").iterdir()] == [made[0].folder.name]
 
 
-def test_python_itself_is_the_default_corpus() -> None:
-    """Large enough to train on, with nothing of what was installed, and the same every time."""
-    files = find_files(None)
-    assert files == find_files(None) == sorted(files)
-    assert not any("site-packages" in file.parts or "test" in file.parts for file in files)
-    characters = sum(len(text) for text in documents(files, "text"))
-    assert characters > 4_000_000
-    assert any(file.name == "functools.py" for file in files)
-
-
 BAD_TEXT = {
     "no such path": (None, "data.path", "no such file or folder"),
     "no file in the folder": ({"a.png": b"x"}, "data.path", ".jsonl"),
     "no text in the files": ({"a.txt": b"", "b.jsonl": b"\n"}, "data.path", "no text"),
     "no UTF-8": ({"a.txt": "größer".encode("latin-1")}, "data.path", "UTF-8"),
     "a broken line": ({"a.jsonl": b'{"text": "a"}\n{"text": "b\n'}, "data.path", "line 2"),
+    "a deep line": ({"a.jsonl": b'{"text": ' + b"[" * 100_000}, "data.path", "line 1"),
+    "a line without UTF-8": ({"a.jsonl": b'{"text": "\xff"}\n'}, "data.path", "line 1"),
     "no object in a line": ({"a.jsonl": b'{"text": "a"}\n[1]\n'}, "data.text_key", "line 2"),
     "no such field": ({"a.jsonl": b'{"body": "a", "n": 1}\n'}, "data.text_key", "body, n"),
     "a field without text": ({"a.jsonl": b'{"text": 3}\n'}, "data.text_key", "int"),
@@ -192,6 +187,17 @@ def test_a_mistake_in_text_names_the_key_and_the_place(tmp_path: Path, case: str
     assert not cache.exists() or not os.listdir(cache), "nothing half-made is left"
 
 
+def test_a_bad_line_ends_a_run_as_a_bad_config_does(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a good line"}\n{"text": "a')
+    words = [f"data.path={tmp_path / 'a.jsonl'}", f"data.cache={tmp_path / 'cache'}"]
+    done = command(*TINY, *words, "run_dir=run", cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert str(tmp_path / "a.jsonl") in done.stderr and "line 2" in done.stderr
+    assert "Traceback" not in done.stderr
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["status"] == "invalid" and "line 2" in result["error"]
+
+
 def test_a_missing_column_lists_those_that_exist(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table({"body": ["a"], "n": [1]}), tmp_path / "a.parquet")
     for text_key, words in (("text", "body, n"), ("n", "int64")):
@@ -207,19 +213,27 @@ def test_half_a_surrogate_pair_in_json_is_no_crash(tmp_path: Path) -> None:
     assert list(documents([path], "text")) == ["a?b"]
 
 
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_and_a_fifo_are_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x" * 1000)
     data = TextData(path=str(tmp_path / "file"), cache=str(tmp_path / "file" / "cache"))
     with pytest.raises(DataError, match="data.cache=.*cannot be written"):
         tokenize_corpus(data, ByteTokenizer())
+    os.mkfifo(tmp_path / "a.txt")
+    with pytest.raises(DataError, match="a.txt.*regular file"):
+        list(documents([tmp_path / "a.txt"], "text"))
 
 
-@pytest.mark.parametrize("content", [None, b"{}", b"not json"])
-def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None) -> None:
+EMPTY = {"type": "WordLevel", "vocab": {}, "unk_token": "x"}
+WITHOUT_VOCABULARY = json.dumps({"version": "1.0", "added_tokens": [], "model": EMPTY})
+
+
+@pytest.mark.parametrize("content", [None, "{}", "not json", WITHOUT_VOCABULARY])
+def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "tokenizer.json"
     if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(ValueError, match="data.tokenizer=.*tokenizer.json"):
+        path.write_text(content)
+    words = ": it has no vocabulary" if content == WITHOUT_VOCABULARY else ""
+    with pytest.raises(DataError, match=f"data.tokenizer=.*tokenizer.json{words}"):
         open_tokenizer(str(path))
 
 

@@ -1,4 +1,4 @@
-"""Packed documents: attention stays within each, in every layout."""
+"""Packed documents: attention stays within each; layouts: `proof/test_layouts.py`."""
 
 from __future__ import annotations
 
@@ -12,25 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from support.forwards import Lstm
 from support.models import tiny
-from support.runs import assert_goes_on
-from support.world import run_world
+from support.real_model import real
 from titanlike.config.schema import (
     Config,
     Custom,
-    Precision,
     TextData,
     TokenData,
 )
 from titanlike.data.example_batch import example_batch
 from titanlike.data.loader import batches, open_data
 from titanlike.job.check import problems
-from titanlike.models.registry import build_model, initial_weights_of, resolve_model
-from titanlike.parallel.initialize import initialize
-from titanlike.proof.verification import verify
 
 
 def text(folder: Path, **changes: Any) -> TextData:
@@ -43,13 +37,6 @@ def text(folder: Path, **changes: Any) -> TextData:
 
 def packed(folder: Path, *args: Any, **changes: Any) -> Config:
     return tiny(*args, data=text(folder), **{"seq_len": 32, "layers": 4, **changes})
-
-
-def whole_model(config: Config) -> nn.Module:
-    resolved = resolve_model(config)
-    model = build_model(resolved)
-    initialize(model, initial_weights_of(resolved, config.seed), torch.device("cpu"))
-    return model
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -79,7 +66,7 @@ def test_a_document_among_others_has_the_logits_of_itself_alone(
     tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     config = packed(tmp_path, **changes)
-    model = whole_model(config)
+    model = real(config)
     batch = next(batches(open_data(config).train, config, dp_rank=0))
     ids, documents = batch["inputs"], batch["document_ids"]
     logits = model(ids, document_ids=documents)
@@ -107,40 +94,6 @@ def test_the_example_is_like_a_batch(tmp_path: Path, kind: str, on: bool) -> Non
     assert {k: (v.shape[1:], v.dtype) for k, v in found.items()} == {
         k: (v.shape[1:], v.dtype) for k, v in batch.items()
     }
-
-
-def cells() -> list[Any]:
-    """A model in a schedule each; the whole table is slow."""
-    models = {"llama": {}, "tied": {"tied": True}, "gpt2": {"family": "gpt2"}}
-    quick = {"1f1b": "", "interleaved1f1b": "", "zbvzerobubble": "tied"}
-    return [
-        pytest.param(schedule, models[name], id=f"{name}-{schedule}", marks=marks)
-        for schedule, chosen in quick.items()
-        for name in models
-        for marks in [() if name == chosen else (pytest.mark.slow,)]
-    ]
-
-
-@pytest.mark.parametrize("schedule, changes", cells())
-def test_layouts_train_on_documents_as_one_process_does(
-    schedule: str, changes: dict[str, Any], tmp_path: Path
-) -> None:
-    config = packed(tmp_path, 2, 2, schedule, **changes)
-    results = run_world(verify, config, tmp_path / "run")
-    told = (tmp_path / "run" / "rank0.out").read_text()
-    assert {result["exit_code"] for result in results} == {0}, told
-
-
-@pytest.mark.slow
-def test_documents_in_bf16_across_four_stages(tmp_path: Path) -> None:
-    config = packed(tmp_path, 4, 1, precision=Precision("bf16"))
-    assert run_world(verify, config, tmp_path / "run")[0]["exit_code"] == 0
-
-
-@pytest.mark.slow
-def test_a_run_with_documents_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    config = packed(tmp_path, 2, 2, "interleaved1f1b", steps=4)
-    assert_goes_on(config, tmp_path)
 
 
 # --- what cannot be is told before a worker starts ---------------------------------------------

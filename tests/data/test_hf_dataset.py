@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from support.commands import TINY, command
 from titanlike.config.schema import Config, HFData, TextData
 from titanlike.data import checks
 from titanlike.data.errors import DataError
-from titanlike.data.loader import batches, open_data
+from titanlike.data.loader import open_data
 
 datasets = pytest.importorskip("datasets")
 
@@ -24,11 +22,9 @@ ROWS = {"text": [*TEXTS[:7], None, "", *TEXTS[7:]], "number": [*range(302)]}
 def saved(kind: str, folder: Path) -> Path:
     rows = datasets.Dataset.from_dict(ROWS)
     folder.mkdir()
-    if kind == "save_to_disk":
-        rows.save_to_disk(str(folder / "data"), num_shards=3)
-    elif kind == "splits":
-        splits = {"test": rows.select([0]), "train": rows}
-        datasets.DatasetDict(splits).save_to_disk(str(folder / "data"))
+    if kind == "splits":
+        splits = datasets.DatasetDict({"test": rows.select([0]), "train": rows})
+        splits.save_to_disk(str(folder / "data"), num_shards={"test": 1, "train": 3})
     elif kind == "parquet folder":
         (folder / "data").mkdir()
         for part in range(2):
@@ -63,9 +59,7 @@ def sequences(config: Config) -> list[list[int]]:
     return [source[i]["inputs"].tolist() for source in sources for i in range(len(source))]
 
 
-@pytest.mark.parametrize(
-    "kind", ["save_to_disk", "splits", "parquet folder", "parquet", "json", "arrow"]
-)
+@pytest.mark.parametrize("kind", ["splits", "parquet folder", "parquet", "json", "arrow"])
 def test_a_dataset_gives_the_tokens_of_its_texts(kind: str, tmp_path: Path) -> None:
     """In their order, whatever files it has; streamed or not; without null and empty rows."""
     path = saved(kind, tmp_path / "saved")
@@ -78,18 +72,6 @@ def test_a_dataset_gives_the_tokens_of_its_texts(kind: str, tmp_path: Path) -> N
     few = config(path, tmp_path / "few", rows=100)
     assert 0 < len(sequences(few)) < len(expected) / 2
     assert sequences(config(path, tmp_path / "few", rows=9999)) == expected
-
-
-def test_its_batches_are_the_same_in_every_layout_from_any_step(tmp_path: Path) -> None:
-    one = config(saved("parquet", tmp_path / "saved"), tmp_path / "cache")
-    source = open_data(one).train
-    stream = batches(source, one, dp_rank=0)
-    whole = [next(stream)["inputs"] for _ in range(9)]
-    for dp in (2, 4):
-        two = Config(data=one.data, seq_len=32, batch_size=4, dp=dp)
-        ranks = [batches(source, two, dp_rank=rank, start_step=5) for rank in range(dp)]
-        for step in range(5, 9):
-            assert torch.equal(torch.cat([next(r)["inputs"] for r in ranks]), whole[step])
 
 
 def test_what_cannot_be_read_is_said_with_what_to_write(
@@ -121,23 +103,3 @@ def test_what_cannot_be_read_is_said_with_what_to_write(
     assert problem(str(path), rows=0)[0] == "data.rows"
     monkeypatch.setattr(checks.hf_dataset.importlib.util, "find_spec", lambda name: None)
     assert "pip install 'titanlike[datasets]'" in problem(str(path))[1]
-
-
-@pytest.mark.slow
-def test_a_run_resumes_in_another_layout_with_the_losses_of_one_that_was_not_stopped(
-    tmp_path: Path,
-) -> None:
-    path = saved("save_to_disk", tmp_path / "saved")
-    words = ["data=hf", f"data.path={path}", f"data.cache={tmp_path / 'cache'}", "batch_size=4"]
-    own = [word for word in TINY if not word.startswith(("steps", "checkpoint"))]
-
-    def losses(name: str, *runs: list[str]) -> list[float]:
-        for more in runs:
-            done = command(*own, *words, f"run_dir={name}", *more, cwd=tmp_path)
-            assert done.returncode == 0, done.stderr
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line)["loss"] for line in lines]
-
-    whole = losses("whole", ["steps=6", "lr=constant"])
-    parts = losses("parts", ["steps=3", "lr=constant"], ["steps=6", "lr=constant", "dp=2"])
-    assert len(whole) == 6 and parts == pytest.approx(whole, rel=1e-5)

@@ -12,17 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from support.cells import slow
 from support.models import tiny
 from support.runs import assert_goes_on
-from support.saved_runs import a_run, numbers, train_all
+from support.saved_runs import a_run
 from titanlike.config.schema import Config, MixtureData
 from titanlike.data import checks
 from titanlike.data.errors import DataError
+from titanlike.data.fingerprint import data_fingerprint, fingerprint_changes
 from titanlike.data.loader import batches, open_data
-from titanlike.data.mixture import MixtureBatchSampler, Quotas, points_of, weight_at
+from titanlike.data.mixture import MixtureBatchSampler, Quotas, mixture_of, points_of, weight_at
 from titanlike.data.tokenize_corpus import Settings, tokenize_corpus_files
-from titanlike.data.tokenizer_files import write_tokenizer
 from titanlike.metrics.sinks import read_jsonl
 
 WEIGHTS: dict[str, Any] = {"a": 0.6, "b": 0.3, "c": 0.1}
@@ -61,17 +60,15 @@ def order(config: Config, steps: int, start: int = 0) -> list[list[int]]:
     return [torch.cat([batch["inputs"] for batch in step]).tolist() for step in each]
 
 
-@pytest.mark.slow
 def test_the_order_is_the_same_in_every_layout_and_after_a_resume(
     corpora: dict[str, Path],
 ) -> None:
     schedule = {"a": [[0, 0.9], [20, 0.2]], "b": 0.1, "c": [[0, 0.0], [20, 0.7]]}
-    config = mixed(corpora, schedule)
-    whole = order(config, 30)
-    for dp in (2, 4):
-        assert order(replace(config, dp=dp), 30) == whole
-    for start in (7, 20, 29):
-        assert order(replace(config, dp=2), 30 - start, start) == whole[start:]
+    config = replace(mixed(corpora, schedule), batch_size=64)
+    whole = order(config, 44)
+    assert order(replace(config, dp=4), 44) == whole
+    for start in (7, 40):
+        assert order(replace(config, dp=2), 44 - start, start) == whole[start:]
     assert order(replace(config, seed=1), 5) != whole[:5]
     first = [Counter(chr(row[0]) for row in step if row[0] < 256) for step in whole]
     assert sum(count["c"] for count in first[:3]) < sum(count["c"] for count in first[20:23])
@@ -83,7 +80,7 @@ def test_the_order_is_the_same_in_every_layout_and_after_a_resume(
         [0.7, 0.3],
         [5, 3, 1.5, 0.5],
         [1e-3, 1],
-        [[[0, 1], [500, 0]], [[0, 0], [500, 1]]],
+        [[[0, 1], [400, 0]], [[0, 0], [400, 1]]],
         [0, 1, [[200, 1], [201, 9]]],
     ],
 )
@@ -93,38 +90,36 @@ def test_shares_are_those_declared_after_any_number_of_steps(
 ) -> None:
     points = [points_of(weight) for weight in weights]
     quotas, due = Quotas(points, batch_size), np.zeros(len(points))
-    for step in range(1000):
+    for step in range(600):
         now = np.array([weight_at(each, step) for each in points])
         due += batch_size * now / now.sum()
         dealt = quotas.deal()
         assert min(dealt) >= 0 and sum(dealt) == batch_size
         off = np.abs(np.array(quotas.before(step + 1)) - due)
         assert off.max() < 1 + 1e-6, f"step {step}"
-    shares = np.array(quotas.before(1000)) / (1000 * batch_size)
+    shares = np.array(quotas.before(600)) / (600 * batch_size)
     assert np.abs(shares - due / due.sum()).max() < 0.01
-    assert Quotas(points, batch_size).before(777) == quotas.before(777)
+    assert Quotas(points, batch_size).before(377) == quotas.before(377)
 
 
 def test_a_source_is_read_whole_before_it_repeats_and_its_epochs_are_counted(
     corpora: dict[str, Path],
 ) -> None:
-    config = mixed(corpora)
+    config, steps = replace(mixed(corpora), batch_size=1), 320
     data = open_data(config)
     sizes = dict(zip("abc", data.train.sizes, strict=True))
     seen: dict[str, list[int]] = {name: [] for name in sizes}
-    steps = 40
     sampler = MixtureBatchSampler(data.train, config, 0, 0)
-    for _ in range(steps):
-        for i in next(sampler):
-            at = next(k for k in (2, 1, 0) if i >= data.train.starts[k])
-            seen["abc"[at]].append(i - data.train.starts[at])
+    for (i,) in (next(sampler) for _ in range(steps)):
+        at = next(k for k in (2, 1, 0) if i >= data.train.starts[k])
+        seen["abc"[at]].append(i - data.train.starts[at])
     for name, size in sizes.items():
-        times = Counter(seen[name])  # a step's sequences are shuffled, so an epoch may end within
-        whole = len(seen[name]) // size
-        assert {times[i] for i in range(size)} <= {whole, whole + 1}
+        epochs = [seen[name][at : at + size] for at in range(0, len(seen[name]), size)]
+        assert all(sorted(epoch) == [*range(size)] for epoch in epochs[:-1])
+        assert len(set(epochs[-1])) == len(epochs[-1])
         assert data.progress(steps)[f"epochs/{name}"] == len(seen[name]) / size
-    assert len(seen["b"]) > 2 * sizes["b"], "no source was read twice"
-    assert seen["b"][: sizes["b"]] != seen["b"][sizes["b"] : 2 * sizes["b"]]
+    first, second = seen["b"][: sizes["b"]], seen["b"][sizes["b"] : 2 * sizes["b"]]
+    assert len(first) == len(second) and first != second
 
 
 def test_validation_has_the_shares_too(corpora: dict[str, Path]) -> None:
@@ -152,46 +147,30 @@ def test_a_mistake_is_told_before_anything_starts(sources: Any, told: str) -> No
     assert told in "\n".join(map(str, checks.problems(config)))
 
 
-def test_sources_of_different_tokenizers_are_refused(
-    corpora: dict[str, Path], tmp_path: Path
-) -> None:
-    index = (
-        (corpora["a"] / "index.json")
-        .read_text()
-        .replace('"tokenizer": "bytes"', '"tokenizer": "x"')
-    )
-    other = tmp_path / "other"
-    other.mkdir()
-    for path in corpora["a"].iterdir():
-        (other / path.name).write_bytes(path.read_bytes())
-    (other / "index.json").write_text(index)
-    (other / "tokenizer").mkdir()
-    write_tokenizer("bytes", other / "tokenizer")
+def test_sources_of_different_tokenizers_are_refused(corpora: dict[str, Path]) -> None:
+    config = mixed(corpora, {"a": 0.5, "c": 0.5})
+    opened = {name: open_data(mixed(corpora, {name: 1.0})) for name in "ac"}
+    assert mixture_of(opened, config.data, config, "").vocab_size == 257
+    opened["c"] = replace(opened["c"], tokenizer="another")
     with pytest.raises(DataError, match="has another tokenizer than a"):
-        open_data(mixed({**corpora, "b": other}))
+        mixture_of(opened, config.data, config, "")
 
 
-def test_a_run_resumes_to_the_last_bit_and_not_with_other_weights(
+def test_other_weights_and_other_sources_are_other_data(corpora: dict[str, Path]) -> None:
+    def of(config: Config) -> dict[str, Any]:
+        return data_fingerprint(open_data(config), config)
+
+    first = of(mixed(corpora))
+    assert fingerprint_changes(first, of(replace(mixed(corpora), dp=2))) == []
+    assert fingerprint_changes(first, of(mixed(corpora, WEIGHTS | {"a": 0.5})))
+    assert fingerprint_changes(first, of(mixed({**corpora, "a": corpora["b"]})))
+
+
+@pytest.mark.slow
+def test_a_run_resumes_to_the_last_bit_and_counts_epochs(
     corpora: dict[str, Path], tmp_path: Path
 ) -> None:
-    config = replace(mixed(corpora), steps=4, model=a_run(tmp_path).model)
+    config = replace(mixed(corpora), steps=4, model=a_run(tmp_path).model, dp=2)
     assert_goes_on(config, tmp_path)
     [*_, last] = read_jsonl(tmp_path / "whole" / "metrics.jsonl")
     assert last["epochs/a"] > last["epochs/c"] > 0
-    other = mixed(corpora, WEIGHTS | {"a": 0.5})
-    run = str(tmp_path / "whole")
-    [told] = train_all(replace(config, data=other.data, steps=6, run_dir=run))
-    assert "data.changed=true" in told
-
-
-@pytest.mark.parametrize("layout", slow({"pp": 2, "dp": 2}, {"dp": 4}))
-def test_a_layout_trains_as_one_process_does(
-    layout: Any, corpora: dict[str, Path], tmp_path: Path
-) -> None:
-    config = replace(mixed(corpora), steps=4, model=a_run(tmp_path).model)
-    found = []
-    for name, changes in (("one", {}), ("layout", layout)):
-        run = replace(config, run_dir=str(tmp_path / name), **changes)
-        assert train_all(run) == [""]
-        found.append([loss for loss, *_ in numbers(tmp_path / name).values()])
-    assert np.allclose(*found, atol=2e-6)

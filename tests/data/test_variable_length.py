@@ -6,39 +6,32 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from support.cells import GRID, slow
 from support.models import tiny
 from support.proven import assert_proven
-from support.runs import assert_goes_on
+from support.real_model import real
 from support.samples import Conditioned
 from support.world import run_world
-from titanlike.config.schema import Config, ConstantLr, Custom, Sgd, Validation
+from titanlike.config.schema import Config, Custom, Validation
 from titanlike.data.errors import DataError
 from titanlike.data.example_batch import example_batch
 from titanlike.data.loader import batches, open_data, validation_batches
 from titanlike.data.sources import IGNORE
 from titanlike.graph import model_graph
+from titanlike.graph.record_forward import record_forward
 from titanlike.job.check import problems
 from titanlike.launch.worker import Worker
-from titanlike.models.registry import build_model, initial_weights_of, resolve_model
-from titanlike.optim.optimizer import gradient_norm
-from titanlike.parallel.initialize import initialize
 from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.pipeline import pipeline
-from titanlike.torch_private.dtensor import local_slices
 from titanlike.training.build import build
 from titanlike.training.feed import to_device
-from titanlike.training.step import optimizer_step
-
-SCHEDULES = ("1f1b", "interleaved1f1b", "zbvzerobubble")
 
 
 def data_of(function: str, **args: Any) -> Custom:
@@ -135,147 +128,72 @@ def test_validation_is_padded_too() -> None:
 
 # --- training on them --------------------------------------------------------------------------
 
+LENGTHS = (32, 8, 32, 16, 8, 32)  # of each step's batch
 RECORDINGS = 4  # of 3 lengths in training and in evaluation, without those of the draft
-# of each step, the lengths of the batches of the two dp ranks: long, short, long, and as before
-STEPS = ((32, 32), (8, 16), (32, 32), (16, 8), (8, 16), (32, 8))
 
 
-def batch_of(step: int, dp_rank: int, tokens: int | None = None) -> dict[str, Tensor]:
-    """8 samples of unequal lengths, padded to their step's or to `tokens`."""
-    longest = STEPS[step][dp_rank]
-    draw = torch.Generator().manual_seed(100 * step + dp_rank)
-    ids = torch.randint(64, (8, longest + 1), generator=draw)
+def batch_of(step: int) -> dict[str, Tensor]:
+    """16 samples of unequal lengths, padded to their step's."""
+    tokens, draw = LENGTHS[step], torch.Generator().manual_seed(step)
+    ids = torch.randint(64, (16, tokens + 1), generator=draw)
     targets = ids[:, 1:].clone()
-    for row in range(8):
-        targets[row, longest - row % 3 :] = IGNORE
-    pad = (0, (tokens or longest) - longest)
-    return {"inputs": F.pad(ids[:, :-1], pad), "targets": F.pad(targets, pad, value=IGNORE)}
+    for row in range(16):
+        targets[row, tokens - row % 3 :] = IGNORE
+    return {"inputs": ids[:, :-1].contiguous(), "targets": targets}
 
 
-def several_steps(
-    config: Config, worker: Worker, most_shapes: int
-) -> tuple[list[float], list[int], int]:
-    """Train in the layout and, on each rank, in plain torch; the largest difference of each step.
-
-    Also how often a runtime was made, after each step; and how often the model was recorded.
-    """
-    pipeline.MOST_SHAPES = most_shapes
-    mesh = open_mesh(config, worker)
-    run = build(config, mesh)
-    made: list[object] = []
-    make = run.pipeline._make_runtime
-    run.pipeline._make_runtime = lambda fields: made.append(fields) or make(fields)
-    recorded: list[object] = []
-    record = model_graph.record_forward
-    model_graph.record_forward = lambda *a, **k: recorded.append(a) or record(*a, **k)
-
-    resolved = resolve_model(config)
-    model = build_model(resolved)
-    initialize(model, initial_weights_of(resolved, config.seed), mesh.device)
-    plain = torch.optim.SGD(model.parameters(), lr=config.optimizer.lr)
+def several_steps(config: Config, worker: Worker) -> dict[int, tuple[float, list[int], int]]:
+    """With so many lengths remembered: the largest difference from plain torch, how often a runtime
+    was made after each step, and how often the model was recorded."""
+    mesh, found, model = open_mesh(config, worker), {}, real(config)
+    whole = dict(model.named_parameters())
 
     def whole_loss(step: int) -> Tensor:
-        both = [batch_of(step, rank, 32) for rank in range(2)]
-        batch = {name: torch.cat([part[name] for part in both]) for name in both[0]}
+        batch = batch_of(step)
         logits = model(batch["inputs"]).flatten(0, 1)
         return F.cross_entropy(logits, batch["targets"].flatten(), ignore_index=IGNORE)
 
-    def mine(step: int) -> dict[str, Tensor]:
-        return to_device(batch_of(step, mesh.dp_rank), mesh, config)
-
-    worst, count = [], []
-    for step in range(len(STEPS)):
-        loss, _ = run.pipeline.train(mine(step))
-        truth = whole_loss(step)
-        truth.backward()
-        difference = abs(loss.item() - truth.item())
-        whole = dict(model.named_parameters())
-        for part in run.stage_states:
-            for name, parameter in part.parameters():
-                right = whole[name].grad[local_slices(parameter)]
-                held = parameter.grad
-                held = held.to_local() if isinstance(held, DTensor) else held
-                if right.numel():
-                    difference = max(difference, (held - right).abs().max().item())
-        norm = gradient_norm(run.owned, mesh, config)
-        right = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)
-        difference = max(difference, abs(norm.item() - right.item()))
-        optimizer_step(run, config, step + 1, norm)
-        plain.step()
-        for each in (plain, *run.stage_states):
-            each.zero_grad()
-        # validation in between, of another length than training
-        other = (step + 1) % len(STEPS)
-        run.train_mode(False)
-        with torch.no_grad():
-            loss, _ = run.pipeline.evaluate(mine(other))
-            difference = max(difference, abs(loss.item() - whole_loss(other).item()))
-        run.train_mode(True)
-        worst.append(difference)
-        count.append(len(made))
+    for most_shapes in (32, 1):
+        pipeline.MOST_SHAPES = most_shapes
+        run, made, worst = build(config, mesh), [], 0.0
+        make = run.pipeline._make_runtime = mock.Mock(wraps=run.pipeline._make_runtime)
+        recording = model_graph.record_forward = mock.Mock(wraps=record_forward)
+        for step in range(len(LENGTHS)):
+            loss, _ = run.pipeline.train(to_device(batch_of(step), mesh, config))
+            truth = whole_loss(step)
+            truth.backward()
+            worst = max(worst, abs(loss.item() - truth.item()))
+            for part in run.stage_states:
+                for name, parameter in part.parameters():
+                    worst = max(worst, (parameter.grad - whole[name].grad).abs().max().item())
+            for each in (model, *run.stage_states):
+                each.zero_grad()
+            # validation in between, of another length than training
+            other = (step + 1) % len(LENGTHS)
+            run.train_mode(False)
+            with torch.no_grad():
+                loss, _ = run.pipeline.evaluate(to_device(batch_of(other), mesh, config))
+                worst = max(worst, abs(loss.item() - whole_loss(other).item()))
+            run.train_mode(True)
+            made.append(make.call_count)
+        found[most_shapes] = worst, made, recording.call_count
     close_mesh()
-    return worst, count, len(recorded)
+    return found
 
 
-def long_and_short(schedule: str, **changes: Any) -> Config:
-    settings = {"optimizer": Sgd(lr=0.5), "lr": ConstantLr(warmup=0), "seq_len": 32, "layers": 4}
-    return tiny(2, 2, schedule, **{**settings, **changes})
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", *slow("interleaved1f1b", "zbvzerobubble")])
-def test_steps_of_any_lengths_are_exact_and_a_length_is_prepared_once(
-    schedule: str, tmp_path: Path
-) -> None:
-    config = long_and_short(schedule, tied=schedule == "zbvzerobubble")
-    results = run_world(several_steps, config, tmp_path, 32)
-    for worst, made, recorded in results:
-        assert max(worst) < 2e-6, worst
-        # dp rank 0 meets 32, 8, 16; the other one 32, 16, 8
-        assert made == [2, 2, 3, 3, 3, 3]
-        assert recorded == RECORDINGS
-
-
-@pytest.mark.slow
-def test_lengths_that_are_forgotten_are_prepared_again_and_still_exact(tmp_path: Path) -> None:
-    config = long_and_short("1f1b", family="gpt2")
-    results = run_world(several_steps, config, tmp_path, 1)
-    for worst, made, recorded in results:
-        assert max(worst) < 2e-6, worst
-        assert made[:5] == [2, 3, 4, 5, 6] and recorded == RECORDINGS
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        *slow(tiny(2, 2, "zbvzerobubble", family="gpt2", layers=4, data=PHRASES), marks=GRID),
-        tiny(4, 1, layers=4, data=data_of("phrases", sort=True)),
-        *(
-            pytest.param(tiny(2, 2, name, layers=4, data=PHRASES), marks=pytest.mark.slow)
-            for name in SCHEDULES
-        ),
-    ],
-    ids=lambda config: f"{config.model.name}-{config.schedule.name}",
-)
-def test_layouts_read_samples_of_any_length(config: Config, tmp_path: Path) -> None:
-    assert_proven(config, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["interleaved1f1b"])
-def test_a_run_of_many_lengths_goes_on_with_the_same_bits(schedule: str, tmp_path: Path) -> None:
-    data = data_of("phrases", sort=True)
-    validation = Validation(every=3, batches=1)
-    config = tiny(2, 2, schedule, layers=4, steps=4, data=data, validation=validation)
-    assert_goes_on(config, tmp_path)
+def test_steps_of_any_lengths_are_exact_and_a_length_is_prepared_once(tmp_path: Path) -> None:
+    for found in run_world(several_steps, tiny(2, seq_len=32, layers=4), tmp_path):
+        for most_shapes, (worst, made, recordings) in found.items():
+            assert worst < 2e-6 and recordings == RECORDINGS
+            assert made[:5] == {32: [2, 2, 3, 3, 3], 1: [2, 3, 4, 5, 6]}[most_shapes]
 
 
 # --- more than one input -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", ["zbvzerobubble", *slow("1f1b", "interleaved1f1b")])
-def test_every_stage_gets_the_fields_that_it_needs(schedule: str, tmp_path: Path) -> None:
+def test_every_stage_gets_the_fields_that_it_needs(tmp_path: Path) -> None:
     """Masks, scales and images, two of them called what torch's runtime calls its own arguments."""
-    assert_proven(tiny(2, 2, schedule, model=CONDITIONED, data=MASKED), tmp_path)
+    assert_proven(tiny(2, 1, "zbvzerobubble", model=CONDITIONED, data=MASKED), tmp_path)
 
 
 def test_padding_is_not_seen_where_it_is_masked() -> None:
@@ -307,49 +225,32 @@ def test_a_field_without_an_argument_is_named_with_those_that_there_are(tmp_path
         assert f"a field {name}, which the forward of model.name=llama" in line and beside in line
 
 
-@pytest.mark.parametrize(
-    "mistake, said",
-    {
-        "tuple": "is a tuple and not a dict",
-        "no targets": "has no 'targets' (it has inputs, labels)",
-        "number": "has a float as 'scale'",
-        "longer": "has 32 tokens, more than seq_len=16. Truncate it, or write seq_len=32",
-        "dtype": "has 'targets' of torch.float32, and sample 0 of torch.int64",
-        "more": "and sample 0 do not both have 'mask'",
-        "shorter": "has 'inputs' of shape [15], sample 0 [16]. Return samples of equal shapes, "
-        "or give Data a variable=VariableLength()",
-    }.items(),
-)
-def test_a_sample_that_cannot_be_used_is_named(mistake: str, said: str) -> None:
-    data = open_data(tiny(data=data_of("odd", mistake=mistake)))
-    config = tiny(batch_size=40)
+FIRST = ("tuple", "no targets", "number", "longer")  # seen in one sample alone
+MISTAKES = {
+    "tuple": "is a tuple and not a dict",
+    "no targets": "has no 'targets' (it has inputs, labels)",
+    "number": "has a float as 'scale'",
+    "longer": "has 32 tokens, more than seq_len=16. Truncate it, or write seq_len=32",
+    "dtype": "has 'targets' of torch.float32, and sample 0 of torch.int64",
+    "more": "and sample 0 do not both have 'mask'",
+    "shorter": "has 'inputs' of shape [15], sample 0 [16]. Return samples of equal shapes, "
+    "or give Data a variable=VariableLength()",
+    "apart": "has 'targets' of shape [15] and inputs of [16]",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_sample_that_cannot_be_used_is_named(mistake: str, tmp_path: Path) -> None:
+    """The first one before a worker starts."""
+    data = open_data(tiny(data=data_of("odd", mistake=mistake, variable=mistake == "apart")))
     with pytest.raises(DataError) as raised:
-        next(batches(data.train, config, dp_rank=0))
-    assert f"training sample 3 {said}" in str(raised.value)
-    assert str(raised.value).startswith("data.name=support.samples.odd: ")
-
-
-@pytest.mark.parametrize("mistake", ["tuple", "no targets", "number", "longer"])
-def test_a_first_sample_that_cannot_be_used_is_told_before_a_worker_starts(
-    mistake: str, tmp_path: Path
-) -> None:
-    data = data_of("odd", mistake=mistake, everywhere=True)
-    config = tiny(data=data, run_dir=str(tmp_path))
-    assert told(config).startswith("data.name=support.samples.odd: training sample 0 ")
-
-
-@pytest.mark.parametrize(
-    "mistake, said",
-    {
-        "apart": "has 'targets' of shape [15] and inputs of [16]",
-        "longer": "has 32 tokens, more than seq_len=16",
-    }.items(),
-)
-def test_lengths_that_vary_have_limits(mistake: str, said: str) -> None:
-    data = open_data(tiny(data=data_of("odd", mistake=mistake, variable=True)))
-    with pytest.raises(DataError, match="training sample 3") as raised:
         next(batches(data.train, tiny(batch_size=40), dp_rank=0))
-    assert said in str(raised.value)
+    assert f"training sample 3 {MISTAKES[mistake]}" in str(raised.value)
+    assert str(raised.value).startswith("data.name=support.samples.odd: ")
+    if mistake in FIRST:
+        data = data_of("odd", mistake=mistake, everywhere=True)
+        text = told(tiny(data=data, run_dir=str(tmp_path)))
+        assert text.startswith("data.name=support.samples.odd: training sample 0 ")
 
 
 @pytest.mark.parametrize(

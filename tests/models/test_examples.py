@@ -1,4 +1,4 @@
-"""The example package, as a user of it would run it: from another folder, nothing installed."""
+"""The example package, as its users run it; that it trains is shown in `docs/test_docs.py`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import pytest
 from support import forked
 from support.models import tiny
 from support.paths import ROOT
-from support.proven import assert_proven
-from titanlike.config.schema import Custom, PointSplit
-from titanlike.metrics.sinks import read_jsonl
+from titanlike.config.schema import Custom
 from titanlike.training.draft import preflight
 
 EXAMPLES = ROOT / "examples"
@@ -25,36 +23,6 @@ def run(program: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess
     words = [str(ROOT / program), "--config-dir", str(CONF), *SMALL, *arguments]
     env = {**os.environ, "PYTHONPATH": str(EXAMPLES), "OMP_NUM_THREADS": "1"}
     return forked.run(words, cwd, env)
-
-
-@pytest.mark.slow  # the README's line of it runs in test_docs
-def test_it_trains_and_goes_on_in_another_layout(tmp_path: Path) -> None:
-    settings = ["run_dir=run", "loss=focal", "validation.every=2", "log_every=1"]
-    first = run("train.py", *settings, "pp=2", "steps=2", cwd=tmp_path)
-    assert first.returncode == 0, first.stderr
-    assert "my_models.mixer.Mixer" in first.stdout and "echo after 2 of 16" in first.stdout
-    second = run("train.py", *settings, "steps=3", cwd=tmp_path)
-    assert second.returncode == 0, second.stderr
-    assert "resuming from step 2" in second.stdout
-    steps = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert [step["step"] for step in steps] == [1, 2, 3] and steps[1]["val_loss"] > 0
-
-
-@pytest.mark.slow
-def test_it_is_proven_with_stages_that_begin_inside_of_blocks(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.syspath_prepend(EXAMPLES)
-    config = tiny(
-        2,
-        2,
-        "zbvzerobubble",
-        model=Custom("my_models.mixer.Mixer", {"vocab_size": None, "length": 16, "width": 16}),
-        data=Custom("my_models.data.echo", {"vocab_size": 16}),
-        loss=Custom("my_models.losses.focal", {"gamma": 1.0}),
-        split=PointSplit(points=["trunk.blocks.0.mlp", "trunk.blocks.2.mix", "write"]),
-    )
-    assert_proven(config, tmp_path)
 
 
 def test_mistakes_are_told_all_at_once(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from support.cells import cells, slow
+from support.cells import slow
 from support.hf_tiny import folder_of, logits_by_document, model_of, own, sizes, tiny_hf
-from support.world import RankError, run_world
+from support.real_model import real
+from support.world import run_world
 from titanlike.config.errors import ConfigError
-from titanlike.config.schema import Config, Custom, EvenSplit, Model, Precision
+from titanlike.config.schema import Config, Custom, EvenSplit, Model
 from titanlike.graph.cut import StageGraph
 from titanlike.graph.model_graph import ModelGraph, fields_of
 from titanlike.graph.stage import Stage
@@ -25,24 +27,18 @@ from titanlike.models import hf, safetensors_folder
 from titanlike.models.hf_config import FAMILIES
 from titanlike.models.hf_init import record_initialization
 from titanlike.models.registry import build_model, initial_weights_of
+from titanlike.models.safetensors_folder import SafetensorsFolder
 from titanlike.parallel.initialize import initialize
 from titanlike.parallel.mesh import close_mesh, open_mesh
-from titanlike.proof.verification import verify
 from titanlike.split.partition import partition
 from titanlike.training.build import build
 from titanlike.training.draft import preflight
 
 CPU = torch.device("cpu")
-QUICK = ("llama", "qwen3_moe", "gemma3_text", "phi", "opt", "gpt2", "gpt_oss", "bloom")
+# learned positions; windows; experts, normed heads; sinks
+QUICK = ("gpt2", "gemma3_text", "qwen3_moe", "gpt_oss")
 REST = slow(*(family for family in FAMILIES if family not in QUICK))
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [3] * 3 + [4] * 4 + [3] * 5])
-
-
-def real(model: Custom, seed: int = 0) -> nn.Module:
-    """The whole model with its initial values."""
-    found = build_model(model)
-    initialize(found, initial_weights_of(model, seed), CPU)
-    return found.train()
 
 
 def stages_of(model: Custom, batch: dict[str, Tensor], count: int) -> tuple[list, list[StageGraph]]:
@@ -100,7 +96,7 @@ def test_a_family_gives_transformers_own_logits_whole_and_cut(family: str) -> No
             assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gpt_oss", "apertus"])
+@pytest.mark.parametrize("family", ["gpt2", "apertus", *slow("llama", "gemma2", "gpt_oss")])
 def test_initial_values_have_transformers_own_distribution(family: str) -> None:
     """Drawn by rows; what transformers' own initialization gives has the same mean and spread."""
     ours = real(model_of(family))
@@ -125,15 +121,14 @@ def test_initial_values_are_noted_without_memory() -> None:
     writes = record_initialization(lambda: build_model(model))
     (residual,) = writes["transformer.h.3.mlp.c_proj.weight"]
     assert residual.std == pytest.approx(0.02 / 8**0.5)  # 4 layers, two paths each
-    (embedding, padding) = record_initialization(lambda: build_model(model_of("llama")))[
-        "model.embed_tokens.weight"
-    ]
-    assert (embedding.row, padding.row, padding.std) == (None, 0, 0.0)
-    start = initial_weights_of(model_of("llama"), 0)
-    rows = start.block(
-        "model.embed_tokens.weight", torch.Size([64, 32]), (slice(0, 2), slice(0, 32))
-    )
-    assert rows[0].abs().max() == 0 < rows[1].abs().max()
+    llama, name = model_of("llama", pad_token_id=5), "model.embed_tokens.weight"
+    embedding, padding = record_initialization(lambda: build_model(llama))[name]
+    assert (embedding.row, padding.row, padding.std) == (None, 5, 0.0)
+    start, shape = initial_weights_of(llama, 0), torch.Size([64, 32])
+    for first in (0, 4, 6):  # of the rows of a rank
+        rows = start.block(name, shape, (slice(first, first + 8), slice(0, 32)))
+        zero = (rows.abs().amax(1) == 0).nonzero().flatten().tolist()
+        assert zero == [5 - first] * (first < 6)
 
 
 def test_masks_and_positions_are_taken() -> None:
@@ -153,19 +148,10 @@ def test_masks_and_positions_are_taken() -> None:
 # --- from a folder -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "llama",
-        "qwen3_moe",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("gpt2", "mixtral", "gemma3_text")
-        ),
-    ],
-)
+@pytest.mark.parametrize("family", ["qwen3_moe", *slow("gpt2", "mixtral", "gemma3_text")])
 def test_a_folders_weights_are_loaded_into_stages(family: str, tmp_path: Path) -> None:
-    saved = folder_of(family, tmp_path / "model")
+    more = {key: 12 for key in ("num_experts", "num_local_experts")}  # the names end in 0 to 11
+    saved = folder_of(family, tmp_path / "model", **(more if "mo" in family else {}))
     assert (tmp_path / "model" / safetensors_folder.INDEX).is_file()  # several shards
     model = Custom("hf", {"path": str(tmp_path / "model"), "vocab_size": 64, "max_seq_len": 16})
     batch = {"inputs": a_batch()["inputs"]}
@@ -195,44 +181,24 @@ def test_one_file_of_the_inner_model_in_bf16(tmp_path: Path) -> None:
         assert torch.equal(found.get_parameter(name).detach(), value.bfloat16().float()), name
 
 
-class _Counted:
-    """In place of safetensors' reader of a file: counts the numbers that are read."""
+class CountedSlice:
+    """In place of safetensors' slice of a tensor: notes how many numbers each read gives."""
 
-    read = 0
-    largest = 0
-
-    def __init__(self, opened: Any) -> None:
-        self.opened = opened
-
-    def get_slice(self, name: str) -> Any:
-        return _CountedSlice(self.opened.get_slice(name))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.opened, name)
-
-
-class _CountedSlice:
-    def __init__(self, part: Any) -> None:
-        self.part = part
-
-    def get_shape(self) -> list[int]:
-        return self.part.get_shape()
+    def __init__(self, part: Any, reads: list[int]) -> None:
+        self.get_shape, self._part, self._reads = part.get_shape, part, reads
 
     def __getitem__(self, place: Any) -> Tensor:
-        found = self.part[place]
-        _Counted.read += found.numel()
-        _Counted.largest = max(_Counted.largest, found.numel())
-        return found
+        self._reads.append(self._part[place].numel())
+        return self._part[place]
 
 
 def count_reads(config: Config, worker: Worker) -> tuple[int, int, int]:
     """(numbers read, in the largest read, parameters of the model) while a rank is built."""
-    original = safetensors_folder.safe_open
-    safetensors_folder.safe_open = lambda *args, **kwargs: _Counted(original(*args, **kwargs))
-    mesh = open_mesh(config, worker)
-    run = build(config, mesh)
+    original, reads = SafetensorsFolder.slice, list[int]()
+    SafetensorsFolder.slice = lambda *args: CountedSlice(original(*args), reads)
+    run = build(config, open_mesh(config, worker))
     close_mesh()
-    return _Counted.read, _Counted.largest, run.draft.whole_numel
+    return sum(reads), max(reads), run.draft.whole_numel
 
 
 PLAN = {
@@ -246,10 +212,7 @@ PLAN = {
 }
 
 
-@pytest.mark.parametrize(
-    "layout",
-    cells({"shards of parts": {"dp": 2, "tp": 2}}, {"shards in a pipeline": {"pp": 2, "dp": 2}}),
-)
+@pytest.mark.parametrize("layout", [{"tp": 2}, *slow({"pp": 2, "dp": 2, "tp": 2})], ids=str)
 def test_a_rank_reads_its_own_shards_only(layout: dict, tmp_path: Path) -> None:
     saved = folder_of("llama", tmp_path / "model", tie_word_embeddings=False)
     config = tiny_hf(Model("hf", {"path": str(tmp_path / "model")}, PLAN), **layout)
@@ -259,124 +222,84 @@ def test_a_rank_reads_its_own_shards_only(layout: dict, tmp_path: Path) -> None:
     assert whole == sum(p.numel() for p in saved.parameters())
     norms = sum(p.numel() for p in saved.parameters() if p.dim() == 1)  # whole on each tp rank
     assert sum(reads) == whole + norms * (config.tp - 1)  # nothing else twice, nothing left out
-    assert max(reads) < 0.3 * whole
+    assert max(reads) < 1.2 * (whole + norms) / config.world_size
     assert max(largest) <= max(p.numel() for p in saved.parameters()) // 2
-
-
-# --- layouts -----------------------------------------------------------------------------------
-
-
-def assert_proven(config: Config, folder: Path) -> None:
-    results = run_world(verify, config, folder, timeout=100)
-    assert {result["exit_code"] for result in results} == {0}, (folder / "rank0.out").read_text()
-
-
-CHEAP = (("gpt2", "zbvzerobubble"),)
-MATRIX = [
-    pytest.param(family, schedule, marks=[pytest.mark.slow] * ((family, schedule) not in CHEAP))
-    for family in ("llama", "qwen3", "gpt2", "gemma2", "qwen3_moe")
-    for schedule in ("1f1b", "interleaved1f1b", "zbvzerobubble")
-]
-
-
-@pytest.mark.parametrize("family, schedule", MATRIX)
-def test_layouts_are_proven(family: str, schedule: str, tmp_path: Path) -> None:
-    assert_proven(tiny_hf(model_of(family), 2, 2, schedule), tmp_path)
-
-
-@pytest.mark.slow
-def test_a_layout_from_a_folder_in_bf16_is_proven(tmp_path: Path) -> None:
-    folder_of("qwen3", tmp_path / "model", tie_word_embeddings=True)
-    model = Custom("hf", {"path": str(tmp_path / "model")})
-    config = tiny_hf(model, 2, 1, "interleaved1f1b", precision=Precision("bf16"))
-    assert_proven(config, tmp_path / "run")
-
-
-def test_dropout_is_what_makes_a_layout_differ(tmp_path: Path) -> None:
-    """So the tests above would tell: with dropout no layout draws what one process draws."""
-    with pytest.raises((AssertionError, RankError)):
-        assert_proven(tiny_hf(model_of("gpt2", resid_pdrop=0.5), 2, 1), tmp_path)
 
 
 # --- mistakes ----------------------------------------------------------------------------------
 
 
-def problem_of(**args: Any) -> str:
+MISTAKES = {  # the key, and what to write
+    "model.path=null": ({}, "model.family=llama"),
+    "model.family=lama": ({"family": "lama"}, "write model.family=llama"),
+    "model.family=bert": ({"family": "bert"}, "not among the families"),
+    "model.family=mamba": ({"family": "mamba"}, "refused: its layers scan"),
+    "model.config.hiden_size=64": (
+        {"family": "llama", "config": {"hiden_size": 64}},
+        "write model.config.hidden_size=64",
+    ),
+    "attention=sdpa": ({"family": "gemma2", "attention": "sdpa"}, "write model.attention=eager"),
+    "weights=load": ({"family": "llama", "weights": "load"}, "write model.weights=scratch"),
+    "layerdrop=0.1": (
+        {"family": "opt", "config": {"layerdrop": 0.1}},
+        "write model.config.layerdrop=0.0",
+    ),
+    "model.config.vocab_size=9": (
+        {"family": "llama", "config": {"vocab_size": 9}, "vocab_size": 64},
+        "write model.config.vocab_size=64",
+    ),
+    "seq_len=16": (
+        {"family": "gpt2", "config": {"n_positions": 8}, "max_seq_len": 16},
+        "write seq_len=8",
+    ),
+    "nothing is downloaded": ({"path": "meta-llama/Llama-3-8B"}, "hf download meta-llama"),
+    "is not a folder": ({"path": "/nowhere"}, ""),
+}
+
+
+@pytest.mark.parametrize("told", MISTAKES)
+def test_a_mistake_is_told_with_a_fix(told: str) -> None:
+    args, fix = MISTAKES[told]
     with pytest.raises(ConfigError) as error:
         build_model(Custom("hf", args))
-    return str(error.value)
-
-
-@pytest.mark.parametrize(
-    "args, parts",
-    [
-        ({}, ["model.path=null", "model.family=llama"]),
-        ({"family": "lama"}, ["model.family=lama", "write model.family=llama"]),
-        ({"family": "bert"}, ["model.family=bert", "not among the families"]),
-        ({"family": "mamba"}, ["model.family=mamba", "refused: its layers scan"]),
-        (
-            {"family": "llama", "config": {"hiden_size": 64}},
-            ["model.config.hiden_size=64", "write model.config.hidden_size=64"],
-        ),
-        ({"family": "gemma2", "attention": "sdpa"}, ["write model.attention=eager"]),
-        ({"family": "llama", "weights": "load"}, ["write model.weights=scratch"]),
-        ({"family": "opt", "config": {"layerdrop": 0.1}}, ["write model.config.layerdrop=0.0"]),
-        (
-            {"family": "llama", "config": {"vocab_size": 9}, "vocab_size": 64},
-            ["model.config.vocab_size=9", "write model.config.vocab_size=64"],
-        ),
-        (
-            {"family": "gpt2", "config": {"n_positions": 8}, "max_seq_len": 16},
-            ["seq_len=16", "write seq_len=8"],
-        ),
-        ({"path": "meta-llama/Llama-3-8B"}, ["nothing is downloaded", "hf download meta-llama"]),
-        ({"path": "/nowhere"}, ["is not a folder"]),
-    ],
-    ids=str,
-)
-def test_a_mistake_is_told_with_a_fix(args: dict[str, Any], parts: list[str]) -> None:
-    text = problem_of(**args)
-    assert all(part in text for part in parts), text
+    assert told in str(error.value) and fix in str(error.value)
 
 
 def test_transformers_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
-    assert "pip install 'titanlike[hf]'" in problem_of(family="llama")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"pip install 'titanlike\[hf\]'"):
+        build_model(Custom("hf", {"family": "llama"}))
+
+
+UP = "model.layers.{}.mlp.up_proj.weight"
 
 
 def test_damaged_folders_are_found_before_a_worker_starts(tmp_path: Path) -> None:
     folder_of("llama", tmp_path)
-    index_file = tmp_path / safetensors_folder.INDEX
-    index = json.loads(index_file.read_text())
+    index_file, config_file = tmp_path / safetensors_folder.INDEX, tmp_path / "config.json"
+    names = json.loads(index_file.read_text())["weight_map"]
+    config, shard = json.loads(config_file.read_text()), tmp_path / names[UP.format(1)]
 
-    def told(text: str) -> None:
-        config = tiny_hf(Custom("hf", {"path": str(tmp_path)}))
-        (problem,) = preflight(config)
+    def told(text: str, changed: dict[str, Any], **sizes: int) -> None:
+        index_file.write_text(json.dumps({"weight_map": {k: v for k, v in changed.items() if v}}))
+        config_file.write_text(json.dumps(config | sizes))
+        (problem,) = preflight(tiny_hf(Custom("hf", {"path": str(tmp_path)})))
         assert text in str(problem), str(problem)
         assert str(problem).startswith(f"model.path={tmp_path}")
 
-    name = "model.layers.1.mlp.up_proj.weight"
-    less = {k: v for k, v in index["weight_map"].items() if k != name}
-    index_file.write_text(json.dumps({"weight_map": less}))
-    told(f"its files lack {name}")
-    more = index["weight_map"] | {"model.layers.9.mlp.up_proj.weight": "model.safetensors"}
-    index_file.write_text(json.dumps({"weight_map": more}))
-    told("lacks model.safetensors; copy")
-    more["model.layers.9.mlp.up_proj.weight"] = index["weight_map"][name]
-    index_file.write_text(json.dumps({"weight_map": more}))
-    told("the model has no model.layers.9.mlp.up_proj.weight")
-    index_file.write_text(json.dumps(index))
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 80}))
-    told("mlp.gate_proj.weight is [64, 32] in the files and [80, 32] in the model")
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    shard = tmp_path / index["weight_map"][name]
+    told(f"its files lack {UP.format(1)}", names | {UP.format(1): ""})
+    told("lacks model.safetensors; copy", names | {UP.format(9): "model.safetensors"})
+    told(f"the model has no {UP.format(9)}", names | {UP.format(9): names[UP.format(1)]})
+    sizes = "is [64, 32] in the files and [80, 32] in the model"
+    told(f"mlp.gate_proj.weight {sizes}", names, intermediate_size=80)
     shard.write_bytes(shard.read_bytes()[:-100])
-    told(f"{shard.name} cannot be read")
-    for path in tmp_path.glob("*.safetensors*"):
+    told(f"{shard.name} cannot be read", names)
+    for path in tmp_path.glob("*.safetensors"):
         path.unlink()
     (tmp_path / "pytorch_model.bin").touch()
-    told("has weights in pytorch_model.bin")  # and not silently from scratch
+    index_file.unlink()
+    (problem,) = preflight(tiny_hf(Custom("hf", {"path": str(tmp_path)})))
+    assert "has weights in pytorch_model.bin" in str(problem)  # and not silently from scratch
 
 
 def test_config_keys_reach_the_model() -> None:

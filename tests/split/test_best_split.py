@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from itertools import combinations, pairwise
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from titanlike.pipeline.schedules import loop, vee
 from titanlike.split.best_split import best_split, cost_of_split
-from titanlike.split.best_split_search import load_lower_bound
+from titanlike.split.best_split_search import VPlacementSearch, load_lower_bound
 from titanlike.split.stage_costs import StageCosts
 
 
@@ -62,20 +62,28 @@ def cases(draw: st.DrawFn, kinds: str) -> tuple[StageCosts, tuple[int, ...]]:
 
 @pytest.mark.parametrize("kinds", ["single", "vee", "loop", "any"])
 def test_no_split_is_better(kinds: str) -> None:
-    @settings(max_examples=120, deadline=None)
+    @settings(max_examples=30, deadline=None)
     @given(cases(kinds))
     def check(case: tuple[StageCosts, tuple[int, ...]]) -> None:
         costs, place = case
         found = best_split(costs, place)
         cuts = combinations(range(1, costs.units), costs.stages - 1)
-        best = min(cost_of_split(costs, place, [0, *cut]).key[:2] for cut in cuts)
-        assert found.proven and found.key[:2] == best
+        exact = 3 if len(set(place)) == costs.stages else 2  # with one stage a rank, squares too
+        best = min(cost_of_split(costs, place, [0, *cut]).key[:exact] for cut in cuts)
+        assert found.proven and found.key[:exact] == best
         assert all(a < b for a, b in pairwise([*found.starts, costs.units]))
         assert found == cost_of_split(costs, place, found.starts)
 
     check()
 
 
+def test_a_bound_by_the_cheapest_stages_does_not_end_the_search() -> None:
+    """Microbatches in flight differ: a unit costs a stage four times as much as another."""
+    found = best_split(costs_of([2, 2, 9, 4, 5, 6, 8], 4, [1, 4, 1, 4]), loop(2, 2))
+    assert found.proven and found.key[:2] == (40, 32)
+
+
+@settings(max_examples=20)
 @given(st.integers(1, 5), st.integers(1, 12))
 def test_more_stages_than_units_leave_those_before_the_last_empty(units: int, stages: int) -> None:
     stages = max(units, stages)
@@ -85,7 +93,7 @@ def test_more_stages_than_units_leave_those_before_the_last_empty(units: int, st
     assert sizes == [1] * (units - 1) + empty + [1] if units > 1 else sizes == [1, *empty]
 
 
-@settings(deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.integers(1, 4))
 def test_the_bound_on_the_heaviest_is_never_too_high(weights: list[int], bins: int) -> None:
     """Against all ways to put weights into bins, in any order."""
@@ -104,20 +112,18 @@ BLOCKS = [0, *[1000] * 126, 0, 652]
 
 
 @pytest.mark.parametrize(
-    "place, heaviest, seconds",
-    [
-        (tuple(range(16)), 8000, 2),
-        (vee(16), 8000, 10),
-        (loop(16, 2), 8000, 10),
-        (loop(16, 4), 8000, 10),
-    ],
+    "place",
+    [tuple(range(16)), vee(16), loop(16, 2), loop(16, 4)],
     ids=["one a rank", "V", "two a rank", "four a rank"],
 )
-def test_a_large_model_is_cut_quickly_and_proven(place, heaviest: int, seconds: float) -> None:
-    begin = time.process_time()
-    found = best_split(costs_of(BLOCKS, len(place)), place)
-    assert max(found.ranks) == heaviest and found.proven
-    assert time.process_time() - begin < seconds
+def test_a_large_model_is_cut_and_proven_in_few_steps(
+    place: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = mock.Mock(side_effect=VPlacementSearch.find, autospec=True)
+    monkeypatch.setattr(VPlacementSearch, "find", lambda *args: find(*args))
+    found = best_split(costs_of(BLOCKS, len(place)), place, max_nodes=5000)
+    assert max(found.ranks) == 8000 and found.proven
+    assert find.call_count <= 20
 
 
 def test_a_search_that_is_given_up_says_so_and_gives_a_good_split() -> None:

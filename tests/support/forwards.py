@@ -239,21 +239,6 @@ class WithoutGradient(nn.Module):
         return self.out(self.second(y) / (1 + size)) + F.one_hot(largest, VOCAB)
 
 
-class Frozen(Blocks):
-    """Only the last block and the head are trained."""
-
-    def __init__(self) -> None:
-        super().__init__(*(nn.Linear(DIM, DIM) for _ in range(4)))
-        for module in (self.tokens, *self.blocks[:3]):
-            module.requires_grad_(False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids)
-        for block in self.blocks:
-            x = x + block(x).tanh()
-        return self.out(x)
-
-
 class _Reverse(torch.autograd.Function):
     """The same forward, the opposite gradient."""
 
@@ -307,22 +292,6 @@ class HalfAsleep(Reversed):
         for block in self.blocks[:2]:
             block.eval()
         return self
-
-
-class _TwoUses(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(DIM), nn.Linear(DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x + self.linear(self.norm(x)))
-
-
-class NormedTwice(Blocks):
-    """Blocks that use a weight twice."""
-
-    def __init__(self) -> None:
-        super().__init__(*(_TwoUses() for _ in range(4)))
 
 
 class Shuffled(Blocks):

@@ -1,0 +1,80 @@
+"""titanlike's own families compute what transformers' do, of weights under transformers' names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from support.hf_tiny import sizes
+from titanlike.config.schema import Custom
+from titanlike.models.hf_names import FAMILIES, Family, our_sizes, their_config, their_name
+from titanlike.models.registry import build_model
+from titanlike.models.safetensors_folder import SafetensorsFolder
+
+KINDS = {family.model_type: (ours, family) for ours, each in FAMILIES.items() for family in each}
+# what a default would hide
+CHANGES = {
+    "llama": {"rms_norm_eps": 1e-2, "rope_parameters": {"rope_type": "default", "rope_theta": 50}},
+    "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 32},
+    "mixtral": {"num_hidden_layers": 2, "rms_norm_eps": 1e-2, "sliding_window": None},
+    "qwen3_moe": {"num_hidden_layers": 2, "rms_norm_eps": 1e-2, "sliding_window": None}
+    | {"norm_topk_prob": True, "head_dim": 16},
+}
+
+
+def saved(model_type: str, folder: Path, **changes: object) -> nn.Module:
+    config = sizes(model_type, **CHANGES[model_type], **changes) | {"vocab_size": 64}
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(model_type, **config)
+    )
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 0, 0.3)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def ours_of(name: str, family: Family, folder: Path) -> nn.Module:
+    """Our model of a folder's sizes and weights."""
+    config = json.loads((folder / "config.json").read_text())
+    model = build_model(Custom(name, our_sizes(family, config)), "cpu")
+    files = SafetensorsFolder(folder)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            theirs = their_name(family, key)
+            if theirs.form == "stacked":
+                names = [theirs.theirs.replace("#", str(n)) for n in range(len(parameter))]
+                parameter.copy_(torch.stack([files.slice(each)[:] for each in names]))
+            else:
+                value = files.slice(theirs.theirs)[:]
+                parameter.copy_(value.t() if theirs.form == "transposed" else value)
+    return model
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("model_type", KINDS)
+def test_a_folder_of_transformers_has_the_same_logits_here(
+    model_type: str, tied: bool, tmp_path: Path
+) -> None:
+    theirs = saved(model_type, tmp_path, tie_word_embeddings=tied)
+    mine = ours_of(*KINDS[model_type], tmp_path)
+    ids = torch.randint(3, 64, (2, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = theirs(ids, use_cache=False).logits
+        torch.testing.assert_close(mine(ids), expected, rtol=1e-4, atol=1e-4)
+    assert (mine.head.weight.data_ptr() == next(mine.parameters()).data_ptr()) == tied
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_the_config_of_an_export_asks_for_the_same_sizes(model_type: str) -> None:
+    name, family = KINDS[model_type]
+    settings = transformers.AutoConfig.for_model(model_type, **sizes(model_type)).to_dict()
+    wanted = our_sizes(family, settings | {"vocab_size": 64})
+    build_model(Custom(name, wanted))
+    again = our_sizes(family, their_config(family, wanted, length=32))
+    assert again == wanted
