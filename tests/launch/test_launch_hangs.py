@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from support.cells import slow
 from support.commands import command
 from support.models import tiny
 from support.world import RankError, run_world
@@ -48,39 +49,27 @@ def train_until(config: Config, worker: Worker, hang: str) -> None:
     train(config, worker)
 
 
-def cause_of(config: Config, run_dir: Path, hang: str) -> Failure:
-    """The failure of a run that hangs, which has ended within the timeout."""
+@pytest.mark.parametrize("hang", ["stop", *slow("sleep")])
+def test_a_rank_that_hangs_in_its_data_or_does_not_respond_is_named(
+    hang: str, tmp_path: Path
+) -> None:
     with pytest.raises(RankError, match="died without a result"):
-        run_world(train_until, replace(config, launch=HANGS), run_dir, hang, timeout=40)
-    failure = root_cause(run_dir)
+        run_world(train_until, replace(tiny(2), launch=HANGS), tmp_path, hang, timeout=40)
+    failure = root_cause(tmp_path)
     assert failure is not None and not failure.transport
-    seconds = failure.time - (run_dir / "hung").stat().st_mtime
-    assert 0.8 * HANGS.step_timeout < seconds < HANGS.step_timeout + 2
-    return failure
-
-
-@pytest.mark.slow
-def test_a_rank_that_hangs_in_its_data_is_named(tmp_path: Path) -> None:
-    failure = cause_of(tiny(2), tmp_path, "sleep")
-    assert re.match(
-        r"no progress for 2 s in step 3 \(launch.step_timeout=2\): rank 1 has been in data for "
-        r"[12] s, at test_launch_hangs.py:",
-        failure.error,
-    )
-    assert failure.error.endswith("; rank 0 waits before the first action")
-    assert failure.frames.startswith("rank 1:\n") and "time.sleep(60)" in failure.frames
-    assert (tmp_path / "logs/flight_recorder/gloo_rank0").stat().st_size > 1000
-
-
-def test_a_rank_that_does_not_respond_is_named_with_its_process(tmp_path: Path) -> None:
-    failure = cause_of(tiny(2), tmp_path, "stop")
     beat = json.loads(heartbeat_path(tmp_path, 1).read_text())
-    who = f"rank 1 ({beat['host']}, pid {beat['pid']})"
-    assert f"step 3 (launch.step_timeout=2): {who} has not responded for 2 s, last " in (
-        failure.error.replace("for 3 s", "for 2 s")
-    )
-    assert failure.error.endswith("rank 0 waits before the first action")
-    assert (tmp_path / "woken").exists()  # a stopped process does not handle SIGTERM
+    where = {
+        "sleep": r"rank 1 has been in data for \d s, at test_launch_hangs.py:\d+ in stops",
+        "stop": rf"rank 1 \({beat['host']}, pid {beat['pid']}\) has not responded for \d s, last .*",
+    }
+    said = r"no progress for \d s in step 3 \(launch.step_timeout=2\): "
+    said += where[hang] + "; rank 0 waits before the first action"
+    assert re.fullmatch(said, failure.error), failure.error
+    assert (tmp_path / "logs/flight_recorder/gloo_rank0").stat().st_size > 1000
+    if hang == "sleep":
+        assert failure.frames.startswith("rank 1:\n") and "time.sleep(60)" in failure.frames
+    else:
+        assert (tmp_path / "woken").exists()  # a stopped process does not handle SIGTERM
 
 
 @pytest.mark.slow
@@ -104,9 +93,8 @@ def test_a_command_whose_model_hangs_says_where(tmp_path: Path) -> None:
     words = "pp=2 schedule.microbatches=4 model.name=hanging.hanging model.dim=32 model.ffn_dim=64 "
     words += "model.layers=4 seq_len=16 batch_size=8 data=synthetic validation.every=0 logger=none "
     words += "launch.step_timeout=2 run_dir=run checkpoint.last=false steps=5 mixes_samples=true"
-    start = time.monotonic()
-    done = command(*words.split(), cwd=tmp_path)
-    assert done.returncode == 1 and time.monotonic() - start < 40
+    done = command(*words.split(), cwd=tmp_path, timeout=60)
+    assert done.returncode == 1
     said = (
         "no progress for 2 s in step 3 (launch.step_timeout=2): rank 1 has been in 1F2 (forward of "
         "stage 1, microbatch 2) for 2 s, at hanging.py:9 in forward; rank 0 waits in "
