@@ -48,7 +48,11 @@ def test_commands_that_start_nothing_leave_nothing(tmp_path: Path) -> None:
         assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == given
 
 
-def test_a_run_writes_where_hydra_is_told_to_also_if_the_time_is_in_it(tmp_path: Path) -> None:
+def test_a_run_writes_where_hydra_is_told_to_also_if_the_time_is_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a run of one process it listens on loopback alone: what the cluster has set is not used."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
     done = command(*RUN, "hydra.run.dir=mine/at-${now:%H-%M-%S}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert len([*tmp_path.glob("mine/at-*/result.json")]) == 1

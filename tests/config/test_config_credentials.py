@@ -62,16 +62,11 @@ HARMLESS = [
 ]
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_a_credential_in_a_text_is_shown_as_stars(text: str) -> None:
-    assert redact(text) == TEXTS[text]
-    assert redact(redact(text)) == redact(text)
-
-
-@pytest.mark.parametrize("text", HARMLESS)
-def test_what_only_looks_a_little_like_one_is_left_alone(text: str) -> None:
-    assert redact(text) == text
-    assert not list(find_secrets({"key": text}))
+def test_a_credential_in_a_text_is_shown_as_stars_and_what_looks_a_little_like_one_is_not() -> None:
+    for text, shown in TEXTS.items():
+        assert redact(text) == redact(redact(text)) == shown
+    for text in HARMLESS:
+        assert redact(text) == text and not list(find_secrets({"key": text}))
 
 
 def test_names_of_secrets_are_told_from_names_of_tokens_keys_and_places() -> None:
@@ -182,7 +177,7 @@ def test_a_mistake_at_a_secrets_key_does_not_show_it() -> None:
 
 
 @given(value=st.recursive(st.text() | st.integers() | st.none() | st.floats(), st.lists))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_what_is_no_secret_is_shown_as_it_is(value) -> None:
     if not list(find_secrets(value, "key")):
         assert [redact_value("key", value)] == [value]

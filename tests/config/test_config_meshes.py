@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +20,7 @@ def named_in(fix: str) -> list[dict[str, int]]:
     return [{key: int(n) for key, n in re.findall(r"(\w+)=(\d+)", mesh)} for mesh in meshes]
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(
     pp=SMALL,
     dp=SMALL,
@@ -54,13 +55,23 @@ def test_each_mesh_that_is_named_would_run_on_the_processes_that_are_there(
         assert meshes or problems(one, world_size)
 
 
-def test_the_meshes_most_like_the_one_that_was_asked_for_come_first() -> None:
+def test_the_meshes_most_like_the_one_that_was_asked_for_come_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     (problem,) = problems(Config(pp=2, dp=2), world_size=2)
     assert problem.reason == "pp x dp = 2 x 2 = 4 processes, but 2 were started"
     nodes = "start with --nproc-per-node 4 (times nodes)"
     assert problem.fix == f"pp=2 dp=1, or pp=1 dp=2; or {nodes}"
     (problem,) = problems(Config(pp=1, dp=4, replicate=4), world_size=2)
     assert problem.fix.startswith("pp=1 dp=2 replicate=2, or ")
+    (problem,) = problems(Config(dp=4, replicate=4, batch_size=12), world_size=6)
+    assert problem.fix.startswith("pp=1 dp=6 replicate=2, or ")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    (problem,) = problems(Config(dp=2), world_size=1)
+    assert problem.fix.endswith(
+        "or with launch.elastic=true, so that dp follows the number of ranks"
+    )
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     (problem,) = problems(Config(pp=2, dp=2, batch_size=6), world_size=257)
     assert problem.fix == nodes, "neither 257 stages nor 6 sequences among 257 ranks"
 
@@ -69,11 +80,9 @@ def test_a_mesh_with_tensor_parallel_ranks_keeps_them_where_it_can() -> None:
     (problem,) = problems(Config(pp=2, dp=2, tp=2), world_size=4)
     assert problem.reason == "pp x dp x tp = 2 x 2 x 2 = 8 processes, but 4 were started"
     assert problem.fix.startswith("pp=2 dp=1, or pp=1 dp=2, or pp=2 dp=2 tp=1; or start with ")
-    assert {p.key: p.fix for p in problems(Config(tp=0))} == {"tp": "tp=1"}
-    assert {p.key: p.fix for p in problems(Config(tp=257))} == {"tp": "tp=256"}
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(
     tp=st.sampled_from([2, 4, 6, 8, 16]),
     pp=SMALL,

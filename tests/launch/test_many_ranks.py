@@ -93,7 +93,7 @@ def start(world_size: int, store: Counted, rank: int) -> tuple[str, int]:
     return found, most
 
 
-@pytest.mark.parametrize("world_size", [32, *slow(1024)])
+@pytest.mark.parametrize("world_size", [16, *slow(1024)])
 def test_many_ranks_meet_in_few_requests_each_also_after_a_restart(
     port: int, world_size: int
 ) -> None:
