@@ -1,4 +1,4 @@
-"""The command line as a whole: showing, completing, launching again."""
+"""The command line as a whole: showing, completing, where it writes, launching again."""
 
 from __future__ import annotations
 
@@ -6,19 +6,31 @@ import os
 import shlex
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import yaml
 
+from support.commands import TINY, command
 from support.launched import Launched
 from support.paths import ROOT
+from support.run_files import result
+from titanlike.config.files import make_new_folder
+
+TRAIN = str(ROOT / "train.py")
+RUN = [*TINY, "model.layers=2", "steps=1", "data=synthetic"]
 
 
 def run(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-X", "importtime", str(ROOT / "train.py"), *arguments]
+    """With every import on stderr."""
+    line = [sys.executable, "-X", "importtime", TRAIN, *arguments]
     settings = {"capture_output": True, "text": True, "timeout": 60, "check": True}
-    return subprocess.run(command, cwd=cwd, env={**os.environ, **env}, **settings)
+    return subprocess.run(line, cwd=cwd, env={**os.environ, **env}, **settings)
+
+
+def imported(done: subprocess.CompletedProcess[str]) -> set[str]:
+    return {line.rpartition("|")[2].strip().split(".")[0] for line in done.stderr.splitlines()}
 
 
 @pytest.mark.parametrize(
@@ -32,8 +44,20 @@ def test_tab_completes_groups_choices_and_keys_without_torch(
     tmp_path: Path, line: str, offered: str
 ) -> None:
     done = run("-sc", "query=bash", cwd=tmp_path, COMP_LINE=line, COMP_POINT=str(len(line)))
-    assert offered in done.stdout.split()
-    assert " torch\n" not in done.stderr
+    assert offered in done.stdout.split() and "torch" not in imported(done)
+
+
+def test_help_imports_neither_torch_nor_hydra(tmp_path: Path) -> None:
+    done = run("--help", cwd=tmp_path)
+    assert "titanlike" in imported(done)
+    assert not imported(done) & {"torch", "hydra", "omegaconf", "wandb"}
+
+
+@pytest.mark.slow
+def test_packages_that_a_command_does_not_use_are_not_imported(tmp_path: Path) -> None:
+    """Those of extras, and what draws: `--check` and the default data take none of them."""
+    heavy = {"transformers", "datasets", "jinja2", "pyarrow", "tokenizers", "wandb", "matplotlib"}
+    assert not imported(run("--check", "logger=none", cwd=tmp_path)) & heavy
 
 
 def test_the_config_can_be_shown_from_any_folder_without_its_secrets(tmp_path: Path) -> None:
@@ -68,3 +92,54 @@ def test_an_installed_package_adds_choices_by_an_entry_point(tmp_path: Path) -> 
     (about / "entry_points.txt").write_text("[titanlike.plugins]\nmine = mine\n")
     done = run("model=mine", "--cfg", "job", cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert yaml.safe_load(done.stdout)["model"] == {"name": "mine.Model", "width": 3}
+
+
+@pytest.mark.slow
+def test_commands_that_start_nothing_leave_nothing(tmp_path: Path) -> None:
+    (tmp_path / "failing.py").write_text("from titanlike.does_not_exist import x\n")
+    (tmp_path / "raising.py").write_text("def Model(**words):\n    raise RuntimeError('no')\n")
+    (tmp_path / "file").write_text("")
+    given = {path.name for path in tmp_path.iterdir()}
+    for line in (
+        "--help",
+        "--check checkpoint.folder=outputs/new/checkpoints",
+        "pp=300",
+        "model=own model.name=failing.Model",
+        "model=own model.name=raising.Model",
+        "checkpoint.folder=file/in/a/file",
+        "run_dir=file/in/a/file",
+        "run_dir=outputs/given steps=0",
+        "-m seed=1,2 steps=0",
+        "-m seed=1,2 --check",
+        "-m seed=1,2 hydra.sweep.dir=${no_such_key}",
+        "hydra.run.dir=${no_such_key}",
+    ):
+        done = command(*RUN, *line.split(), cwd=tmp_path)
+        assert done.returncode in (0, 1, 2) and "Traceback" not in done.stderr, done.stderr
+        left = {path.name for path in tmp_path.iterdir()} - {"__pycache__"}
+        assert left == given, (line, done.stdout, done.stderr)
+
+
+def test_a_run_writes_where_hydra_is_told_to_also_if_the_time_is_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a run of one process it listens on loopback alone: what the cluster has set is not used."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    done = command(*RUN, "hydra.run.dir=mine/at-${now:%H-%M-%S}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len([*tmp_path.glob("mine/at-*/result.json")]) == 1
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_runs_of_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(10) as pool:
+        made = [*pool.map(make_new_folder, [tmp_path / "outputs" / "day" / "12-00-00"] * 10)]
+    assert len({*made}) == 10 and all(folder.is_dir() for folder in made)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_a_run_completes_though_its_streams_are_closed(closed: str, tmp_path: Path) -> None:
+    line = f"{shlex.join([sys.executable, TRAIN, *RUN, 'pp=2', 'run_dir=run'])} {closed}"
+    assert subprocess.run(["bash", "-c", line], cwd=tmp_path, timeout=120).returncode == 0
+    assert result(tmp_path / "run")["status"] == "completed"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -127,20 +125,3 @@ def test_titanlikes_own_parts_and_the_working_directory_are_not_mentioned(packag
     done = command(*own, "--check", cwd=packages)
     assert "imports" not in done.stdout
     assert done.stdout.endswith("config OK; nothing was started (--check)\n")
-
-
-@pytest.mark.slow
-def test_packages_that_a_command_does_not_use_are_not_imported() -> None:
-    """Those of extras, and what draws: `--check` and the default data take none of them."""
-    code = (
-        "import sys\n"
-        "from titanlike.cli import main\n"
-        "sys.argv = ['train.py', '--check', 'logger=none']\n"
-        "try: main()\n"
-        "finally: print('IMPORTED', *sorted({name.split('.')[0] for name in sys.modules}))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert "config OK" in done.stdout, done.stderr
-    found = {*done.stdout.rpartition("IMPORTED ")[2].split()}
-    heavy = {"transformers", "datasets", "jinja2", "pyarrow", "tokenizers", "wandb", "matplotlib"}
-    assert not found & heavy

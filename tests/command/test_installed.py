@@ -14,6 +14,7 @@ import pytest
 
 from support.commands import TINY
 from support.paths import ROOT
+from titanlike.cli import JOBS, TOOLS
 
 SMALL = [*TINY, "model.layers=2", "data=synthetic", "batch_size=4", "steps=2", "device=cpu"]
 
@@ -77,20 +78,6 @@ def test_training_names_the_command_that_continues(environment: Path, tmp_path: 
     )
 
 
-@pytest.mark.slow  # the same entry as train; .ci/run runs it
-def test_a_layout_is_verified(environment: Path, tmp_path: Path) -> None:
-    run(environment, "titanlike", "verify", *SMALL, "pp=2", "run_dir=run", cwd=tmp_path)
-    assert (tmp_path / "run" / "verify" / "result.json").exists()
-
-
-@pytest.mark.slow
-def test_a_sweep_names_the_command_of_its_best_job(environment: Path, tmp_path: Path) -> None:
-    words = ["-m", *SMALL, "steps=1", "seed=1,2", "run_dir=sweep", "sweep.parallel=2"]
-    text = run(environment, "python", "-m", "titanlike", *words, cwd=tmp_path)
-    assert "2 of 2 done" in text and "\n  python -m titanlike model." in text
-    assert "2 of 2 done" in run(environment, "titanlike", "sweep", "sweep", cwd=tmp_path)
-
-
 def test_job_scripts_are_copied_and_not_overwritten(environment: Path, tmp_path: Path) -> None:
     for scheduler in ("slurm", "kubernetes"):
         words = ["titanlike", "scripts", scheduler, f"scripts/{scheduler}"]
@@ -107,17 +94,7 @@ def test_job_scripts_are_copied_and_not_overwritten(environment: Path, tmp_path:
 
 def test_help_lists_the_commands_and_describes_each(environment: Path, tmp_path: Path) -> None:
     text = run(environment, "titanlike", "--help", cwd=tmp_path)
-    commands = (
-        "train",
-        "verify",
-        "bench",
-        "bench-checkpoint",
-        "checkpoint",
-        "sweep",
-        "scripts",
-        "gpu-check",
-    )
-    for command in commands:
+    for command in (*JOBS, *TOOLS):
         assert f"\n  {command} " in text
     for command in ("verify", "sweep"):
         text = run(environment, "titanlike", command, "--help", cwd=tmp_path)

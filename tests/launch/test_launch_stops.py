@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -120,22 +119,6 @@ def test_a_process_that_is_stuck_in_c_ends_soon_and_leaves_its_result(tmp_path: 
     launched.process.send_signal(signal.SIGTERM)
     assert launched.wait(15)[0] == 143
     assert result(tmp_path)["status"] == "interrupted"
-
-
-@pytest.mark.slow
-def test_killed_workers_are_restarted_though_others_never_reach_the_end_of_a_step(
-    tmp_path: Path,
-) -> None:
-    words = ["pp=2", "launch.max_restarts=1", f"run_dir={tmp_path}"]
-    launched = Launched("last_rank_dies_once", *words)
-    code, _, err = launched.wait()
-    assert code == 0, err
-    assert "rank 1 failed: killed by SIGKILL" in err and "restart 1 of 1 from the beginning" in err
-    assert (result(tmp_path)["status"], result(tmp_path)["value"]) == ("completed", 2.0)
-    (event,) = (json.loads(line) for line in (tmp_path / "events.jsonl").open())
-    assert (event["event"], event["restart"], event["of"]) == ("restart", 1, 1)
-    assert (tmp_path / "ended").exists(), "the other did not have to be killed"
-    assert launched.all_exit()
 
 
 def test_the_scratch_folder_of_a_killed_driver_is_removed_by_the_next(

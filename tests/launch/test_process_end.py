@@ -80,23 +80,3 @@ def test_garbage_is_collected_once_a_job_is_built_and_before_the_next() -> None:
     with collected_once_built():
         assert of_the_job() is None
     gc.unfreeze()
-
-
-@pytest.mark.slow
-def test_a_script_that_calls_titanlike_goes_on_after_it(tmp_path: Path) -> None:
-    """A script of the user's own is not titanlike's process: what follows in it runs."""
-    script = tmp_path / "mine.py"
-    script.write_text(
-        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "from titanlike.cli import main\n"
-        "log = open('mine.log', 'w')\n"
-        "log.write('the start\\n')\n"
-        "try:\n"
-        "    main('train')\n"
-        "except SystemExit as end:\n"
-        "    print('ended with', end.code)\n"
-    )
-    command = [sys.executable, script, "steps=nothing", f"run_dir={tmp_path / 'run'}"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
-    assert "ended with 2" in done.stdout
-    assert (tmp_path / "mine.log").read_text() == "the start\n"

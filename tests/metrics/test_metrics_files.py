@@ -6,8 +6,6 @@ import importlib.util
 import json
 import math
 import struct
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -76,20 +74,15 @@ def test_a_resumed_run_goes_on_in_metrics_jsonl_without_gap_or_repeat(data, step
         assert [file.name for file in Path(folder).iterdir()] == ["metrics.jsonl"]
 
 
-@pytest.mark.parametrize("value", [0.1 + 0.2, math.inf, None])
-def test_result_json_says_how_a_run_ended(tmp_path, value):
+def test_result_json_says_how_a_run_ended(tmp_path):
     """It is there whole, or not at all; a job that left none reads as None."""
     assert read_result(tmp_path) is None
     write_result(tmp_path, status="failed", value=1.0, error="x", seconds=1.0, overrides=[])
-    expected = {
-        "status": "completed",
-        "value": value,
-        "error": None,
-        "seconds": 1.5,
-        "overrides": ["pp=2", "schedule=1f1b"],
-    }
-    write_result(tmp_path, **expected)
-    assert read_result(tmp_path) == expected
+    for value in (0.1 + 0.2, math.inf, None):
+        expected = {"status": "completed", "value": value, "error": None, "seconds": 1.5}
+        expected["overrides"] = ["pp=2", "schedule=1f1b"]
+        write_result(tmp_path, **expected)
+        assert read_result(tmp_path) == expected
     assert [file.name for file in tmp_path.iterdir()] == ["result.json"]
 
 
@@ -120,20 +113,6 @@ def test_tensorboard_is_written_or_named_as_missing(tmp_path):
         sink.close("completed")
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("train/loss")
     assert [(e.step, e.value) for e in events] == [(1, 0.25), (2, 0.5), (3, 2.75), (4, 3.0)]
-
-
-def test_the_room_is_light_to_enter():
-    """--help and a config check load neither torch nor wandb through it."""
-    code = "import sys, titanlike.metrics.sinks; print({'torch', 'wandb'} & set(sys.modules))"
-    output = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"PYTHONPATH": str(Path(schema.__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=True,
-    )
-    assert output.stdout.strip() == "set()"
 
 
 def test_numbers_read_as_people_write_them():

@@ -89,27 +89,6 @@ def never_reaches_a_step(config, worker):
         time.sleep(300)
 
 
-def last_rank_dies_once(config, worker):
-    """At the first start the last rank is killed, and the others defer signals to a step boundary
-    that is never reached. The value: how often rank 0 was started."""
-    first = not (worker.run_dir / "starts").exists()
-    worker.store.set(f"looked{worker.rank}", "")
-    worker.store.wait([f"looked{rank}" for rank in range(worker.world_size)])
-    if worker.rank == 0:
-        with (worker.run_dir / "starts").open("a") as file:
-            file.write(f"{time.time()} ")
-    if first:
-        with worker.stop_request.deferred():
-            if worker.rank == worker.world_size - 1:
-                time.sleep(1)
-                os.kill(os.getpid(), signal.SIGKILL)
-            try:
-                time.sleep(300)
-            finally:
-                (worker.run_dir / "ended").touch()
-    return {"value": float(len((worker.run_dir / "starts").read_text().split()))}
-
-
 def stops(config, worker):
     """Stops early, by max_time if the seed is 0, else by a signal. Changes the state of the process,
     and prints the state that it found."""

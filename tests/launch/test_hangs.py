@@ -1,4 +1,4 @@
-"""Where a device works behind Python's back, what hangs there is named, and nobody waits for it long.
+"""A rank that hangs, or its device, ends the run within the timeout and is named; a slow one does not.
 
 No GPU is needed: `Device` stands in for the events in its queue. Processes, hangs and reports are
 real.
@@ -6,7 +6,11 @@ real.
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import signal
+import subprocess
 import threading
 import time
 from dataclasses import dataclass, field, replace
@@ -17,9 +21,11 @@ import pytest
 
 from support.cells import slow
 from support.models import tiny
+from support.run_files import result
 from support.waiting import until
 from support.world import RankError, run_world
 from titanlike.config.schema import Config, Launch
+from titanlike.job.report import ResultReporter
 from titanlike.launch import external, peer_failure
 from titanlike.launch.device_queue import DeviceQueue
 from titanlike.launch.failures import (
@@ -30,6 +36,8 @@ from titanlike.launch.failures import (
     root_cause,
     write_failure,
 )
+from titanlike.launch.hang_report import explain
+from titanlike.launch.heartbeat import Beat, heartbeat_path
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
 
@@ -66,20 +74,39 @@ class StandIn:
         return self._at < self._device.stopped_at
 
 
-def train_on(config: Config, worker: Worker, stops: list[tuple[str, bool]]) -> None:
+def hang_in_data(config: Config, worker: Worker, hang: str) -> None:
+    """Training in which rank 1 hangs when it takes the batch of step 3."""
+    from titanlike.training import loop
+    from titanlike.training.train import train
+
+    take = loop.batches_from
+
+    def stops(*args):
+        for number, batch in enumerate(take(*args), start=1):
+            if worker.rank == 1 and number == 3:
+                if hang == "stop":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                    (worker.run_dir / "woken").touch()
+                time.sleep(60)
+            yield batch
+
+    loop.batches_from = stops
+    train(config, worker)
+
+
+def hang_on_device(config: Config, worker: Worker, _: str) -> None:
     """Training in which the ranks' devices stop in step 3, each in front of an action's mark, while
     Python goes on, until it waits for the device at the end of the schedule."""
     from titanlike.training import session
     from titanlike.training.train import train
 
-    device = Device()
+    device, stops = Device(), [("0B2", True), ("1F2", False)]
     session.device_queue = lambda _: DeviceQueue(device.event)
     queued, start = Watchdog.action_queued, Watchdog.start_action
 
     def action_queued(self, action, received):
         if self._step == 3 and (str(action), received) == stops[worker.rank]:
             device.stop()
-            (worker.run_dir / f"stopped{worker.rank}").touch()
         queued(self, action, received)
 
     def wait_for_device(self, action):
@@ -91,31 +118,64 @@ def train_on(config: Config, worker: Worker, stops: list[tuple[str, bool]]) -> N
     train(config, worker)
 
 
-def test_the_action_that_hangs_on_a_device_is_named_though_python_is_far_ahead(
-    tmp_path: Path,
+# how rank 1 hangs, and what is said of the ranks; of a device that is far behind Python rank 0's
+# waits for the gradient that comes of what hangs
+HUNG = {
+    "stop": r"rank 1 \(.*, pid \d+\) has not responded for \d s, last .*; rank 0 waits before .*",
+    "device": r"rank 1 has been in 1F2 \(forward of stage 1, microbatch 2\) on its device for \d s, "
+    r"Python at test_hangs.py:\d+ in wait_for_device; rank 0 waits in 0B2 \(backward of stage 0, "
+    r"microbatch 2\)",
+    "sleep": r"rank 1 has been in data for \d s, at test_hangs.py:\d+ in stops; rank 0 waits before .*",
+}
+
+
+@pytest.mark.parametrize("hang", ["stop", "device", *slow("sleep")])
+def test_a_rank_that_hangs_is_named_with_what_it_does_and_who_waits(
+    hang: str, tmp_path: Path
 ) -> None:
-    """Rank 1's device hangs in 1F2; rank 0's waits for the gradient that comes of it."""
-    stops = [("0B2", True), ("1F2", False)]
     config = replace(tiny(2, layers=2), launch=HANGS)
+    function = hang_on_device if hang == "device" else hang_in_data
     with pytest.raises(RankError, match="died without a result"):
-        run_world(train_on, config, tmp_path, stops, timeout=60)
-    assert (tmp_path / "stopped0").exists() and (tmp_path / "stopped1").exists()
+        run_world(function, config, tmp_path, hang, timeout=60)
     failure = root_cause(tmp_path)
-    assert failure is not None
-    assert re.fullmatch(
-        r"no progress for \d s in step 3 \(launch.step_timeout=2\): rank 1 has been in 1F2 \(forward "
-        r"of stage 1, microbatch 2\) on its device for \d s, Python at test_device_hangs.py:\d+ in "
-        r"wait_for_device; rank 0 waits in 0B2 \(backward of stage 0, microbatch 2\)",
-        failure.error,
-    ), failure.error
+    assert failure is not None and not failure.transport
+    said = r"no progress for \d s in step 3 \(launch.step_timeout=2\): " + HUNG[hang]
+    assert re.fullmatch(said, failure.error), failure.error
+    assert (tmp_path / "logs/flight_recorder/gloo_rank0").stat().st_size > 1000
+    if hang == "stop":  # a stopped process does not handle SIGTERM
+        assert (tmp_path / "woken").exists()
+    else:
+        assert failure.frames.startswith("rank 1:\n") and "time.sleep(60)" in failure.frames
+    ResultReporter(tmp_path, [], 2).failed(failure)
+    assert result(tmp_path)["status"] == "failed" and failure.error in result(tmp_path)["error"]
+
+
+def slow_phases(config: Config, worker: Worker) -> list[str]:
+    """Rank 0 is slow within its timeouts; rank 1 is stopped for a while, as by Ctrl-Z."""
+    with Watchdog(worker, Launch(timeout=30, step_timeout=1, heartbeat=1)) as watchdog:
+        if worker.rank == 1:
+            watchdog.enter_phase(7, "data")
+            subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(0.7)
+        else:
+            for doing, timeout in (("build", 30), ("data", 30), ("load", 0)):
+                watchdog.enter_phase(1, doing, timeout)
+                time.sleep(1.3)
+    assert json.loads(heartbeat_path(worker.run_dir, worker.rank).read_text())["ended"] == "done"
+    return [thread.name for thread in threading.enumerate()]
+
+
+@pytest.mark.slow
+def test_slow_phases_and_a_stopped_job_are_no_hang_and_nothing_is_left(tmp_path: Path) -> None:
+    assert run_world(slow_phases, tiny(2), tmp_path, timeout=30) == [["MainThread"]] * 2
 
 
 def test_a_device_that_works_through_its_queue_is_no_hang(tmp_path: Path) -> None:
     """Python waits longer than the timeout, for a device that does an action now and then."""
     worker = Worker(0, 1, 0, 1, tmp_path, None, [])
-    device = Device()
+    device, failures = Device(), []
     (tmp_path / "logs").mkdir()
-    failures: list[Failure] = []
     settings = Launch(timeout=30, step_timeout=1, heartbeat=1)
     with Watchdog(worker, settings, failures.append, DeviceQueue(device.event)) as watchdog:
         watchdog.enter_phase(1, "data")
@@ -128,6 +188,46 @@ def test_a_device_that_works_through_its_queue_is_no_hang(tmp_path: Path) -> Non
     assert not failures
 
 
+def alone(config: Config, worker: Worker) -> None:
+    def report_failure(failure: Failure) -> None:
+        (worker.run_dir / "told").write_text(failure.error)
+
+    settings = Launch(timeout=1, step_timeout=0, heartbeat=10)
+    with Watchdog(worker, settings, report_failure) as watchdog:
+        (worker.run_dir / "logs").rename(worker.run_dir / "moved")
+        (worker.run_dir / "logs").write_text("no folder any more")
+        watchdog.enter_phase(0, "build", settings.timeout)
+        time.sleep(30)
+
+
+def test_a_process_alone_ends_even_where_nothing_can_be_written(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="died without a result"):
+        run_world(alone, tiny(1), tmp_path, timeout=20)
+    said = "no progress for 1 s in build (launch.timeout=1): rank 0 has been in build for 1 s, at "
+    assert (tmp_path / "told").read_text().startswith(said + "test_hangs.py:")
+    assert said in (tmp_path / "rank0.out").read_text()
+
+
+def beats(count: int, **changes) -> dict[int, Beat]:
+    start = Beat(0, 5, time.time(), "n1", 10, 12, "data", "0B2", 0.0, 30.0, "frames", "f.py", True)
+    return {rank: replace(start, rank=rank, pid=10 + rank, **changes) for rank in range(count)}
+
+
+def test_of_thousands_of_ranks_a_few_are_named_and_the_rest_counted() -> None:
+    before, now = beats(2000), beats(2000, number=6)
+    now[77] = replace(now[77], number=5)
+    now[1500] = replace(now[1500], waits=False, action="3F1", at="model.py:12 in forward")
+    del now[3]
+    text, frames = explain(now[9], before, now, 2000, "launch.step_timeout=30")
+    assert "rank 77 (n1, pid 87) has not responded for 0 s, last in 0B2" in text
+    assert "rank 3 has written no heartbeat" in text
+    assert "rank 1500 has been in 3F1 (forward of stage 3, microbatch 1) for 30 s" in text
+    assert text.endswith("; 1993 more wait") and len(text) < 1200
+    assert frames == "rank 77:\nframes"
+    text, _ = explain(now[0], beats(2), beats(2, number=6), 2, "launch.step_timeout=30")
+    assert "no rank is known to be stuck, all wait for each other; rank 0 waits in 0B2" in text
+
+
 def test_events_are_used_again() -> None:
     """As many as are in the queue at once are made, however long the run."""
     device = Device()
@@ -138,13 +238,11 @@ def test_events_are_used_again() -> None:
         assert queue.first_unfinished() is None
     assert len(device.events) == 1
     device.stop()
-    for number in range(50):
+    for number in range(20_000):  # the queue is not read: the oldest tell what hangs
         queue.mark(200, "data", f"0F{number}")
     mark = queue.first_unfinished()
     assert mark is not None and (mark.step, mark.action) == (200, "0F0")
-    for number in range(20_000):  # the queue is not read: the oldest tell what hangs
-        queue.mark(201, "data", f"0F{number}")
-    assert len(device.events) < 10_000 and queue.first_unfinished() == mark
+    assert len(device.events) < 10_000
 
 
 def test_an_action_that_ends_while_it_is_looked_at_is_not_taken_for_the_one_that_hangs() -> None:
