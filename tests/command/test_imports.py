@@ -32,15 +32,9 @@ def loss(output, targets):
     return nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="none")
 """
 RUN = """
-defaults:
-  - _self_
-  - override hydra/job_logging: none
-  - override hydra/hydra_logging: none
-  - override hydra/sweeper: grid
-  - override hydra/launcher: jobs
+defaults: [_self_, override hydra/job_logging: none, override hydra/hydra_logging: none]
 hydra:
   run: {dir: '${run_dir}'}
-  sweep: {dir: '${run_dir}', subdir: '${hydra.job.num}'}
   output_subdir: null
   callbacks: {mine: {_target_: elsewhere.callbacks.Mine}}
 data: {name: synthetic}
