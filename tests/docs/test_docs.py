@@ -16,6 +16,7 @@ from support.typed import typed
 from titanlike.config import validate
 from titanlike.config.overrides import in_full
 from titanlike.config.parse import parse
+from titanlike.config.schema import OPEN_GROUPS
 
 _spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
 generate = importlib.util.module_from_spec(_spec)
@@ -42,15 +43,16 @@ NOT_RUN = {
 SMALLER = " model.dim=32 model.ffn_dim=64 seq_len=16 validation.batches=1"
 # Names that look like keys in inline code and are none of the schema's.
 NOT_KEYS = {
-    "trainer.max_steps",
-    "loss.gamma",
-    "data.delay",
-    "last_call_timeout",
-    "join_timeout",
-    "lengths",
-    "temperature",  # of titanlike generate
-    "timeline",  # short for timeline.enabled
+    *[
+        "trainer.max_steps",
+        "loss.gamma",
+        "data.delay",
+        "last_call_timeout",
+        "join_timeout",
+        "lengths",
+    ]
 }
+NOT_KEYS |= {"temperature", "timeline"}  # of titanlike generate; short for timeline.enabled
 
 
 def commands(text: str) -> list[str]:
@@ -203,17 +205,8 @@ def keys_in(span: str) -> list[str]:
 
 def known_keys() -> set[str]:
     rows = re.findall(r"^\| `([a-z_.]+)=?` \|", generate.keys(), flags=re.MULTILINE)
-    names = set(rows) | {
-        "experiment",
-        "optimizer.name",
-        "optimizer.exact_on_shards",  # of the choice own
-        "lr.name",
-        "loss.name",
-        "data.name",
-        "model.name",
-        "schedule.name",
-    }
-    return names | {"hydra/launcher", "hydra/sweeper"}
+    own = {f"{group}.name" for group in OPEN_GROUPS} | {"optimizer.exact_on_shards"}
+    return {*rows, *own, "experiment", "hydra/launcher", "hydra/sweeper"}
 
 
 KEYS = known_keys()

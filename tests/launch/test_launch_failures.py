@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -15,8 +15,8 @@ from support.launched import Launched
 from support.paths import ROOT
 from support.run_files import result
 from titanlike.config.imports import import_object
-from titanlike.config.schema import Config
-from titanlike.config.schema import Launch as Settings
+from titanlike.config.schema import Config, Launch
+from titanlike.launch import local
 from titanlike.launch.failures import (
     Failure,
     JobFailed,
@@ -27,7 +27,6 @@ from titanlike.launch.failures import (
     write_failure,
 )
 from titanlike.launch.job import Job
-from titanlike.launch.local import run_local
 from titanlike.launch.stop_request import StopRequest
 
 
@@ -101,6 +100,7 @@ def test_that_a_peer_has_failed_is_seen_without_a_look_at_the_files_of_all(tmp_p
 
 FAILURE = Failure(0, "", "", False, 1.0)
 LOST = replace(FAILURE, error="Connection closed by peer", transport=True)
+FAILED = JobFailed("rank 1 failed: killed by SIGKILL", "killed by SIGKILL")
 TAKEN = replace(FAILURE, error="taken over", taken_over=True, time=9.0)
 
 
@@ -136,76 +136,51 @@ def test_errors_that_nccl_raises_because_of_a_peer_are_no_root_cause() -> None:
         assert not describe(0, RuntimeError(text)).transport, text
 
 
-class Workers:
-    """Stand in for EarlyWorkers: each launch ends with these deaths of its ranks, which have
-    written `failure`."""
-
-    def __init__(self, run_dir: Path, deaths: list[dict[int, int]], failure: Failure) -> None:
-        self.run_dir, self.deaths, self.failure = run_dir, deaths, failure
-        self.launches = 0
-        self.folder, self.count = run_dir / "scratch", 2
-        self.folder.mkdir()
-        (self.folder / "result.json").write_text('{"value": 3.0}')
-
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def take(self, count: int, function: str) -> Workers:
-        self.launches += 1
-        return self
-
-    def run(self, job: str) -> dict[int, int]:
-        assert root_cause(self.run_dir) is None, "the failure of an earlier launch is still there"
-        if dead := self.deaths.pop(0):
-            write_failure(self.run_dir, self.failure)
-        return dead
-
-
-def user_error() -> Failure:
-    """What a restart would repeat."""
-    try:
-        import_object("no.such.module")
-    except ValueError as error:
-        return describe(1, error)
-    raise AssertionError
-
-
 @pytest.mark.parametrize(
-    ("deaths", "failure", "launches", "ends"),
+    ("ends", "stopped", "launches"),
     [
-        ([{1: -9}, {1: -9}, {}], FAILURE, 3, 3.0),
-        ([{1: -9}] * 4, FAILURE, 3, "it broke"),
-        ([{1: 1}] * 4, user_error, 1, "importing no.such failed"),
+        ([FAILED, FAILED, None], False, 3),
+        ([FAILED] * 4, False, 3),
+        ([JobFailed("", "no.such", permanent=True)] * 4, False, 1),
+        ([FAILED] * 4, True, 1),
     ],
 )
 def test_workers_that_fail_are_restarted_as_often_as_allowed(
-    deaths: list[dict[int, int]],
-    failure: Failure | Callable[[], Failure],
+    ends: list[JobFailed | None],
+    stopped: bool,
     launches: int,
-    ends: Any,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    written = failure() if callable(failure) else replace(failure, rank=1, error="it broke")
-    workers, numbers = Workers(tmp_path, [*deaths], written), []
+    """Not after what a restart would repeat, nor after a stop request. `early` has the workers."""
+    numbers, early, stop = [], MagicMock(), StopRequest()
+    stop._signum = int(stopped)
 
     def again(failed: JobFailed, number: int) -> Config:
         numbers.append(number)
         return job.config
 
-    job = Job("some.job", Config(pp=2, launch=Settings(max_restarts=2)), tmp_path, [])
-    early: Any = workers
-    if isinstance(ends, str):
-        with pytest.raises(JobFailed, match=f"rank 1 failed: .*{ends}"):
-            run_local(job, StopRequest(), print, again, early)
-    else:
-        assert run_local(job, StopRequest(), print, again, early) == {"value": ends}
-    assert workers.launches == launches and numbers == [*range(1, launches)]
-    stopped: Any = SimpleNamespace(received=True, forwarding=StopRequest().forwarding)
-    workers.deaths, workers.launches = [{1: -9}], 0
-    clear_failures(tmp_path)
-    with pytest.raises(JobFailed):  # after a stop request nothing is restarted
-        run_local(job, stopped, print, again, early)
-    assert workers.launches == 1
+    def run_workers(*_: Any) -> dict[str, Any]:
+        assert root_cause(tmp_path) is None, "the failure of an earlier launch is still there"
+        write_failure(tmp_path, FAILURE)
+        if (end := ends[early.__enter__().take.call_count - 1]) is not None:
+            raise end
+        return {"value": 3.0}
+
+    monkeypatch.setattr(local, "_run_workers", run_workers)
+    job = Job("some.job", Config(pp=2, launch=Launch(max_restarts=2)), tmp_path, [])
+    with contextlib.nullcontext() if None in ends else pytest.raises(JobFailed):
+        assert local.run_local(job, stop, print, again, early) == {"value": 3.0}
+    assert early.__enter__().take.call_count == launches and numbers == [*range(1, launches)]
+
+
+def test_an_error_of_the_user_is_told_without_frames_and_would_repeat() -> None:
+    with pytest.raises(ValueError) as error:
+        import_object("no.such.module")
+    failure = describe(1, error.value)
+    assert failure.error.startswith("importing no.such failed")
+    assert failure.users and not failure.frames and not failure.transport
+    with pytest.raises(ValueError) as error:
+        int("x")
+    failure = describe(1, error.value)
+    assert failure.frames or not failure.users, "not titanlike's own"
