@@ -44,22 +44,17 @@ def run(environment: Path, *words: str, cwd: Path, code: int = 0) -> str:
     drop = ("PYTHONPATH", "VIRTUAL_ENV")
     env = {name: value for name, value in os.environ.items() if name not in drop}
     path = f"{environment / 'bin'}{os.pathsep}{env['PATH']}"
-    done = subprocess.run(
-        [environment / "bin" / words[0], *words[1:]],
-        cwd=cwd,
-        env=env | {"PATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    env |= {"PATH": path, "OMP_NUM_THREADS": "1"}
+    line = [environment / "bin" / words[0], *words[1:]]
+    settings = {"capture_output": True, "text": True, "timeout": 120}
+    done = subprocess.run(line, cwd=cwd, env=env, **settings)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
 def test_the_package_comes_from_the_wheel(environment: Path, tmp_path: Path) -> None:
-    text = run(
-        environment, "python", "-c", "import titanlike as t; print(t.__file__)", cwd=tmp_path
-    )
+    code = "import titanlike as t; print(t.__file__)"
+    text = run(environment, "python", "-c", code, cwd=tmp_path)
     assert Path(text.strip()).is_relative_to(environment)
 
 
@@ -69,13 +64,10 @@ def test_training_names_the_command_that_continues(environment: Path, tmp_path: 
     text = run(environment, "titanlike", "train", *SMALL, *words, cwd=tmp_path)
     run_dir = tmp_path / "run"
     assert f"continue with: titanlike train --config-path {run_dir} steps=4\n" in text
-    assert (
-        f"#   titanlike train --config-path {shlex.quote(str(run_dir))}\n"
-        in (run_dir / "config.yaml").read_text()
-    )
-    assert "step-00000002" in run(
-        environment, "titanlike", "checkpoint", "list", "run", cwd=tmp_path
-    )
+    line = f"#   titanlike train --config-path {shlex.quote(str(run_dir))}\n"
+    assert line in (run_dir / "config.yaml").read_text()
+    text = run(environment, "titanlike", "checkpoint", "list", "run", cwd=tmp_path)
+    assert "step-00000002" in text
 
 
 def test_job_scripts_are_copied_and_not_overwritten(environment: Path, tmp_path: Path) -> None:

@@ -143,14 +143,8 @@ def test_a_config_that_holds_a_secret_is_refused_and_the_secret_not_shown(
     }
     folders = Checkpoint(folder="s3://me:sesame3@b/x", start_from="https://h/x?sig=sesame4")
     told = problems(Config(data=Custom("no.such.function", arguments), checkpoint=folders))
-    assert [problem.key for problem in told] == [
-        "data.storage_options.secret",
-        "data.urls[1]",
-        "data.password",
-        "data.under",
-        "checkpoint.folder",
-        "checkpoint.start_from",
-    ]
+    keys = "data.storage_options.secret data.urls[1] data.password data.under checkpoint.folder "
+    assert [problem.key for problem in told] == (keys + "checkpoint.start_from").split()
     text = "\n".join(map(str, told))
     assert "sesame" not in text and "12345678" not in text
     assert text.count("keep it in the environment") == 6
@@ -193,14 +187,9 @@ PLANTED = {
     "WANDB_API_KEY": "0123456789" * 4,
 }
 # by the ends of their names; each has a mark that is searched for everywhere
-NAMED = {
-    "DB_PASS": "mark-of-pass",
-    "SIGNING_KEY": "mark-of-key",
-    "SERVER_PWD": "mark-of-pwd",
-    "PROXY_AUTH": "me:mark-of-auth",
-    "CLOUD_CREDENTIALS": '{"id": "mark-of-credentials"}',
-    "PGPASSWORD": "mark-7",
-}
+NAMED = {"DB_PASS": "mark-of-pass", "SIGNING_KEY": "mark-of-key", "SERVER_PWD": "mark-of-pwd"}
+NAMED |= {"PROXY_AUTH": "me:mark-of-auth", "PGPASSWORD": "mark-7"}
+NAMED |= {"CLOUD_CREDENTIALS": '{"id": "mark-of-credentials"}'}
 SUBMIT = (
     "--export=ALL,API_KEY=mark-of-export,N=5 -H 'Authorization: Bearer mark-of-header' "
     "--token mark-of-flag --password=mark-of-password -p mark-of-p https://me:mark-of-url@host/x "
@@ -232,7 +221,7 @@ def data(seq_len, vocab_size):
 """
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in PLANTED.items():
         monkeypatch.setenv(name, value)
@@ -253,7 +242,7 @@ def leaks(folder: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_an_error_that_quotes_a_secret_leaves_it_nowhere(tmp_path: Path) -> None:
+def test_an_error_that_quotes_a_secret_leaves_it_nowhere(planted: None, tmp_path: Path) -> None:
     """Not in any rank's log, error file or result, events, checkpoint or W&B's files."""
     words = ["data=synthetic", "data.name=leaky.data", "pp=2", "run_dir=run"]
     words += ["logger=wandb", "checkpoint.every=1"]
@@ -271,21 +260,12 @@ def test_an_error_that_quotes_a_secret_leaves_it_nowhere(tmp_path: Path) -> None
     assert leaks(tmp_path / "run") == []
 
 
-def test_a_command_that_holds_secrets_writes_nothing(tmp_path: Path) -> None:
-    done = command(
-        "-m",
-        *TINY,
-        "data=synthetic",
-        "data.name=leaky.data",
-        "run_dir=runs/${oc.env:HF_TOKEN}",
-        "+data.nested.path=x/${oc.env:MY_DB_PASSWORD}/y",
-        "+data.password=sesame",
-        "checkpoint.folder=s3://me:sesame@bucket/x",
-        "checkpoint.start_from='https://host/x?sig=sesame'",
-        "data.path=https://me:sesame@host/x",
-        "sede=hf_" + "sesame" * 5,
-        cwd=tmp_path,
-    )
+def test_a_command_that_holds_secrets_writes_nothing(planted: None, tmp_path: Path) -> None:
+    words = ["data=synthetic", "data.name=leaky.data", "run_dir=runs/${oc.env:HF_TOKEN}"]
+    words += ["+data.nested.path=x/${oc.env:MY_DB_PASSWORD}/y", "+data.password=sesame"]
+    words += ["checkpoint.folder=s3://me:sesame@bucket/x", "sede=hf_" + "sesame" * 5]
+    words += ["data.path=https://me:sesame@h/x", "checkpoint.start_from='https://h/x?sig=sesame'"]
+    done = command("-m", *TINY, *words, cwd=tmp_path)
     assert done.returncode == 2
     text = done.stdout + done.stderr
     assert "7 errors in the config; nothing was started" in text
@@ -295,7 +275,7 @@ def test_a_command_that_holds_secrets_writes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_sweeps_submit_command_runs_with_its_secrets_which_are_written_nowhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    planted: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if it prints them or fails; the resume asks for them."""
     for name, value in NAMED.items():

@@ -161,13 +161,11 @@ def test_a_signal_while_the_config_is_checked_leaves_no_process(
 
 
 def test_a_worker_that_dies_before_its_job_is_named(scratch: Path) -> None:
-    then = "self.first, self.last = nn.Embedding(vocab_size, 8), nn.Linear(8, vocab_size)\n    "
-    launched = started(
-        scratch, then + "def forward(self, tokens): return self.last(self.first(tokens))"
-    )
+    then = "self.layer = nn.Embedding(vocab_size, vocab_size)\n    "
+    launched = started(scratch, then + "def forward(self, tokens): return self.layer(tokens)")
     driver = launched.process.pid
-    leaders = [p for p in launched.alive() if p.pid != driver and os.getsid(p.pid) == p.pid]
-    leaders[0].kill()  # each worker has a session of its own
+    # each worker has a session of its own
+    next(p for p in launched.alive() if p.pid != driver and os.getsid(p.pid) == p.pid).kill()
     (scratch.parent / "go on").touch()
     code, _, err = launched.wait()
     assert code == 1 and "killed by SIGKILL" in err, err
@@ -254,7 +252,7 @@ def test_a_signal_while_an_object_is_deleted_is_not_lost(tmp_path: Path, work_le
 def test_a_signal_to_the_driver_ends_all_workers(
     tmp_path: Path, signum: signal.Signals, torchrun: int
 ) -> None:
-    launched = Launched("hangs", "pp=2", f"run_dir={tmp_path}", real=True, torchrun=torchrun)
+    launched = Launched("hangs", "pp=2", f"run_dir={tmp_path}", torchrun=torchrun)
     until(lambda: (tmp_path / "ready0").exists() and (tmp_path / "ready1").exists())
     launched.process.send_signal(signum)
     code, *_ = launched.wait(30)

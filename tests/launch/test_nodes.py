@@ -19,31 +19,15 @@ from support.records import numbers
 from support.run_files import config_of, last_step
 from support.waiting import until
 from support.world import run_world
-from titanlike.config.schema import (
-    Config,
-    Custom,
-    Launch,
-    Schedule,
-    SyntheticData,
-    Validation,
-)
+from titanlike.config.schema import Config, Custom, Launch, Schedule, SyntheticData
 from titanlike.job.elastic import available_ranks, fit_mesh
 from titanlike.launch.restart_state import RestartState
 from titanlike.training.train import train
 
 EVERY = 5
-SHORT = [
-    *TINY,
-    "model.layers=2",
-    "batch_size=8",
-    "data=synthetic",
-    "data.vocab_size=64",
-    "log_every=1000",
-    "checkpoint.last=true",
-    f"checkpoint.every={EVERY}",
-    "checkpoint.keep=2",
-    "device=cpu",
-]
+SHORT = [*TINY, "model.layers=2", "batch_size=8", "data=synthetic", "data.vocab_size=64"]
+SHORT += ["log_every=1000", "checkpoint.last=true", "checkpoint.keep=2", "device=cpu"]
+SHORT += [f"checkpoint.every={EVERY}"]
 
 
 @pytest.fixture(autouse=True)
@@ -64,11 +48,6 @@ def losses(run_dir: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in records}
 
 
-def only_run(folder: Path) -> Path:
-    (run_dir,) = (path.parent for path in folder.rglob("config.yaml"))
-    return run_dir
-
-
 def ends(*machines: Launched) -> list[int]:
     codes = [machine.wait(90)[0] for machine in machines]
     assert all(machine.all_exit() for machine in machines)
@@ -84,7 +63,7 @@ def test_the_machine_of_rank_0_is_lost_and_rejoins(tmp_path: Path) -> None:
         first, other = sorted(machines, key=lambda machine: worker(machine, 0) is None)
         power_off(first)
         assert ends(all_nodes.start(), other) == [0, 0]
-    run_dir = only_run(tmp_path / "outputs")
+    (run_dir,) = (path.parent for path in (tmp_path / "outputs").rglob("config.yaml"))
     (resumed,) = events(run_dir, "resume")
     assert resumed["step"] >= EVERY
     run_world(train, config_of(run_dir), tmp_path / "uninterrupted")
@@ -145,15 +124,9 @@ def test_a_run_whose_mesh_forbids_fewer_ranks_ends_with_the_reason(tmp_path: Pat
 
 
 def config(tmp_path: Path, **keys) -> Config:
-    base = {
-        "model": Custom("llama", {"dim": 32, "ffn_dim": 64, "layers": 4, "vocab_size": None}),
-        "data": SyntheticData(vocab_size=64),
-        "validation": Validation(every=0),
-        "launch": Launch(elastic=True),
-        "seq_len": 16,
-        "batch_size": 24,
-        "run_dir": str(tmp_path),
-    }
+    model = Custom("llama", {"dim": 32, "ffn_dim": 64, "layers": 4, "vocab_size": None})
+    base = {"model": model, "data": SyntheticData(vocab_size=64), "launch": Launch(elastic=True)}
+    base |= {"seq_len": 16, "batch_size": 24, "run_dir": str(tmp_path)}
     return Config(**{**base, **keys})
 
 

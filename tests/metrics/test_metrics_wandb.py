@@ -29,7 +29,6 @@ from titanlike.config.schema import Wandb
 from titanlike.metrics import wandb_sink
 from titanlike.metrics.wandb_sink import WandbSink
 
-wandb_sink.FINISH_GRACE = 1.0
 folder, first, last, timeout, event = sys.argv[1:]
 settings = Wandb(
     project="proj", group="grp", timeout=float(timeout), entity="team", tags=["a", "b"], notes="why"
@@ -47,6 +46,7 @@ if event:
     service = wandb_setup.singleton()._connection._proc._process
     print("service", service.pid, flush=True)
 if event == "freeze":
+    wandb_sink.FINISH_GRACE = 1.0
     service.send_signal(signal.SIGSTOP)
 if event == "crash":
     service.kill()
@@ -62,14 +62,9 @@ sink.close("completed")
 def start(folder: Path, first: int, last: int, timeout: float = 10, event: str = "", **env: str):
     clean = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
     clean |= {"HOME": str(folder), "PYTHONPATH": str(ROOT)} | env
-    return subprocess.Popen(
-        [sys.executable, "-c", RUN, str(folder), str(first), str(last), str(timeout), event],
-        env=clean,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    words = [sys.executable, "-c", RUN, *map(str, (folder, first, last, timeout)), event]
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(words, env=clean, text=True, **streams)
 
 
 def output_of(process: subprocess.Popen) -> str:

@@ -22,14 +22,8 @@ SCRIPT = "</script><script>console.error('ran')</script><!--"
 
 def record(step: int, **more: Any) -> dict[str, Any]:
     numbers = {"loss": 10 / step, "grad_norm": 1.0, "lr": 1e-3, "tokens": 512 * step}
-    return {
-        "step": step,
-        **numbers,
-        "tokens_per_second": 1e4,
-        "memory_bytes": 400 << 20,
-        "time": 1.7e9 + step,
-        **more,
-    }
+    numbers |= {"tokens_per_second": 1e4, "memory_bytes": 400 << 20, "time": 1.7e9 + step}
+    return {"step": step, **numbers, **more}
 
 
 def written(folder: Path, steps: int = 40, **changes: Any) -> Path:
@@ -51,12 +45,8 @@ def written(folder: Path, steps: int = 40, **changes: Any) -> Path:
     ]
     records = [record(s, **({"val_loss": 11 / s} if s % 10 == 0 else {})) for s in range(1, steps)]
     samples = [{"step": 20, "prompt": "def main", "text": f"(): {SCRIPT}"}]
-    for name, rows in {
-        "metrics": records,
-        "events": events,
-        "starts": [first, again],
-        "samples": samples,
-    }.items():
+    rows_of = {"metrics": records, "events": events, "samples": samples}
+    for name, rows in {**rows_of, "starts": [first, again]}.items():
         lines = "".join(files.dumps(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(lines)
     return folder
