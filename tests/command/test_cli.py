@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from support.cells import slow
 from support.command_lines import examined
 from support.commands import TINY, command
 from support.launched import Launched
@@ -125,15 +124,21 @@ def test_commands_that_start_nothing_leave_nothing(tmp_path: Path) -> None:
         assert left == given, (line, done.stdout, done.stderr)
 
 
-def test_a_run_writes_where_hydra_is_told_to_also_if_the_time_is_in_it(
+def test_a_run_writes_where_hydra_is_told_to_and_goes_on_there_with_another_schedule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a run of one process it listens on loopback alone: what the cluster has set is not used."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
-    done = command(*RUN, "hydra.run.dir=mine/at-${now:%H-%M-%S}", cwd=tmp_path)
+    words = ["schedule=interleaved1f1b", "hydra.run.dir=mine/at-${now:%H-%M-%S}"]
+    done = command(*RUN, *words, "checkpoint.last=true", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert len([*tmp_path.glob("mine/at-*/result.json")]) == 1
+    (run_dir,) = (path.parent for path in tmp_path.glob("mine/at-*/result.json"))
     assert not (tmp_path / "outputs").exists()
+    words = ["schedule=gpipe", "optimizer.lr=1e-4", "steps=2"]
+    again = command("--config-path", str(run_dir), *words, cwd=tmp_path)
+    assert again.returncode == 0 and "resuming from step 1" in again.stdout, again.stderr
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    assert config["schedule"] == {"name": "gpipe", "microbatches": None}
 
 
 def test_runs_of_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
@@ -167,9 +172,7 @@ def test_a_choice_replaces_the_groups_keys_and_leaves_the_rest(run_folder: Path)
     assert (config.logger.name, config.optimizer.momentum) == ("none", 0.5)
     assert (config.seed, config.lr) == (7, DecayLr(final=0.5))
     assert config.run_dir == str(run_folder)
-
-
-def test_the_keys_of_the_run_are_kept_without_a_choice(run_folder: Path) -> None:
+    # without a choice the keys of the run are kept
     checked = examined("--config-path", str(run_folder), "schedule.microbatches=4")
     assert checked.problems == []
     assert checked.config.schedule == LoopedSchedule(microbatches=4, stages_per_rank=4)
@@ -189,22 +192,3 @@ def test_a_wrong_choice_is_an_error(run_folder: Path) -> None:
     nearest, experiment = examined("--config-path", str(run_folder), *words).problems
     assert "write schedule=gpipe" in str(nearest)
     assert "complete config of a run" in str(experiment)
-
-
-@pytest.mark.parametrize("how", ["", *slow("-m")])
-def test_a_run_goes_on_with_another_schedule(tmp_path: Path, how: str) -> None:
-    first = [*TINY, "run_dir=run", "steps=1", "data=synthetic", "checkpoint.last=true"]
-    done = command(*first, "model.layers=2", "schedule=interleaved1f1b", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    words = ["--config-path", "run", "schedule=gpipe", "optimizer.lr=1e-4", "steps=2"]
-    if how == "-m":
-        words = [*words, "schedule=gpipe,1f1b", "-m", "run_dir=sweep"]
-        words.remove("schedule=gpipe")
-    again = command(*words, cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
-    folders = ["sweep/0", "sweep/1"] if how == "-m" else ["run"]
-    saved = [yaml.safe_load((tmp_path / run / "config.yaml").read_text()) for run in folders]
-    for config, name in zip(saved, ["gpipe", "1f1b"], strict=False):
-        assert config["schedule"] == {"name": name, "microbatches": None}
-    if how != "-m":
-        assert "resuming from step 1" in again.stdout
