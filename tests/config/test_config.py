@@ -129,6 +129,10 @@ def test_a_problem_reads_as_key_value_reason_and_remedy() -> None:
     assert Problem.parse("model", str(problem)) == Problem("pp", "3", problem.reason, "pp=2")
     assert Problem.parse("model", "odd words") == Problem("model", "", "odd words")
     assert str(ConfigError([problem, problem])).count("\n") == 1
+    hidden = Problem("pp", "x-12345/y", "no x-12345", "pp=x-12345").hiding(
+        {"x-12345": "${oc.env:A}"}
+    )
+    assert hidden == Problem("pp", "${oc.env:A}/y", "no ${oc.env:A}", "pp=${oc.env:A}")
     # "write" stands before what can be written, and not before a sentence
     for fix in ("pp=2", "-m pp=1,2", "'run_dir=a b'", "\"data.path='a'\"", "pp=2 or dp=2"):
         assert str(Problem("pp", 3, "is odd", fix)) == f"pp=3: is odd; write {fix}"

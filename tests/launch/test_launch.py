@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from support.cells import slow
@@ -22,6 +24,7 @@ from titanlike.launch import stop_request
 from titanlike.launch.environment import import_path, workers_environment
 from titanlike.launch.scratch_folder import scratch_folder
 from titanlike.launch.stop_request import StopRequest
+from titanlike.launch.worker_processes import WorkerProcesses
 
 
 @pytest.mark.parametrize("torchrun", [0, *slow(1)])
@@ -170,6 +173,21 @@ def test_a_worker_that_dies_before_its_job_is_named(scratch: Path) -> None:
     code, _, err = launched.wait()
     assert code == 1 and "killed by SIGKILL" in err, err
     assert launched.all_exit()
+
+
+def test_workers_that_do_not_end_are_killed_with_what_they_have_started() -> None:
+    line = ["sh", "-c", "trap '' TERM; sleep 300 & echo $!; wait"]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    started = psutil.Process(int(process.stdout.readline()))
+    workers = object.__new__(WorkerProcesses)
+    workers._processes = [process]
+    try:
+        workers.end(0.2)
+        assert process.poll() == -signal.SIGKILL
+        until(lambda: not started.is_running() or started.status() == psutil.STATUS_ZOMBIE, 10)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_a_second_signal_stops_immediately(tmp_path: Path) -> None:
