@@ -250,6 +250,7 @@ def test_a_signal_while_an_object_is_deleted_is_not_lost(tmp_path: Path, work_le
         "        Slow()\n"
         f"        time.sleep({work_left})\n"
         "except Interrupted as interrupted:\n"
+        "    print('cleaned up')\n"
         "    sys.exit(interrupted.exit_code)\n"
     )
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -257,10 +258,10 @@ def test_a_signal_while_an_object_is_deleted_is_not_lost(tmp_path: Path, work_le
         try:
             assert process.stdout.readline() == "deleting\n"
             process.send_signal(signal.SIGTERM)
-            _, err = process.communicate(timeout=20)
+            out, err = process.communicate(timeout=20)
         finally:
             process.kill()
-    assert (process.returncode, err) == (143, "")
+    assert (process.returncode, out, err) == (143, "cleaned up\n", "")
 
 
 @pytest.mark.parametrize(
