@@ -110,19 +110,6 @@ def test_an_elastic_run_resumes_with_fewer_machines_and_again_with_more(tmp_path
             assert elastic[number] == pytest.approx(loss, rel=1e-4)
 
 
-@pytest.mark.slow
-def test_a_run_whose_mesh_forbids_fewer_ranks_ends_with_the_reason(tmp_path: Path) -> None:
-    words = [*SHORT, "pp=2", "steps=400", "launch.elastic=true", f"run_dir={tmp_path}"]
-    with nodes("1:2", words, tmp_path, restarts=1) as all_nodes:
-        machines = [all_nodes.start(), all_nodes.start()]
-        until(lambda: last_step(tmp_path) > EVERY)
-        stays, goes = sorted(machines, key=lambda machine: worker(machine, 0) is None)
-        power_off(goes)
-        code, _, err = stays.wait(60)
-    assert code != 0 and "pp=2: 1 rank is available (launch.elastic): does not divide 1" in err
-    assert "possible numbers of ranks: 2" in err and "exitcode  : 2" in err
-
-
 def config(tmp_path: Path, **keys) -> Config:
     model = Custom("llama", {"dim": 32, "ffn_dim": 64, "layers": 4, "vocab_size": None})
     base = {"model": model, "data": SyntheticData(vocab_size=64), "launch": Launch(elastic=True)}

@@ -23,14 +23,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.paths import ROOT
-from titanlike.config import schema
 from titanlike.metrics import units
 from titanlike.metrics.console import shorten, step_line, table_lines
 from titanlike.metrics.result import read_result, write_result
 from titanlike.metrics.sinks import (
     JsonlSink,
     TensorBoardSink,
-    open_sinks,
     read_jsonl,
     tensorboard_problem,
 )
@@ -228,17 +226,6 @@ def test_result_json_says_how_a_run_ended(tmp_path):
         write_result(tmp_path, **expected)
         assert read_result(tmp_path) == expected
     assert [file.name for file in tmp_path.iterdir()] == ["result.json"]
-
-
-def test_the_config_chooses_the_sinks_and_metrics_jsonl_is_always_there(tmp_path):
-    """logger=none leaves metrics.jsonl alone; W&B offline comes beside it."""
-    config = schema.Config(logger=schema.NoLogger())
-    sinks = open_sinks(config, {"pp": 1}, tmp_path, 0, print)
-    assert [sink.location for sink in sinks] == [str(tmp_path / "metrics.jsonl")]
-    for sink in sinks:
-        sink.log({"step": 1, "loss": 1.0})
-        sink.close("completed")
-    assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 1.0}]
 
 
 def test_tensorboard_is_written_or_named_as_missing(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -53,40 +54,25 @@ if event == "crash":
     for step in range(int(last) + 1, int(last) + 100):
         sink.log({{"step": step, "loss": 1.0}})
         time.sleep(0.01)
-if event == "wait":
-    time.sleep(60)
 sink.close("completed")
 """
 
 
-def start(folder: Path, first: int, last: int, timeout: float = 10, event: str = "", **env: str):
+def run(folder: Path, first: int, last: int, timeout: float = 10, event: str = "", **env: str):
+    """The output of a run, which ends well."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
     clean |= {"HOME": str(folder), "PYTHONPATH": str(ROOT)} | env
     words = [sys.executable, "-c", RUN, *map(str, (folder, first, last, timeout)), event]
-    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return subprocess.Popen(words, env=clean, text=True, **streams)
-
-
-def output_of(process: subprocess.Popen) -> str:
-    """The output of a run that ends well."""
-    try:
-        output, _ = process.communicate(timeout=40)
-    finally:
-        process.kill()
-    assert process.returncode == 0, output
-    return output
-
-
-def run(*args, **kwargs) -> str:
-    return output_of(start(*args, **kwargs))
+    log = folder / f"output{first}.txt"
+    with log.open("w") as file:  # not a pipe, which W&B's service may keep open
+        streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+        done = subprocess.run(words, env=clean, timeout=40, **streams)
+    assert done.returncode == 0, log.read_text()
+    return log.read_text()
 
 
 def kept(folder: Path) -> list[WandbFile]:
     return [read_wandb_file(path) for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"))]
-
-
-def service_pid(output: str) -> int:
-    return int(next(line for line in output.splitlines() if line.startswith("service")).split()[1])
 
 
 def test_without_a_key_config_metrics_and_id_are_kept_for_sync_and_resume(tmp_path):
@@ -124,19 +110,6 @@ def test_the_environment_may_choose_the_mode(monkeypatch: pytest.MonkeyPatch) ->
         assert (_mode("auto"), _mode("online")) == (mode, "online")
 
 
-@pytest.mark.slow
-def test_a_key_of_the_wrong_form_costs_no_run_and_disabled_is_disabled(tmp_path):
-    network = {"WANDB_API_KEY": "short"} | NO_NETWORK
-    runs = [
-        start(tmp_path / "key", 1, 1, **network),
-        start(tmp_path / "disabled", 1, 1, WANDB_MODE="disabled", **network),
-    ]
-    key, disabled = map(output_of, runs)
-    assert "continuing offline, online failed: AuthenticationError" in key
-    assert "where W&B: disabled by WANDB_MODE" in disabled
-    assert len(kept(tmp_path / "key")) == 1 and not (tmp_path / "disabled" / "wandb").exists()
-
-
 @pytest.mark.parametrize(
     ("event", "reason"), [("freeze", "did not finish within 2 s"), *slow(("crash", "stopped"))]
 )
@@ -148,16 +121,5 @@ def test_a_service_that_freezes_or_crashes_neither_fails_nor_holds_up_the_run(
     assert output.count("W&B stopped") == 1
     assert reason in output
     assert "Traceback" not in output
-    until(lambda: not Path(f"/proc/{service_pid(output)}").exists(), timeout=20)
-
-
-@pytest.mark.slow
-def test_a_run_killed_with_9_leaves_no_wandb_process(tmp_path):
-    """kill -9 of the training process: wandb-core notices and ends by itself."""
-    process = start(tmp_path, 1, 3, 10, "wait")
-    try:
-        pid = service_pid(process.stdout.readline() + process.stdout.readline())
-    finally:
-        process.kill()
-        process.wait()
+    pid = re.search(r"^service (\d+)", output, re.MULTILINE)[1]
     until(lambda: not Path(f"/proc/{pid}").exists(), timeout=20)
