@@ -123,9 +123,9 @@ def hang_on_device(config: Config, worker: Worker, _: str) -> None:
 HUNG = {
     "stop": r"rank 1 \(.*, pid \d+\) has not responded for \d s, last .*; rank 0 waits before .*",
     "device": r"rank 1 has been in 1F2 \(forward of stage 1, microbatch 2\) on its device for \d s, "
-    r"Python at test_hangs.py:\d+ in wait_for_device; rank 0 waits in 0B2 \(backward of stage 0, "
+    r"Python at test_launch_hangs.py:\d+ in wait_for_device; rank 0 waits in 0B2 \(backward of stage 0, "
     r"microbatch 2\)",
-    "sleep": r"rank 1 has been in data for \d s, at test_hangs.py:\d+ in stops; rank 0 waits before .*",
+    "sleep": r"rank 1 has been in data for \d s, at test_launch_hangs.py:\d+ in stops; rank 0 waits before .*",
 }
 
 
@@ -204,7 +204,7 @@ def test_a_process_alone_ends_even_where_nothing_can_be_written(tmp_path: Path) 
     with pytest.raises(RankError, match="died without a result"):
         run_world(alone, tiny(1), tmp_path, timeout=20)
     said = "no progress for 1 s in build (launch.timeout=1): rank 0 has been in build for 1 s, at "
-    assert (tmp_path / "told").read_text().startswith(said + "test_hangs.py:")
+    assert (tmp_path / "told").read_text().startswith(said + "test_launch_hangs.py:")
     assert said in (tmp_path / "rank0.out").read_text()
 
 
