@@ -277,7 +277,7 @@ def test_a_command_that_holds_secrets_writes_nothing(planted: None, tmp_path: Pa
 def test_a_sweeps_submit_command_runs_with_its_secrets_which_are_written_nowhere(
     planted: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if it prints them or fails; the resume asks for them."""
+    """Also if it prints them or fails, and is in a file; the resume asks for them."""
     for name, value in NAMED.items():
         monkeypatch.setenv(name, value)
     scheduler, got = tmp_path / "scheduler", tmp_path / "got"
@@ -287,9 +287,13 @@ def test_a_sweeps_submit_command_runs_with_its_secrets_which_are_written_nowhere
         f'cd {ROOT} && {sys.executable} train.py "${{@: {len(shlex.split(SUBMIT)) + 1}}}"\n'
     )
     scheduler.chmod(0o755)
-    submit = f"sweep.submit={quoted(f'{scheduler} {SUBMIT}')}"
+    folder = tmp_path / "conf" / "experiment"
+    folder.mkdir(parents=True)
+    text = f"# @package _global_\nsweep:\n  submit: {json.dumps(f'{scheduler} {SUBMIT}')}\n"
+    (folder / "secret.yaml").write_text(text)
     words = ["-m", *TINY, "steps=1", "logger=wandb", "logger.mode=offline", "seed=2,3"]
-    done = command(*words, submit, "run_dir=sweep", cwd=tmp_path)
+    words += ["experiment=secret", f"--config-dir={folder.parent}"]
+    done = command(*words, "run_dir=sweep", cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     assert "job 0: seed=2 submitted: --export=ALL,API_KEY=***,N=5" in done.stdout
     assert "ended with 1: --export=ALL,API_KEY=***,N=5" in done.stderr
