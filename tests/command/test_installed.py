@@ -14,6 +14,7 @@ import pytest
 
 from support.commands import TINY
 from support.paths import ROOT
+from titanlike.cli import JOBS, TOOLS
 
 SMALL = [*TINY, "model.layers=2", "data=synthetic", "batch_size=4", "steps=2", "device=cpu"]
 
@@ -43,22 +44,17 @@ def run(environment: Path, *words: str, cwd: Path, code: int = 0) -> str:
     drop = ("PYTHONPATH", "VIRTUAL_ENV")
     env = {name: value for name, value in os.environ.items() if name not in drop}
     path = f"{environment / 'bin'}{os.pathsep}{env['PATH']}"
-    done = subprocess.run(
-        [environment / "bin" / words[0], *words[1:]],
-        cwd=cwd,
-        env=env | {"PATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    env |= {"PATH": path, "OMP_NUM_THREADS": "1"}
+    line = [environment / "bin" / words[0], *words[1:]]
+    settings = {"capture_output": True, "text": True, "timeout": 120}
+    done = subprocess.run(line, cwd=cwd, env=env, **settings)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
 def test_the_package_comes_from_the_wheel(environment: Path, tmp_path: Path) -> None:
-    text = run(
-        environment, "python", "-c", "import titanlike as t; print(t.__file__)", cwd=tmp_path
-    )
+    code = "import titanlike as t; print(t.__file__)"
+    text = run(environment, "python", "-c", code, cwd=tmp_path)
     assert Path(text.strip()).is_relative_to(environment)
 
 
@@ -68,27 +64,10 @@ def test_training_names_the_command_that_continues(environment: Path, tmp_path: 
     text = run(environment, "titanlike", "train", *SMALL, *words, cwd=tmp_path)
     run_dir = tmp_path / "run"
     assert f"continue with: titanlike train --config-path {run_dir} steps=4\n" in text
-    assert (
-        f"#   titanlike train --config-path {shlex.quote(str(run_dir))}\n"
-        in (run_dir / "config.yaml").read_text()
-    )
-    assert "step-00000002" in run(
-        environment, "titanlike", "checkpoint", "list", "run", cwd=tmp_path
-    )
-
-
-@pytest.mark.slow  # the same entry as train; .ci/run runs it
-def test_a_layout_is_verified(environment: Path, tmp_path: Path) -> None:
-    run(environment, "titanlike", "verify", *SMALL, "pp=2", "run_dir=run", cwd=tmp_path)
-    assert (tmp_path / "run" / "verify" / "result.json").exists()
-
-
-@pytest.mark.slow
-def test_a_sweep_names_the_command_of_its_best_job(environment: Path, tmp_path: Path) -> None:
-    words = ["-m", *SMALL, "steps=1", "seed=1,2", "run_dir=sweep", "sweep.parallel=2"]
-    text = run(environment, "python", "-m", "titanlike", *words, cwd=tmp_path)
-    assert "2 of 2 done" in text and "\n  python -m titanlike model." in text
-    assert "2 of 2 done" in run(environment, "titanlike", "sweep", "sweep", cwd=tmp_path)
+    line = f"#   titanlike train --config-path {shlex.quote(str(run_dir))}\n"
+    assert line in (run_dir / "config.yaml").read_text()
+    text = run(environment, "titanlike", "checkpoint", "list", "run", cwd=tmp_path)
+    assert "step-00000002" in text
 
 
 def test_job_scripts_are_copied_and_not_overwritten(environment: Path, tmp_path: Path) -> None:
@@ -107,17 +86,7 @@ def test_job_scripts_are_copied_and_not_overwritten(environment: Path, tmp_path:
 
 def test_help_lists_the_commands_and_describes_each(environment: Path, tmp_path: Path) -> None:
     text = run(environment, "titanlike", "--help", cwd=tmp_path)
-    commands = (
-        "train",
-        "verify",
-        "bench",
-        "bench-checkpoint",
-        "checkpoint",
-        "sweep",
-        "scripts",
-        "gpu-check",
-    )
-    for command in commands:
+    for command in (*JOBS, *TOOLS):
         assert f"\n  {command} " in text
     for command in ("verify", "sweep"):
         text = run(environment, "titanlike", command, "--help", cwd=tmp_path)

@@ -5,12 +5,18 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from support.commands import shell
 from support.paths import ROOT
+from support.typed import typed
+from titanlike.config import validate
+from titanlike.config.overrides import in_full
+from titanlike.config.parse import parse
+from titanlike.config.schema import OPEN_GROUPS
 
 _spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
 generate = importlib.util.module_from_spec(_spec)
@@ -37,15 +43,16 @@ NOT_RUN = {
 SMALLER = " model.dim=32 model.ffn_dim=64 seq_len=16 validation.batches=1"
 # Names that look like keys in inline code and are none of the schema's.
 NOT_KEYS = {
-    "trainer.max_steps",
-    "loss.gamma",
-    "data.delay",
-    "last_call_timeout",
-    "join_timeout",
-    "lengths",
-    "temperature",  # of titanlike generate
-    "timeline",  # short for timeline.enabled
+    *[
+        "trainer.max_steps",
+        "loss.gamma",
+        "data.delay",
+        "last_call_timeout",
+        "join_timeout",
+        "lengths",
+    ]
 }
+NOT_KEYS |= {"temperature", "timeline"}  # of titanlike generate; short for timeline.enabled
 
 
 def commands(text: str) -> list[str]:
@@ -87,35 +94,51 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# tests of other rooms do the same
-SLOW = (
-    "outputs/compiled",
-    "outputs/traced",
-    "outputs/checked",
-    "outputs/saved",
-    "outputs/sweep",
-    "outputs/torchrun",
-    "outputs/mesh",
-    "outputs/used",
-    "outputs/fit",
-    "outputs/float8",
-    "PYTHONPATH=examples python train.py --config-dir examples/my_models/conf model=mixer data=echo pp=2 dp=2 steps=10",
-    "python tools/plan.py +experiment=llama3_405b pp=16 dp=64 schedule.microbatches=12 hardware=h100_sxm --check",
-    "python tools/plan.py experiment=llama3_8b hardware=h100_sxm --check",
-)
+# Of every kind of command one runs by default: the others do the same, with other overrides.
+DEFAULT = {
+    "order.csv",
+    "python train.py --help",
+    "python train.py experiment=gpt2_124m optimizer.lr=3e-4 --cfg job",
+    "python tools/gpu_check.py --device cpu --list",
+    "titanlike verify pp=2 tp=2 --check",
+}
+SHARDS = 4
 
 
-@pytest.mark.parametrize(
-    "lines",
-    [
-        pytest.param(lines, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
-        for name, lines in chains().items()
-    ],
-)
-def test_commands_run(lines: list[str], checkout: Path) -> None:
+def test_commands_run(checkout: Path) -> None:
     """In full where one says for how many steps, or names a run directory; else with --check."""
-    for line in lines:
-        run(line, checkout)
+    assert chains().keys() >= DEFAULT
+    for name in sorted(DEFAULT):
+        for line in chains()[name]:
+            run(line, checkout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_all_other_commands_run(shard: int, checkout: Path) -> None:
+    others = [lines for name, lines in chains().items() if name not in DEFAULT]
+    for lines in others[shard::SHARDS]:
+        for line in lines:
+            run(line, checkout)
+
+
+def test_the_overrides_of_commands_are_right() -> None:
+    """Of those that the checkout alone can run: known keys and choices, and values that may be."""
+    seen = 0
+    for page, text in PAGES.items():
+        for line in commands(text):
+            words = shlex.split(line) if not re.search(r"[|&;<>\n]", line) else []
+            overrides = [word for word in words if re.match(r"[a-z_.]+=", word)]
+            own = re.search(
+                r"(^| )(-m|--config|PYTHONPATH|gpus=|[a-z.]*path=)|outputs/.*\.csv", line
+            )
+            known = not own and "experiment=" not in line and reason(line) is None
+            if not known or "generate.py" in line or "evaluate.py" in line:
+                continue
+            config, wrong = parse(typed(each for word in overrides for each in in_full(word)))
+            assert [*wrong, *validate.problems(config)] == [], f"{page}: {line}"
+            seen += bool(overrides)
+    assert seen > 25
 
 
 def run(line: str, checkout: Path) -> None:
@@ -133,14 +156,15 @@ def test_the_first_two_commands_install_and_run_and_install_and_test() -> None:
     assert second == "pip install -e '.[test]' -c constraints.txt && pytest"
 
 
-def test_the_readme_stays_short() -> None:
+def test_the_readme_stays_short_and_nothing_is_left_to_be_filled_in() -> None:
     assert len(PAGES["README.md"].splitlines()) <= 180
+    assert not [page for page, text in PAGES.items() if "@@" in text]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if "generated:" in PAGES[page]])
-def test_tables_are_the_codes(page: str) -> None:
+def test_tables_are_the_codes() -> None:
     """If not: python docs/generate.py"""
-    assert generate.generated(PAGES[page]) == PAGES[page]
+    for page, text in PAGES.items():
+        assert generate.generated(text) == text, page
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -181,17 +205,8 @@ def keys_in(span: str) -> list[str]:
 
 def known_keys() -> set[str]:
     rows = re.findall(r"^\| `([a-z_.]+)=?` \|", generate.keys(), flags=re.MULTILINE)
-    names = set(rows) | {
-        "experiment",
-        "optimizer.name",
-        "optimizer.exact_on_shards",  # of the choice own
-        "lr.name",
-        "loss.name",
-        "data.name",
-        "model.name",
-        "schedule.name",
-    }
-    return names | {"hydra/launcher", "hydra/sweeper"}
+    own = {f"{group}.name" for group in OPEN_GROUPS} | {"optimizer.exact_on_shards"}
+    return {*rows, *own, "experiment", "hydra/launcher", "hydra/sweeper"}
 
 
 KEYS = known_keys()
@@ -203,8 +218,3 @@ def anchors(text: str) -> set[str]:
     """The anchors that GitHub gives a page's headings."""
     headings = re.findall(r"^#+ (.*)$", BLOCKS.sub("", text), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def test_nothing_is_left_to_be_filled_in() -> None:
-    for page, text in PAGES.items():
-        assert "@@" not in text, page

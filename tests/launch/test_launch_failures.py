@@ -2,41 +2,38 @@
 
 from __future__ import annotations
 
-import signal
+import contextlib
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
-from support.cells import slow
 from support.launched import Launched
 from support.paths import ROOT
 from support.run_files import result
-from support.waiting import until
-from titanlike.launch.failures import clear_failures, describe, peer_failed, write_failure
-
-TRAIN = ROOT / "train.py"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("torchrun", [0, 4])
-def test_of_four_ranks_the_one_that_crashed_is_named(tmp_path: Path, torchrun: int) -> None:
-    launched = Launched("rank_2_crashes", "pp=2", "dp=2", f"run_dir={tmp_path}", torchrun=torchrun)
-    code, _, err = launched.wait()
-    assert code == 1
-    assert "rank 2 failed: RuntimeError: the real error" in err
-    assert f"log: {tmp_path}/logs/rank2.log" in err
-    assert "the real error" in (tmp_path / "logs" / "rank2.log").read_text()
-    assert result(tmp_path)["status"] == "failed"
-    assert result(tmp_path)["error"] == "rank 2 failed: RuntimeError: the real error"
-    assert launched.all_exit()
+from titanlike.config.imports import import_object
+from titanlike.config.schema import Config, Launch
+from titanlike.launch import local
+from titanlike.launch.failures import (
+    Failure,
+    JobFailed,
+    clear_failures,
+    describe,
+    peer_failed,
+    root_cause,
+    write_failure,
+)
+from titanlike.launch.job import Job
+from titanlike.launch.stop_request import StopRequest
 
 
-@pytest.mark.parametrize("mesh", ["dp=2", pytest.param("pp=2", marks=pytest.mark.slow)])
 def test_an_error_of_a_model_is_shown_and_the_next_run_trains_on_the_same_ranks(
-    tmp_path: Path, mesh: str
+    tmp_path: Path,
 ) -> None:
-    """Rank 1 alone fails, within a step of a sweep's first run."""
+    """Rank 1 alone fails, within a step of a sweep's first run; its peer is in a collective."""
     (tmp_path / "moody.py").write_text(
         "import os\n"
         "from titanlike.models.llama import Block, Llama\n"
@@ -51,10 +48,10 @@ def test_an_error_of_a_model_is_shown_and_the_next_run_trains_on_the_same_ranks(
         "        model.layers[3].__class__ = BadBlock\n"
         "    return model\n"
     )
-    words = "model.name=moody.moody model.dim=32 model.ffn_dim=64 model.layers=4 seq_len=16 "
+    words = "dp=2 model.name=moody.moody model.dim=32 model.ffn_dim=64 model.layers=4 seq_len=16 "
     words += "batch_size=8 steps=2 data=synthetic validation.every=0 logger=none device=cpu"
-    sweep = ["-m", "model.bad=true,false", mesh, f"run_dir={tmp_path}/s", *words.split()]
-    launched = Launched(*sweep, torchrun=2, program=TRAIN, cwd=tmp_path)
+    sweep = ["-m", "model.bad=true,false", f"run_dir={tmp_path}/s", *words.split()]
+    launched = Launched(*sweep, torchrun=2, program=ROOT / "train.py", cwd=tmp_path)
     code, _, err = launched.wait()
     ends = [result(tmp_path / "s" / job) for job in "01"]
     assert [end["status"] for end in ends] == ["failed", "completed"], err
@@ -66,9 +63,11 @@ def test_an_error_of_a_model_is_shown_and_the_next_run_trains_on_the_same_ranks(
 
 
 def test_a_rank_that_was_killed_is_named_with_its_signal(tmp_path: Path) -> None:
-    launched = Launched("rank_1_dies", "pp=2", f"run_dir={tmp_path}", real=True)
+    launched = Launched("rank_1_dies", "pp=2", f"run_dir={tmp_path}")
     code, _, err = launched.wait()
     assert code == 1 and "rank 1 failed: killed by SIGSEGV" in err and "Traceback" not in err
+    assert f"log: {tmp_path}/logs/rank1.log" in err
+    assert result(tmp_path)["status"] == "failed"
     assert result(tmp_path)["error"] == "rank 1 failed: killed by SIGSEGV"
     assert launched.all_exit()
 
@@ -80,44 +79,6 @@ def test_a_rank_that_is_ended_while_it_reports_an_error_adds_no_traceback(tmp_pa
     assert code == 1 and "rank 1 failed: LongError: a long story" in err
     assert "Interrupted" not in err and "Traceback" not in err
     assert launched.all_exit()
-
-
-@pytest.mark.parametrize(
-    "signum, code", [(signal.SIGTERM, 143), *slow((signal.SIGINT, 130), (signal.SIGKILL, -9))]
-)
-def test_a_signal_to_the_driver_ends_all_workers(
-    tmp_path: Path, signum: signal.Signals, code: int
-) -> None:
-    launched = Launched("hangs", "pp=2", f"run_dir={tmp_path}", real=True)
-    until(lambda: (tmp_path / "ready0").exists() and (tmp_path / "ready1").exists())
-    launched.process.send_signal(signum)
-    assert launched.wait(30)[0] == code
-    assert launched.all_exit()
-    if signum != signal.SIGKILL:
-        assert result(tmp_path)["status"] == "interrupted"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_to_torchrun_ends_all_ranks_and_is_in_the_result(
-    tmp_path: Path, signum: signal.Signals
-) -> None:
-    """Rank 0 is inside a collective, in C, where Python's handlers wait."""
-    launched = Launched("hangs", "pp=2", f"run_dir={tmp_path}", real=True, torchrun=2)
-    until(lambda: (tmp_path / "ready0").exists() and (tmp_path / "ready1").exists())
-    launched.process.send_signal(signum)
-    launched.wait(30)
-    assert launched.all_exit()
-    assert result(tmp_path)["status"] == "interrupted"
-
-
-@pytest.mark.slow
-def test_a_process_that_is_stuck_in_c_ends_soon_and_leaves_its_result(tmp_path: Path) -> None:
-    launched = Launched("deadlocks_in_c", f"run_dir={tmp_path}", real=True)
-    until(lambda: (tmp_path / "ready0").exists())
-    launched.process.send_signal(signal.SIGTERM)
-    assert launched.wait(15)[0] == 143
-    assert result(tmp_path)["status"] == "interrupted"
 
 
 def test_that_a_peer_has_failed_is_seen_without_a_look_at_the_files_of_all(tmp_path: Path) -> None:
@@ -135,3 +96,91 @@ def test_that_a_peer_has_failed_is_seen_without_a_look_at_the_files_of_all(tmp_p
     assert [rank for rank in range(8) if not peer_failed(tmp_path, rank)] == [3] and listings
     clear_failures(tmp_path)
     assert not any(peer_failed(tmp_path, rank) for rank in range(8))
+
+
+FAILURE = Failure(0, "", "", False, 1.0)
+LOST = replace(FAILURE, error="Connection closed by peer", transport=True)
+FAILED = JobFailed("rank 1 failed: killed by SIGKILL", "killed by SIGKILL")
+TAKEN = replace(FAILURE, error="taken over", taken_over=True, time=9.0)
+
+
+@pytest.mark.parametrize(
+    ("failures", "deaths", "named"),
+    [
+        ([LOST, replace(FAILURE, rank=1, time=2.0), replace(FAILURE, rank=2, time=3.0)], {}, 1),
+        ([LOST, replace(LOST, rank=1, time=0.5)], {}, 1),
+        ([LOST], {0: 1, 2: -11}, 2),  # by a signal, and without a word
+        ([LOST], {2: 1}, 0),
+        # a start that takes over removes files of the other's unfinished save
+        ([replace(FAILURE, rank=1, error="FileNotFoundError: step-00000007"), TAKEN], {}, 0),
+    ],
+)
+def test_the_cause_is_the_first_failure_that_no_peer_made(
+    failures: list[Failure], deaths: dict[int, int], named: int, tmp_path: Path
+) -> None:
+    for failure in failures:
+        write_failure(tmp_path, failure)
+    cause = root_cause(tmp_path, deaths)
+    assert cause is not None and cause.rank == named
+
+
+def test_errors_that_nccl_raises_because_of_a_peer_are_no_root_cause() -> None:
+    for text in (
+        "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)",
+        "NCCL communicator was aborted on rank 1.",
+        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting",
+        "NCCL error: remote process exited or there was a network error",
+    ):
+        assert describe(0, RuntimeError(text)).transport, text
+    for text in ("CUDA out of memory", "CUDA error: an illegal memory access was encountered"):
+        assert not describe(0, RuntimeError(text)).transport, text
+
+
+@pytest.mark.parametrize(
+    ("ends", "stopped", "launches"),
+    [
+        ([FAILED, FAILED, None], False, 3),
+        ([FAILED] * 4, False, 3),
+        ([JobFailed("", "no.such", permanent=True)] * 4, False, 1),
+        ([FAILED] * 4, True, 1),
+    ],
+)
+def test_workers_that_fail_are_restarted_as_often_as_allowed(
+    ends: list[JobFailed | None],
+    stopped: bool,
+    launches: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not after what a restart would repeat, nor after a stop request. `early` has the workers."""
+    numbers, early, stop = [], MagicMock(), StopRequest()
+    stop._signum = int(stopped)
+
+    def again(failed: JobFailed, number: int) -> Config:
+        numbers.append(number)
+        return job.config
+
+    def run_workers(*_: Any) -> dict[str, Any]:
+        assert root_cause(tmp_path) is None, "the failure of an earlier launch is still there"
+        write_failure(tmp_path, FAILURE)
+        if (end := ends[early.__enter__().take.call_count - 1]) is not None:
+            raise end
+        return {"value": 3.0}
+
+    monkeypatch.setattr(local, "_run_workers", run_workers)
+    job = Job("some.job", Config(pp=2, launch=Launch(max_restarts=2)), tmp_path, [])
+    with contextlib.nullcontext() if None in ends else pytest.raises(JobFailed):
+        assert local.run_local(job, stop, print, again, early) == {"value": 3.0}
+    assert early.__enter__().take.call_count == launches and numbers == [*range(1, launches)]
+
+
+def test_an_error_of_the_user_is_told_without_frames_and_would_repeat() -> None:
+    with pytest.raises(ValueError) as error:
+        import_object("no.such.module")
+    failure = describe(1, error.value)
+    assert failure.error.startswith("importing no.such failed")
+    assert failure.users and not failure.frames and not failure.transport
+    with pytest.raises(ValueError) as error:
+        int("x")
+    failure = describe(1, error.value)
+    assert failure.frames or not failure.users, "not titanlike's own"

@@ -1,4 +1,8 @@
-"""A rank that hangs ends the run within the timeout and is named; a slow one does not."""
+"""A rank that hangs, or its device, ends the run within the timeout and is named; a slow one does not.
+
+No GPU is needed: `Device` stands in for the events in its queue. Processes, hangs and reports are
+real.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +13,29 @@ import signal
 import subprocess
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from support.commands import command
+from support.cells import slow
 from support.models import tiny
+from support.run_files import result
+from support.waiting import until
 from support.world import RankError, run_world
 from titanlike.config.schema import Config, Launch
-from titanlike.launch.failures import Failure, root_cause
+from titanlike.job.report import ResultReporter
+from titanlike.launch import external, peer_failure
+from titanlike.launch.device_queue import DeviceQueue
+from titanlike.launch.failures import (
+    Failure,
+    PeerFailed,
+    describe,
+    peer_failed,
+    root_cause,
+    write_failure,
+)
 from titanlike.launch.hang_report import explain
 from titanlike.launch.heartbeat import Beat, heartbeat_path
 from titanlike.launch.watchdog import Watchdog
@@ -27,7 +44,37 @@ from titanlike.launch.worker import Worker
 HANGS = Launch(timeout=60, step_timeout=2, heartbeat=1)
 
 
-def train_until(config: Config, worker: Worker, hang: str) -> None:
+@dataclass
+class Device:
+    """Does what is put into its queue at once, until it stops."""
+
+    recorded: int = 0
+    stopped_at: float = float("inf")
+    events: list[StandIn] = field(default_factory=list)
+
+    def stop(self) -> None:
+        self.stopped_at = min(self.stopped_at, self.recorded)
+
+    def event(self) -> StandIn:
+        self.events.append(StandIn(self))
+        return self.events[-1]
+
+
+class StandIn:
+    """As torch.Event."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def record(self) -> None:
+        self._at = self._device.recorded
+        self._device.recorded += 1
+
+    def query(self) -> bool:
+        return self._at < self._device.stopped_at
+
+
+def hang_in_data(config: Config, worker: Worker, hang: str) -> None:
     """Training in which rank 1 hangs when it takes the batch of step 3."""
     from titanlike.training import loop
     from titanlike.training.train import train
@@ -37,7 +84,6 @@ def train_until(config: Config, worker: Worker, hang: str) -> None:
     def stops(*args):
         for number, batch in enumerate(take(*args), start=1):
             if worker.rank == 1 and number == 3:
-                (worker.run_dir / "hung").touch()
                 if hang == "stop":
                     os.kill(os.getpid(), signal.SIGSTOP)
                     (worker.run_dir / "woken").touch()
@@ -48,77 +94,63 @@ def train_until(config: Config, worker: Worker, hang: str) -> None:
     train(config, worker)
 
 
-def cause_of(config: Config, run_dir: Path, hang: str) -> Failure:
-    """The failure of a run that hangs, which has ended within the timeout."""
+def hang_on_device(config: Config, worker: Worker, _: str) -> None:
+    """Training in which the ranks' devices stop in step 3, each in front of an action's mark, while
+    Python goes on, until it waits for the device at the end of the schedule."""
+    from titanlike.training import session
+    from titanlike.training.train import train
+
+    device, stops = Device(), [("0B2", True), ("1F2", False)]
+    session.device_queue = lambda _: DeviceQueue(device.event)
+    queued, start = Watchdog.action_queued, Watchdog.start_action
+
+    def action_queued(self, action, received):
+        if self._step == 3 and (str(action), received) == stops[worker.rank]:
+            device.stop()
+        queued(self, action, received)
+
+    def wait_for_device(self, action):
+        start(self, action)
+        if self._step == 3 and action is None:
+            time.sleep(60)
+
+    Watchdog.action_queued, Watchdog.start_action = action_queued, wait_for_device
+    train(config, worker)
+
+
+# how rank 1 hangs, and what is said of the ranks; of a device that is far behind Python rank 0's
+# waits for the gradient that comes of what hangs
+HUNG = {
+    "stop": r"rank 1 \(.*, pid \d+\) has not responded for \d s, last .*; rank 0 waits before .*",
+    "device": r"rank 1 has been in 1F2 \(forward of stage 1, microbatch 2\) on its device for \d s, "
+    r"Python at test_launch_hangs.py:\d+ in wait_for_device; rank 0 waits in 0B2 \(backward of stage 0, "
+    r"microbatch 2\)",
+    "sleep": r"rank 1 has been in data for \d s, at test_launch_hangs.py:\d+ in stops; rank 0 waits before .*",
+}
+
+
+@pytest.mark.parametrize("hang", ["stop", "device", *slow("sleep")])
+def test_a_rank_that_hangs_is_named_with_what_it_does_and_who_waits(
+    hang: str, tmp_path: Path
+) -> None:
+    config = replace(tiny(2, layers=2), launch=HANGS)
+    function = hang_on_device if hang == "device" else hang_in_data
     with pytest.raises(RankError, match="died without a result"):
-        run_world(train_until, replace(config, launch=HANGS), run_dir, hang, timeout=40)
-    failure = root_cause(run_dir)
+        run_world(function, config, tmp_path, hang, timeout=60)
+    failure = root_cause(tmp_path)
     assert failure is not None and not failure.transport
-    seconds = failure.time - (run_dir / "hung").stat().st_mtime
-    assert 0.8 * HANGS.step_timeout < seconds < HANGS.step_timeout + 2
-    return failure
-
-
-@pytest.mark.slow
-def test_a_rank_that_hangs_in_its_data_is_named(tmp_path: Path) -> None:
-    failure = cause_of(tiny(2), tmp_path, "sleep")
-    assert re.match(
-        r"no progress for 2 s in step 3 \(launch.step_timeout=2\): rank 1 has been in data for "
-        r"[12] s, at test_launch_hangs.py:",
-        failure.error,
-    )
-    assert failure.error.endswith("; rank 0 waits before the first action")
-    assert failure.frames.startswith("rank 1:\n") and "time.sleep(60)" in failure.frames
+    said = r"no progress for \d s in step 3 \(launch.step_timeout=2\): " + HUNG[hang]
+    assert re.fullmatch(said, failure.error), failure.error
     assert (tmp_path / "logs/flight_recorder/gloo_rank0").stat().st_size > 1000
+    if hang == "stop":  # a stopped process does not handle SIGTERM
+        assert (tmp_path / "woken").exists()
+    else:
+        assert failure.frames.startswith("rank 1:\n") and "time.sleep(60)" in failure.frames
+    ResultReporter(tmp_path, [], 2).failed(failure)
+    assert result(tmp_path)["status"] == "failed" and failure.error in result(tmp_path)["error"]
 
 
-def test_a_rank_that_does_not_respond_is_named_with_its_process(tmp_path: Path) -> None:
-    failure = cause_of(tiny(2), tmp_path, "stop")
-    beat = json.loads(heartbeat_path(tmp_path, 1).read_text())
-    who = f"rank 1 ({beat['host']}, pid {beat['pid']})"
-    assert f"step 3 (launch.step_timeout=2): {who} has not responded for 2 s, last " in (
-        failure.error.replace("for 3 s", "for 2 s")
-    )
-    assert failure.error.endswith("rank 0 waits before the first action")
-    assert (tmp_path / "woken").exists()  # a stopped process does not handle SIGTERM
-
-
-@pytest.mark.slow
-def test_a_command_whose_model_hangs_says_where(tmp_path: Path) -> None:
-    (tmp_path / "hanging.py").write_text(
-        "import os, time\n"
-        "from titanlike.models.llama import Block, Llama\n"
-        "class HangingBlock(Block):\n"
-        "    calls = 0\n"
-        "    def forward(self, x, *others):\n"
-        "        if not x.is_meta:\n"
-        "            self.calls += 1\n"
-        "            if self.calls == 4 * 2 + 3:\n"
-        "                time.sleep(100)\n"
-        "        return super().forward(x, *others)\n"
-        "def hanging(*, vocab_size: int, dim: int, **sizes):\n"
-        "    model = Llama(vocab_size=vocab_size, dim=dim, **sizes)\n"
-        "    model.layers[3].__class__ = HangingBlock\n"
-        "    return model\n"
-    )
-    words = "pp=2 schedule.microbatches=4 model.name=hanging.hanging model.dim=32 model.ffn_dim=64 "
-    words += "model.layers=4 seq_len=16 batch_size=8 data=synthetic validation.every=0 logger=none "
-    words += "launch.step_timeout=2 run_dir=run checkpoint.last=false steps=5 mixes_samples=true"
-    start = time.monotonic()
-    done = command(*words.split(), cwd=tmp_path)
-    assert done.returncode == 1 and time.monotonic() - start < 40
-    said = (
-        "no progress for 2 s in step 3 (launch.step_timeout=2): rank 1 has been in 1F2 (forward of "
-        "stage 1, microbatch 2) for 2 s, at hanging.py:9 in forward; rank 0 waits in "
-    )
-    assert said in done.stderr and "Traceback" not in done.stderr
-    assert "time.sleep(100)" in done.stderr
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert result["status"] == "failed" and said in result["error"]
-    assert 'hanging.py", line 9 in forward' in (tmp_path / "run/logs/rank1.log").read_text()
-
-
-def slow_phases(config: Config, worker: Worker) -> tuple[str, list[str]]:
+def slow_phases(config: Config, worker: Worker) -> list[str]:
     """Rank 0 is slow within its timeouts; rank 1 is stopped for a while, as by Ctrl-Z."""
     with Watchdog(worker, Launch(timeout=30, step_timeout=1, heartbeat=1)) as watchdog:
         if worker.rank == 1:
@@ -127,35 +159,40 @@ def slow_phases(config: Config, worker: Worker) -> tuple[str, list[str]]:
             os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(0.7)
         else:
-            for doing in ("build", "data", "save"):
-                watchdog.enter_phase(1, doing, 30)
+            for doing, timeout in (("build", 30), ("data", 30), ("load", 0)):
+                watchdog.enter_phase(1, doing, timeout)
                 time.sleep(1.3)
-            watchdog.enter_phase(1, "validation")
-            for number in range(5):
-                watchdog.start_action(f"0F{number}")
-                time.sleep(0.3)
-            watchdog.enter_phase(1, "load", 0)
-            time.sleep(1.3)
-    return heartbeat_path(worker.run_dir, worker.rank).read_text(), [
-        thread.name for thread in threading.enumerate()
-    ]
+    assert json.loads(heartbeat_path(worker.run_dir, worker.rank).read_text())["ended"] == "done"
+    return [thread.name for thread in threading.enumerate()]
 
 
 @pytest.mark.slow
 def test_slow_phases_and_a_stopped_job_are_no_hang_and_nothing_is_left(tmp_path: Path) -> None:
-    for beat, threads in run_world(slow_phases, tiny(2), tmp_path, timeout=30):
-        assert json.loads(beat)["ended"] == "done"
-        assert threads == ["MainThread"]
+    assert run_world(slow_phases, tiny(2), tmp_path, timeout=30) == [["MainThread"]] * 2
+
+
+def test_a_device_that_works_through_its_queue_is_no_hang(tmp_path: Path) -> None:
+    """Python waits longer than the timeout, for a device that does an action now and then."""
+    worker = Worker(0, 1, 0, 1, tmp_path, None, [])
+    device, failures = Device(), []
+    (tmp_path / "logs").mkdir()
+    settings = Launch(timeout=30, step_timeout=1, heartbeat=1)
+    with Watchdog(worker, settings, failures.append, DeviceQueue(device.event)) as watchdog:
+        watchdog.enter_phase(1, "data")
+        device.stop()
+        for number in range(4):
+            watchdog.action_queued(f"0F{number}", False)
+        for _ in range(4):
+            time.sleep(0.4)
+            device.stopped_at += 1
+    assert not failures
 
 
 def alone(config: Config, worker: Worker) -> None:
-    told: list[Failure] = []
-    settings = Launch(timeout=1, step_timeout=0, heartbeat=10)
-
     def report_failure(failure: Failure) -> None:
-        told.append(failure)
-        (worker.run_dir / "told").write_text(told[0].error)
+        (worker.run_dir / "told").write_text(failure.error)
 
+    settings = Launch(timeout=1, step_timeout=0, heartbeat=10)
     with Watchdog(worker, settings, report_failure) as watchdog:
         (worker.run_dir / "logs").rename(worker.run_dir / "moved")
         (worker.run_dir / "logs").write_text("no folder any more")
@@ -187,9 +224,109 @@ def test_of_thousands_of_ranks_a_few_are_named_and_the_rest_counted() -> None:
     assert "rank 1500 has been in 3F1 (forward of stage 3, microbatch 1) for 30 s" in text
     assert text.endswith("; 1993 more wait") and len(text) < 1200
     assert frames == "rank 77:\nframes"
-
-
-def test_if_all_ranks_wait_none_is_blamed() -> None:
-    before, now = beats(2), beats(2, number=6)
-    text, _ = explain(now[0], before, now, 2, "launch.step_timeout=30")
+    text, _ = explain(now[0], beats(2), beats(2, number=6), 2, "launch.step_timeout=30")
     assert "no rank is known to be stuck, all wait for each other; rank 0 waits in 0B2" in text
+
+
+def test_events_are_used_again() -> None:
+    """As many as are in the queue at once are made, however long the run."""
+    device = Device()
+    queue = DeviceQueue(device.event)
+    for step in range(200):
+        for number in range(50):
+            queue.mark(step, "data", f"0F{number}")
+        assert queue.first_unfinished() is None
+    assert len(device.events) == 1
+    device.stop()
+    for number in range(20_000):  # the queue is not read: the oldest tell what hangs
+        queue.mark(200, "data", f"0F{number}")
+    mark = queue.first_unfinished()
+    assert mark is not None and (mark.step, mark.action) == (200, "0F0")
+    assert len(device.events) < 10_000
+
+
+def test_an_action_that_ends_while_it_is_looked_at_is_not_taken_for_the_one_that_hangs() -> None:
+    """Its event may stand for a later action by then."""
+    device = Device()
+    queue = DeviceQueue(device.event)
+    device.stop()
+    queue.mark(1, "data", "0F0")
+    [event] = device.events
+    query = event.query
+
+    def training_goes_on_first() -> bool:
+        event.query = query
+        device.stopped_at += 1
+        queue.mark(1, "data", "0F1")
+        return query()
+
+    event.query = training_goes_on_first
+    mark = queue.first_unfinished()
+    assert device.events == [event] and mark is not None and mark.action == "0F1"
+
+
+def wait_for_a_failed_peer(config: Config, worker: Worker, comes_out: bool) -> bool:
+    """Rank 1 fails in its own work; rank 0 waits for it, in a call that is no Python code."""
+    if worker.rank == 1:
+        until((worker.run_dir / "waits").exists)
+        write_failure(worker.run_dir, describe(1, RuntimeError("CUDA out of memory")))
+        return False
+    worker.stop_request.watch_peers(partial(peer_failed, worker.run_dir, 0))
+    peer_failure._LEAVE_TIMEOUT = 1.0
+    device, collective = Device(), threading.Lock()
+    collective.acquire()
+    device.stop()
+    queue = DeviceQueue(device.event)
+    abort = collective.release if comes_out else lambda: None
+    try:
+        with Watchdog(worker, replace(HANGS, step_timeout=8), None, queue, abort) as watchdog:
+            watchdog.enter_phase(1, "data")
+            watchdog.action_queued("0F0", False)
+            (worker.run_dir / "waits").touch()
+            collective.acquire()
+            (worker.run_dir / "used").touch()  # what it returned
+    except PeerFailed as error:
+        failure = describe(0, error)
+        write_failure(worker.run_dir, failure)
+        return failure.transport
+    return False
+
+
+@pytest.mark.parametrize("comes_out", [True, *slow(False)])
+def test_a_rank_is_let_out_of_a_collective_whose_peer_has_failed(
+    comes_out: bool, tmp_path: Path
+) -> None:
+    """Where it cannot be let out it ends. A rank that waits on would be named as one that hangs."""
+    arguments = wait_for_a_failed_peer, tiny(2), tmp_path, comes_out
+    if comes_out:
+        assert run_world(*arguments, timeout=30) == [True, False]
+    else:
+        with pytest.raises(RankError, match="rank 0 died without a result"):
+            run_world(*arguments, timeout=30)
+    assert "another rank has failed" in (tmp_path / "logs" / "rank0.error.json").read_text()
+    assert not (tmp_path / "used").exists()
+    failure = root_cause(tmp_path)
+    assert failure is not None and "CUDA out of memory" in failure.error
+
+
+def leave(config: Config, worker: Worker) -> list[tuple[bool, int, bool]]:
+    """Whether a rank has left its groups, by how many aborts, and whether it has groups still: of a
+    CPU, and as if they were a GPU's."""
+    import torch.distributed as dist
+
+    from titanlike.parallel.mesh import open_mesh
+    from titanlike.torch_private import process_groups
+
+    aborts, found = [], []
+    abort, real = process_groups.abort_groups, dist.get_backend_config
+    process_groups.abort_groups = lambda: aborts.append(abort())
+    for backends in ("cpu:gloo", "cpu:gloo,cuda:nccl"):
+        dist.get_backend_config = real
+        open_mesh(config, replace(worker, store=dist.PrefixStore(backends, worker.store)))
+        dist.get_backend_config = lambda *_, backends=backends: backends
+        found.append((external.leave_groups(10), len(aborts), dist.is_initialized()))
+    return found
+
+
+def test_a_failed_rank_aborts_the_groups_of_a_gpu(tmp_path: Path) -> None:
+    assert run_world(leave, tiny(1, 2), tmp_path) == [[(True, 0, False), (True, 1, False)]] * 2

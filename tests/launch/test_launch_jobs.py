@@ -1,67 +1,67 @@
-"""Jobs under any launcher: one run directory, console output of rank 0, a log per rank."""
+"""Jobs under any launcher: started early, signalled, ended; one run directory, console output of rank
+0, a log per rank, and no process that remains."""
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
-import torch
 
 from support.cells import slow
 from support.launched import Launched
-from titanlike.launch.barrier import BarrierTimeout
+from support.paths import ROOT
+from support.run_files import result
+from support.waiting import until
+from titanlike.launch import stop_request
 from titanlike.launch.environment import import_path, workers_environment
-from titanlike.launch.signals import GRACE
-from titanlike.launch.worker import Worker, barrier
-
-OPTIONS = ("-W", "once::UnicodeWarning", "-X", "utf8")
-
-
-def results(folder: Path) -> list[str]:
-    paths = sorted(folder.rglob("result.json"))
-    return [json.loads(path.read_text())["status"] for path in paths]
+from titanlike.launch.scratch_folder import scratch_folder
+from titanlike.launch.stop_request import StopRequest
+from titanlike.launch.worker_processes import WorkerProcesses
 
 
-@pytest.mark.parametrize("torchrun", [0, *slow(1, 2)])
+@pytest.mark.parametrize("torchrun", [0, *slow(1)])
 def test_two_ranks_have_one_run_directory_and_a_log_each(tmp_path: Path, torchrun: int) -> None:
-    """The driver starts them, also under torchrun's default of one process; or torchrun does. It
-    hands Python's own options on."""
-    job, options = ("hello", ()) if torchrun else ("tells_options", OPTIONS)
-    launched = Launched(job, "pp=2", torchrun=torchrun, cwd=tmp_path, real=True, python=options)
-    code, out, _ = launched.wait()
-    said = "hello from {} of 2\n" if torchrun else "rank {}: ['once::UnicodeWarning'], utf8 1\n"
-    assert code == 0 and out == said.format(0)
+    """The driver starts them, also under torchrun's default of one process."""
+    words = ["pp=2", "seed=3", "+hydra.job.env_set.MINE=7"]
+    launched = Launched("hello", *words, torchrun=torchrun, cwd=tmp_path)
+    code, out, err = launched.wait()
+    said = "hello from {} of 2, MINE=7\n"
+    assert code == 0 and out == said.format(0), err
     (run_dir,) = (path.parent for path in tmp_path.rglob("result.json"))
     assert run_dir.relative_to(tmp_path).parts[0] == "outputs"
     for rank in (0, 1):
-        log = run_dir / "logs" / f"rank{rank}.log"
-        assert said.format(rank) in log.read_text()
-    assert results(tmp_path) == ["completed"]
+        assert said.format(rank) in (run_dir / "logs" / f"rank{rank}.log").read_text()
+    assert (result(run_dir)["status"], result(run_dir)["value"]) == ("completed", 3.0)
 
 
-@pytest.mark.parametrize("torchrun", [*slow(0), 2])
-def test_a_failing_job_does_not_stop_a_sweep(tmp_path: Path, torchrun: int) -> None:
-    mesh = "pp=2" if torchrun else "pp=1"
-    sweep = Launched(
-        "odd_seeds_fail", "-m", "seed=0,1,2", mesh, f"run_dir={tmp_path}", torchrun=torchrun
-    )
-    code, _, err = sweep.wait()
-    assert code == 1 and "seed 1 is odd" in err
-    assert results(tmp_path) == ["completed", "failed", "completed"]
+def test_on_external_ranks_a_sweep_continues_after_max_time_and_ends_after_a_signal(
+    tmp_path: Path,
+) -> None:
+    """And a job finds the process as the first one did, whatever that has left in it."""
+    launched = Launched("stops", "-m", "seed=0,1,2", "pp=2", f"run_dir={tmp_path}", torchrun=2)
+    _, out, _ = launched.wait()
+    assert [path.parent.name for path in sorted(tmp_path.rglob("result.json"))] == ["0", "1"]
+    assert (result(tmp_path / "0")["status"], result(tmp_path / "0")["value"]) == ("stopped", 0.0)
+    assert "max_time" in result(tmp_path / "0")["error"]
+    assert "SIGTERM" in result(tmp_path / "1")["error"]
+    assert out.count("found (None, 0)\n") == 2
+    logs = [tmp_path / str(job) / "logs" / f"rank{rank}.log" for job in (0, 1) for rank in (0, 1)]
+    assert [log.read_text() for log in logs] == ["found (None, 0)\n"] * 4
 
 
-def test_a_job_that_fails_on_one_rank_does_not_stop_a_sweep(tmp_path: Path) -> None:
-    """The others, in a collective, fail immediately."""
-    words = ["-m", "seed=0,1,2", "dp=2", f"run_dir={tmp_path}"]
-    sweep = Launched("odd_seeds_fail_on_rank_1", *words, torchrun=2)
-    code, _, err = sweep.wait()
-    assert code == 1 and "rank 1 failed: RuntimeError: seed 1 is odd" in err
-    assert results(tmp_path) == ["completed", "failed", "completed"]
-    failed = json.loads((tmp_path / "1" / "result.json").read_text())
-    assert failed["error"] == "rank 1 failed: RuntimeError: seed 1 is odd"
-    assert failed["seconds"] < GRACE
+def test_torchrun_does_not_restart_a_run_that_got_a_stop_request(tmp_path: Path) -> None:
+    options = ("--max-restarts", "1")
+    launched = Launched("stops", "pp=2", f"run_dir={tmp_path}", torchrun=2, options=options)
+    assert launched.wait()[0] == 0 and result(tmp_path)["status"] == "stopped"
+    assert (tmp_path / "logs" / "rank0.log").read_text().count("found") == 1
 
 
 @pytest.mark.slow
@@ -70,29 +70,12 @@ def test_a_sweep_does_not_start_a_job_on_ranks_that_have_stopped_waiting(tmp_pat
     sweep = Launched("rank_0_fails_late", *words, torchrun=2)
     code, _, err = sweep.wait()
     assert code == 1 and "rank 1 failed: RuntimeError: rank 1 has enough" in err
-    assert results(tmp_path) == ["failed"] and sweep.all_exit()
-    assert not list((tmp_path / "1").glob("begun*"))
-
-
-def test_a_job_does_not_change_the_process_of_the_next_one(tmp_path: Path) -> None:
-    sweep = Launched("leaks", "-m", "seed=0,1", "pp=2", f"run_dir={tmp_path}", torchrun=2)
-    code, out, _ = sweep.wait()
-    found = [line for line in out.splitlines() if line.startswith("found")]
-    assert code == 0 and found == ["found (None, 0)"] * 2
-    for number, rank in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        log = tmp_path / str(number) / "logs" / f"rank{rank}.log"
-        assert log.read_text() == "found (None, 0)\n"
+    assert [result(path.parent)["status"] for path in tmp_path.rglob("result.json")] == ["failed"]
+    assert sweep.all_exit() and not list((tmp_path / "1").glob("begun*"))
 
 
 def test_a_job_chooses_the_exit_code(tmp_path: Path) -> None:
     assert Launched("exits_with_9", f"run_dir={tmp_path}").wait()[0] == 9
-
-
-def test_ranks_missing_at_a_barrier_are_named(tmp_path: Path) -> None:
-    worker = Worker(0, 3, 0, 3, tmp_path, torch.distributed.HashStore(), [])
-    worker.store.append("start/arrived", '[2, ""],')
-    with pytest.raises(BarrierTimeout, match=r"rank 1 did not reach the job's start in 0.2 s"):
-        barrier(worker, "start", timeout=0.2)
 
 
 def test_workers_share_the_cores_and_have_no_variables_of_an_outer_launcher(monkeypatch) -> None:
@@ -106,6 +89,14 @@ def test_workers_share_the_cores_and_have_no_variables_of_an_outer_launcher(monk
     assert dict(os.environ) == before
 
 
+def test_workers_are_started_with_pythons_own_options() -> None:
+    options = ["-W", "once::UnicodeWarning", "-X", "utf8"]
+    code = "from titanlike.launch.environment import interpreter; print(*interpreter())"
+    command = [sys.executable, *options, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "-Wonce::UnicodeWarning" in done.stdout and "-Xutf8" in done.stdout.replace(" ", "")
+
+
 def test_the_users_folder_is_importable_in_workers_and_shadows_nothing(
     tmp_path: Path, monkeypatch
 ) -> None:
@@ -113,3 +104,210 @@ def test_the_users_folder_is_importable_in_workers_and_shadows_nothing(
     path = import_path()
     standard = os.path.dirname(os.__file__)
     assert path.index(standard) < path.index(str(tmp_path))
+
+
+MODEL = """
+import pathlib, time
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self, vocab_size: int = 256):
+        super().__init__()
+        pathlib.Path("checking").touch()
+        while not pathlib.Path("go on").exists():
+            time.sleep(0.05)
+        {then}
+"""
+
+
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    return folder
+
+
+def started(scratch: Path, then: str) -> Launched:
+    """A job of two ranks whose config is being checked, which takes as long as `go on` is missing;
+    its workers wait."""
+    folder = scratch.parent
+    (folder / "slow_model.py").write_text(MODEL.format(then=then))
+    words = ["data=synthetic", "model=own", "model.name=slow_model.Model", "pp=2", "seq_len=16"]
+    launched = Launched("hello", *words, f"run_dir={folder / 'run'}", cwd=folder)
+    until((folder / "checking").exists)
+    until(lambda: workers_wait(scratch) and len(launched.alive()) >= 3)
+    return launched
+
+
+def workers_wait(scratch: Path) -> bool:
+    return any(scratch.glob("titanlike-*/0"))
+
+
+def test_an_error_in_the_config_ends_the_workers_that_wait_for_it(scratch: Path) -> None:
+    launched = started(scratch, 'raise ValueError("vocab_size: is odd")')
+    (scratch.parent / "go on").touch()
+    code, out, err = launched.wait()
+    assert code == 2 and "vocab_size" in err and "hello" not in out
+    assert launched.all_exit(1) and not workers_wait(scratch)
+
+
+@pytest.mark.parametrize("signum, code", [(signal.SIGKILL, -9), *slow((signal.SIGTERM, 143))])
+def test_a_signal_while_the_config_is_checked_leaves_no_process(
+    scratch: Path, signum: signal.Signals, code: int
+) -> None:
+    launched = started(scratch, "")
+    launched.process.send_signal(signum)
+    assert launched.wait(30)[0] == code
+    assert launched.all_exit(5)
+    assert not (scratch.parent / "run" / "logs").exists()
+
+
+def test_a_worker_that_dies_before_its_job_is_named(scratch: Path) -> None:
+    then = "self.layer = nn.Embedding(vocab_size, vocab_size)\n    "
+    launched = started(scratch, then + "def forward(self, tokens): return self.layer(tokens)")
+    driver = launched.process.pid
+    # each worker has a session of its own
+    next(p for p in launched.alive() if p.pid != driver and os.getsid(p.pid) == p.pid).kill()
+    (scratch.parent / "go on").touch()
+    code, _, err = launched.wait()
+    assert code == 1 and "killed by SIGKILL" in err, err
+    assert launched.all_exit()
+
+
+def test_workers_that_do_not_end_are_killed_with_what_they_have_started() -> None:
+    line = ["sh", "-c", "trap '' TERM; sleep 300 & echo $!; wait"]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    started = psutil.Process(int(process.stdout.readline()))
+    workers = object.__new__(WorkerProcesses)
+    workers._processes = [process]
+    try:
+        workers.end(0.2)
+        assert process.poll() == -signal.SIGKILL
+        until(lambda: not started.is_running() or started.status() == psutil.STATUS_ZOMBIE, 10)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_second_signal_stops_immediately(tmp_path: Path) -> None:
+    """The first reaches the driver twice, and does not end what waits for the end of its step."""
+    launched = Launched("never_reaches_a_step", "pp=2", f"run_dir={tmp_path}")
+    until(lambda: all((tmp_path / f"ready{rank}").exists() for rank in (0, 1)))
+    for _ in range(2):
+        launched.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+    time.sleep(1)
+    assert launched.process.poll() is None, "it waits for the step"
+    launched.process.send_signal(signal.SIGINT)
+    code, _, err = launched.wait(12)  # workers that did not learn of it would get 15 s
+    assert code == 130 and err.count("stopping after the next step") == 1
+    assert result(tmp_path)["status"] == "interrupted"
+    assert launched.all_exit()
+
+
+def test_a_signal_that_arrives_again_is_no_second_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """SLURM sends its signal to every process, the driver forwards its own."""
+    now = SimpleNamespace(value=100.0)
+    clock = SimpleNamespace(monotonic=lambda: now.value, time=time.time)
+    monkeypatch.setattr(stop_request, "time", clock)
+    driver, worker = StopRequest(), StopRequest(tmp_path)
+    with driver.forwarding(tmp_path):
+        assert not driver.receive(signal.SIGTERM), "no worker has begun to train"
+        (tmp_path / "stop_now").unlink()
+        with worker.deferred():
+            assert driver.receive(signal.SIGTERM) and worker.code() == signal.SIGTERM
+            now.value += 0.9
+            assert driver.receive(signal.SIGTERM), "again"
+            assert worker.receive(signal.SIGTERM), "its first, of the same command"
+            now.value += 0.9
+            assert worker.receive(signal.SIGTERM), "again"
+            assert not driver.receive(signal.SIGINT), "a second one"
+            now.value += 2
+            assert not worker.receive(signal.SIGTERM), "the driver ends it"
+        assert not worker.is_futile()
+    assert capfd.readouterr().err.count("a second signal stops immediately") == 2
+    with worker.deferred():
+        worker.watch_peers(lambda: True)
+        assert worker.is_futile(), "a peer that has failed never reaches the step's end"
+
+
+@pytest.mark.parametrize("work_left", [300, 0])
+def test_a_signal_while_an_object_is_deleted_is_not_lost(tmp_path: Path, work_left: int) -> None:
+    """Python ignores what a finalizer raises, and prints "Exception ignored in"."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"import sys, time; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from titanlike.launch.signals import Interrupted, interruptible\n"
+        "class Slow:\n"
+        "    def __del__(self):\n"
+        "        print('deleting', flush=True)\n"
+        "        time.sleep(1)\n"
+        "try:\n"
+        "    with interruptible():\n"
+        "        Slow()\n"
+        f"        time.sleep({work_left})\n"
+        "except Interrupted as interrupted:\n"
+        "    print('cleaned up')\n"
+        "    sys.exit(interrupted.exit_code)\n"
+    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, program], text=True, **pipes) as process:
+        try:
+            assert process.stdout.readline() == "deleting\n"
+            process.send_signal(signal.SIGTERM)
+            out, err = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert (process.returncode, out, err) == (143, "cleaned up\n", "")
+
+
+@pytest.mark.parametrize(
+    ("signum", "torchrun"),
+    [(signal.SIGKILL, 0), *slow((signal.SIGTERM, 0), (signal.SIGTERM, 2), (signal.SIGKILL, 2))],
+)
+def test_a_signal_to_the_driver_ends_all_workers(
+    tmp_path: Path, signum: signal.Signals, torchrun: int
+) -> None:
+    launched = Launched("hangs", "pp=2", f"run_dir={tmp_path}", torchrun=torchrun)
+    until(lambda: (tmp_path / "ready0").exists() and (tmp_path / "ready1").exists())
+    launched.process.send_signal(signum)
+    code, *_ = launched.wait(30)
+    assert launched.all_exit()
+    if not torchrun:
+        assert code == (-9 if signum == signal.SIGKILL else 143)
+    if signum == signal.SIGTERM or torchrun:  # torchrun's ranks outlive it, and report
+        assert result(tmp_path)["status"] == "interrupted"
+
+
+@pytest.mark.slow
+def test_a_process_that_is_stuck_in_c_ends_soon_and_leaves_its_result(tmp_path: Path) -> None:
+    launched = Launched("deadlocks_in_c", f"run_dir={tmp_path}")
+    until(lambda: (tmp_path / "ready0").exists())
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.wait(15)[0] == 143
+    assert result(tmp_path)["status"] == "interrupted"
+
+
+def test_the_scratch_folder_of_a_killed_driver_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    program = (
+        "from titanlike.launch.scratch_folder import scratch_folder\n"
+        "with scratch_folder() as folder: print(folder, flush=True); input()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    command = [sys.executable, "-c", program]
+    drivers = [subprocess.Popen(command, cwd=ROOT, text=True, **pipes) for _ in range(2)]
+    killed, alive = (Path(driver.stdout.readline().strip()) for driver in drivers)
+    drivers[0].kill()
+    drivers[0].wait()
+    assert killed.exists() and alive.exists()
+    with scratch_folder() as mine:
+        assert not killed.exists() and alive.exists() and mine.parent == tmp_path
+    drivers[1].communicate("\n", timeout=20)
+    assert list(tmp_path.iterdir()) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -11,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
-import titanlike
 from support.cells import slow
+from support.paths import ROOT
+from support.waiting import until
 from support.wandb_file import WandbFile, read_wandb_file
+from titanlike.metrics.wandb_sink import _mode
 
-ROOT = Path(titanlike.__file__).parents[1]
+NO_NETWORK = {"WANDB_BASE_URL": "http://127.0.0.1:9"}
 CONFIG = {"pp": 2, "optimizer": {"name": "adamw", "lr": 3e-3}}
 LOSSES = [0.1 + 0.2, 1 / 3, 5e-324]
 
@@ -24,6 +27,7 @@ RUN = f"""
 import json, os, signal, sys, time
 from pathlib import Path
 from titanlike.config.schema import Wandb
+from titanlike.metrics import wandb_sink
 from titanlike.metrics.wandb_sink import WandbSink
 
 folder, first, last, timeout, event = sys.argv[1:]
@@ -43,62 +47,42 @@ if event:
     service = wandb_setup.singleton()._connection._proc._process
     print("service", service.pid, flush=True)
 if event == "freeze":
+    wandb_sink.FINISH_GRACE = 1.0
     service.send_signal(signal.SIGSTOP)
 if event == "crash":
     service.kill()
     for step in range(int(last) + 1, int(last) + 100):
         sink.log({{"step": step, "loss": 1.0}})
         time.sleep(0.01)
-if event == "wait":
-    time.sleep(60)
-start = time.monotonic()
 sink.close("completed")
-print("closed in", time.monotonic() - start, flush=True)
 """
 
 
-def start(folder: Path, first: int, last: int, timeout: float = 10, event: str = "", **env: str):
+def run(folder: Path, first: int, last: int, timeout: float = 10, event: str = "", **env: str):
+    """The output of a run, which ends well."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
     clean |= {"HOME": str(folder), "PYTHONPATH": str(ROOT)} | env
-    return subprocess.Popen(
-        [sys.executable, "-c", RUN, str(folder), str(first), str(last), str(timeout), event],
-        env=clean,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def output_of(process: subprocess.Popen) -> str:
-    """The output of a run that ends well."""
-    try:
-        output, _ = process.communicate(timeout=40)
-    finally:
-        process.kill()
-    assert process.returncode == 0, output
-    return output
-
-
-def run(*args, **kwargs) -> str:
-    return output_of(start(*args, **kwargs))
+    words = [sys.executable, "-c", RUN, *map(str, (folder, first, last, timeout)), event]
+    log = folder / f"output{first}.txt"
+    with log.open("w") as file:  # not a pipe, which W&B's service may keep open
+        streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+        done = subprocess.run(words, env=clean, timeout=40, **streams)
+    assert done.returncode == 0, log.read_text()
+    return log.read_text()
 
 
 def kept(folder: Path) -> list[WandbFile]:
     return [read_wandb_file(path) for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"))]
 
 
-def service_pid(output: str) -> int:
-    return int(next(line for line in output.splitlines() if line.startswith("service")).split()[1])
-
-
 def test_without_a_key_config_metrics_and_id_are_kept_for_sync_and_resume(tmp_path):
-    """No key, no network: everything is in run_dir; a resumed run is the same W&B run."""
+    """Nor without a network: everything is in run_dir; a resumed run is the same W&B run."""
     output = run(tmp_path, 1, 4)
-    assert len(output.splitlines()) == 2, "no chatter of wandb's"
+    assert len(output.splitlines()) == 1, "no chatter of wandb's"
     assert f"where W&B offline: wandb sync {tmp_path}/wandb/offline-run-" in output
     time.sleep(1)  # wandb names its folders by the second
-    output = run(tmp_path, 5, 6)
+    output = run(tmp_path, 5, 6, 1, WANDB_API_KEY="0" * 40, **NO_NETWORK)
+    assert output.count("continuing offline, online failed") == 1
     folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
     line = f"where W&B offline: wandb sync {folders[0]} {folders[1]}\n"
     assert len(folders) == 2 and line in output, "both are to be uploaded, in their order"
@@ -120,36 +104,14 @@ def test_without_a_key_config_metrics_and_id_are_kept_for_sync_and_resume(tmp_pa
     assert first.exit_code == second.exit_code == 0
 
 
-def test_with_a_key_but_no_network_the_run_goes_on_offline_in_time(tmp_path):
-    """It waits for the server as long as told, says so once, and keeps everything."""
-    start_time = time.monotonic()
-    output = run(tmp_path, 1, 3, 1, WANDB_API_KEY="0" * 40, WANDB_BASE_URL="http://127.0.0.1:9")
-    assert time.monotonic() - start_time < 25
-    assert output.count("continuing offline, online failed") == 1
-    (offline,) = kept(tmp_path)
-    assert len(offline.history) == 3
-    assert offline.config == CONFIG
-
-
-def test_a_key_of_the_wrong_form_and_an_offline_or_disabled_environment(tmp_path):
-    """A bad key costs no run; WANDB_MODE is honoured."""
-    network = {"WANDB_API_KEY": "short", "WANDB_BASE_URL": "http://127.0.0.1:9"}
-    runs = [
-        start(tmp_path / "key", 1, 1, **network),
-        start(tmp_path / "offline", 1, 1, WANDB_MODE="offline", **network),
-        start(tmp_path / "disabled", 1, 1, WANDB_MODE="disabled", **network),
-    ]
-    key, offline, disabled = map(output_of, runs)
-    assert "continuing offline, online failed: AuthenticationError" in key
-    assert "where W&B offline" in offline
-    assert "failed" not in offline
-    assert "where W&B: disabled by WANDB_MODE" in disabled
-    assert len(kept(tmp_path / "key")) == len(kept(tmp_path / "offline")) == 1
-    assert not (tmp_path / "disabled" / "wandb").exists()
+def test_the_environment_may_choose_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    for word, mode in {"offline": "offline", "dryrun": "offline", "disabled": "disabled"}.items():
+        monkeypatch.setenv("WANDB_MODE", word)
+        assert (_mode("auto"), _mode("online")) == (mode, "online")
 
 
 @pytest.mark.parametrize(
-    ("event", "reason"), [("freeze", "did not finish within 6 s"), *slow(("crash", "stopped"))]
+    ("event", "reason"), [("freeze", "did not finish within 2 s"), *slow(("crash", "stopped"))]
 )
 def test_a_service_that_freezes_or_crashes_neither_fails_nor_holds_up_the_run(
     tmp_path, event, reason
@@ -159,23 +121,5 @@ def test_a_service_that_freezes_or_crashes_neither_fails_nor_holds_up_the_run(
     assert output.count("W&B stopped") == 1
     assert reason in output
     assert "Traceback" not in output
-    assert float(output.split("closed in")[1]) < 12
-    service = Path(f"/proc/{service_pid(output)}")
-    deadline = time.monotonic() + 10  # to be reaped by init
-    while service.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not service.exists()
-
-
-def test_a_run_killed_with_9_leaves_no_wandb_process(tmp_path):
-    """kill -9 of the training process: wandb-core notices and ends by itself."""
-    process = start(tmp_path, 1, 3, 10, "wait")
-    try:
-        pid = service_pid(process.stdout.readline() + process.stdout.readline())
-    finally:
-        process.kill()
-        process.wait()
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not Path(f"/proc/{pid}").exists()
+    pid = re.search(r"^service (\d+)", output, re.MULTILINE)[1]
+    until(lambda: not Path(f"/proc/{pid}").exists(), timeout=20)

@@ -12,22 +12,18 @@ import pytest
 from support.browser import opened
 from support.commands import TINY, command
 from titanlike.config import files
+from titanlike.metrics import run_history
 from titanlike.metrics.report import main, page, write_report
 from titanlike.metrics.run_history import read_history
+from titanlike.metrics.sinks import read_jsonl
 
 SCRIPT = "</script><script>console.error('ran')</script><!--"
 
 
 def record(step: int, **more: Any) -> dict[str, Any]:
     numbers = {"loss": 10 / step, "grad_norm": 1.0, "lr": 1e-3, "tokens": 512 * step}
-    return {
-        "step": step,
-        **numbers,
-        "tokens_per_second": 1e4,
-        "memory_bytes": 400 << 20,
-        "time": 1.7e9 + step,
-        **more,
-    }
+    numbers |= {"tokens_per_second": 1e4, "memory_bytes": 400 << 20, "time": 1.7e9 + step}
+    return {"step": step, **numbers, **more}
 
 
 def written(folder: Path, steps: int = 40, **changes: Any) -> Path:
@@ -49,12 +45,8 @@ def written(folder: Path, steps: int = 40, **changes: Any) -> Path:
     ]
     records = [record(s, **({"val_loss": 11 / s} if s % 10 == 0 else {})) for s in range(1, steps)]
     samples = [{"step": 20, "prompt": "def main", "text": f"(): {SCRIPT}"}]
-    for name, rows in {
-        "metrics": records,
-        "events": events,
-        "starts": [first, again],
-        "samples": samples,
-    }.items():
+    rows_of = {"metrics": records, "events": events, "samples": samples}
+    for name, rows in {**rows_of, "starts": [first, again]}.items():
         lines = "".join(files.dumps(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(lines)
     return folder
@@ -94,19 +86,22 @@ def test_a_damaged_or_partial_run_has_a_page_of_what_is_left(tmp_path: Path) -> 
     assert (run["result"], run["layout"], run["events"]) == ({}, {}, [])
 
 
-def test_a_long_run_keeps_its_spikes_and_validations_in_a_small_page(tmp_path: Path) -> None:
+def test_a_long_run_keeps_its_spikes_and_validations_in_a_small_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The page at the end of a run reads a part of the records, the command all."""
-    folder = written(tmp_path / "run", steps=30_000)
+    monkeypatch.setattr(run_history, "QUICK", 400 << 10)
+    folder = written(tmp_path / "run", steps=3_000)
     spiked = (folder / "metrics.jsonl").read_text().splitlines()
-    spiked[20_000] = files.dumps(record(20_001, loss=1234.5))
+    spiked[2_000] = files.dumps(record(2_001, loss=1234.5))
     (folder / "metrics.jsonl").write_text("\n".join(spiked) + "\n")
-    quick = read_history(folder, quick=True)
-    assert quick.sampled and len(quick.curves["val_loss"]) > 500
-    assert quick.curves["loss"][-1][0] == quick.last["step"] == 29_999
-    whole = read_history(folder)
-    assert [20_001, 512 * 20_001, 1234.5] in whole.curves["loss"]
-    assert len(whole.curves["loss"]) <= 1_010 and whole.curves["loss"][0][0] == 1
-    assert len(page([quick, whole])) < 400_000
+    quick = read_history(folder, points=100, quick=True)
+    assert quick.sampled and len(quick.curves["val_loss"]) > 50
+    assert quick.curves["loss"][-1][0] == quick.last["step"] == 2_999
+    whole = read_history(folder, points=100)
+    assert [2_001, 512 * 2_001, 1234.5] in whole.curves["loss"]
+    assert len(whole.curves["loss"]) <= 110 and whole.curves["loss"][0][0] == 1
+    assert len(page([quick, whole])) < 60_000
 
 
 def test_several_runs_are_laid_over_each_other(
@@ -143,16 +138,22 @@ def test_a_browser_draws_curves_and_events_without_an_error(tmp_path: Path) -> N
 
 
 def test_the_page_is_there_at_the_end_of_a_run(tmp_path: Path) -> None:
+    """And the numbers of its steps are those of all ranks."""
     done = command(*TINY, "pp=2", "run_dir=run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     [run] = data_of(tmp_path / "run" / "report.html")["runs"]
     assert run["result"]["status"] == "completed" and len(run["curves"]["loss"]) == 5
     assert [stage["ranks"] for stage in run["layout"]["stages"]] == ["rank 0", "rank 1"]
+    records = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5]
+    tokens = 16 * 16  # batch_size and seq_len
+    assert [record["tokens"] for record in records] == [step * tokens for step in range(1, 6)]
+    assert [round(r["tokens_per_second"] * r["step_seconds"]) for r in records] == [tokens] * 5
 
 
 @pytest.mark.slow
 def test_a_failed_run_has_its_page_too_and_one_may_be_without(tmp_path: Path) -> None:
-    nan = ["optimizer=sgd", "optimizer.lr=1e12", "optimizer.clip=null"]
+    nan = ["model.layers=2", "optimizer=sgd", "optimizer.lr=1e12", "optimizer.clip=null"]
     done = command(*TINY, *nan, "steps=30", "run_dir=bad", cwd=tmp_path)
     assert done.returncode == 1, done.stdout
     [run] = data_of(tmp_path / "bad" / "report.html")["runs"]

@@ -13,36 +13,9 @@ sys.path.insert(1, str(Path(__file__).parents[2]))
 
 
 def hello(config, worker):
-    """Each rank prints its rank."""
-    print(f"hello from {worker.rank} of {worker.world_size}", flush=True)
-    return {"value": float(config.seed)}
-
-
-def tells_options(config, worker):
-    """Each rank prints some of Python's own options."""
-    print(f"rank {worker.rank}: {sys.warnoptions}, utf8 {sys.flags.utf8_mode}", flush=True)
-
-
-def tells_mine(config, worker):
-    print(f"MINE={os.environ.get('MINE')}", flush=True)
-
-
-def odd_seeds_fail(config, worker):
-    """For sweeps: some jobs fail, on all ranks."""
-    if config.seed % 2:
-        raise RuntimeError(f"seed {config.seed} is odd")
-    return {"value": float(config.seed)}
-
-
-def odd_seeds_fail_on_rank_1(config, worker):
-    """For sweeps: the other ranks wait for it in a collective."""
-    import torch.distributed as dist
-
-    _join(worker)
-    if worker.rank == 1 and config.seed % 2:
-        raise RuntimeError(f"seed {config.seed} is odd")
-    _collective()
-    dist.destroy_process_group()
+    """Each rank prints its rank, and a variable that the config may have set."""
+    mine = f", MINE={os.environ['MINE']}" if "MINE" in os.environ else ""
+    print(f"hello from {worker.rank} of {worker.world_size}{mine}", flush=True)
     return {"value": float(config.seed)}
 
 
@@ -74,25 +47,6 @@ def rank_0_fails_while_rank_1_tells_its_error(config, worker):
     while not (worker.run_dir / "reporting").exists():
         time.sleep(0.05)
     raise RuntimeError("rank 0 has enough")
-
-
-def leaks(config, worker):
-    """Changes the state of the process, and prints the state that it found."""
-    import logging
-
-    found = os.environ.get("LEAK"), len(logging.getLogger().handlers)
-    print(f"found {found}", flush=True)
-    os.environ["LEAK"] = "yes"
-    logging.basicConfig(level=logging.DEBUG)
-    return {"value": 0.0 if found == (None, 0) else 1.0}
-
-
-def rank_2_crashes(config, worker):
-    """Rank 2 fails; the others wait for it in a collective."""
-    _join(worker)
-    if worker.rank == 2:
-        raise RuntimeError("the real error")
-    _collective()
 
 
 def rank_1_dies(config, worker):
@@ -135,36 +89,14 @@ def never_reaches_a_step(config, worker):
         time.sleep(300)
 
 
-def last_rank_dies_once(config, worker):
-    """At the first start the last rank is killed, and the others defer signals to a step boundary
-    that is never reached. The value: how often rank 0 was started."""
-    first = not (worker.run_dir / "starts").exists()
-    worker.store.set(f"looked{worker.rank}", "")
-    worker.store.wait([f"looked{rank}" for rank in range(worker.world_size)])
-    if worker.rank == 0:
-        with (worker.run_dir / "starts").open("a") as file:
-            file.write(f"{time.time()} ")
-    if first:
-        with worker.stop_request.deferred():
-            if worker.rank == worker.world_size - 1:
-                time.sleep(1)
-                os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(300)
-    return {"value": float(len((worker.run_dir / "starts").read_text().split()))}
-
-
-def user_error(config, worker):
-    """Fails by a user error, which a restart would repeat."""
-    from titanlike.config.imports import import_object
-
-    with (worker.run_dir / "starts0").open("a") as file:
-        file.write("x")
-    import_object("no.such.module")
-
-
 def stops(config, worker):
-    """Stops early, by max_time if the seed is 0, else by a signal."""
-    print("stops", flush=True)
+    """Stops early, by max_time if the seed is 0, else by a signal. Changes the state of the process,
+    and prints the state that it found."""
+    import logging
+
+    print(f"found {(os.environ.get('LEAK'), len(logging.getLogger().handlers))}", flush=True)
+    os.environ["LEAK"] = "yes"
+    logging.basicConfig(level=logging.DEBUG)
     stopped = "SIGTERM" if config.seed else "max_time"
     return {"value": float(config.seed), "stopped": stopped, "exit_code": 75}
 

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from support.launched import Launched
 from support.paths import ROOT
 
-TRAIN = ROOT / "train.py"
 # a dead machine is detected after 6 s (sooner, a busy one might be taken for dead, and two runs would
 # write to one folder); the machines that have joined 1 s later take part in the next start
 TIMES = "keep_alive_interval=1,keep_alive_max_attempt=6,last_call_timeout=1,join_timeout=60"
@@ -37,14 +36,8 @@ class Nodes:
 
     def start(self) -> Launched:
         """Start a machine."""
-        node = Launched(
-            *self._words,
-            torchrun=1,
-            options=self._options,
-            program=TRAIN,
-            cwd=self._cwd,
-            real=True,
-        )
+        how = {"torchrun": 1, "options": self._options, "cwd": self._cwd, "real": True}
+        node = Launched(*self._words, program=ROOT / "train.py", **how)
         self._started.append(node)
         return node
 

@@ -23,5 +23,5 @@ if __name__ == "__main__":
     threading.excepthook = lambda args: None
     for address in sys.argv[1:]:
         threading.Thread(target=attack, args=[address], daemon=True).start()
-    time.sleep(4)  # against what is no store the constructor waits for ever
+    time.sleep(2)  # against what is no store the constructor waits for ever
     os._exit(0)

@@ -1,0 +1,227 @@
+"""Mistakes on the command line, also of users who come from elsewhere: all are told at once, before
+anything starts, with what to write instead, which works."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.types import RunMode
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from omegaconf import DictConfig
+
+from support.cells import slow
+from support.command_lines import applied, examined, problems_of, proposals, with_fix
+from support.commands import command
+from support.launched import Launched
+from titanlike.config import other_frameworks
+from titanlike.config.other_frameworks import Context, translate
+from titanlike.config.overrides import key_of
+from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config
+
+
+def test_mistakes_of_every_kind_are_reported_together(tmp_path: Path) -> None:
+    """Key, choice, another choice's key, added key, syntax, type, and rules between keys."""
+    mistakes = ["dpp=2", "schedule=1f1bb", "data=synthetic", "data.path=x", "+foo=1", "a b"]
+    mistakes += ["steps=x"]
+    launched = Launched("hello", *mistakes, "dp=2", "batch_size=7", f"run_dir={tmp_path / 'run'}")
+    code, out, err = launched.wait()
+    assert code == 2 and out == "" and "Traceback" not in err
+    lines = err.splitlines()
+    assert lines[0] == "7 errors in the config; nothing was started"
+    for start, remedy in {
+        "dpp=2:": "write dp=2",
+        "schedule=1f1bb:": "write schedule=1f1b",
+        "data.path=x:": "write data=text data.path=x",
+        "foo=1:": "unknown key",
+        "a b:": "no such key",
+        "steps=x:": "write steps=300",
+        "batch_size=7:": "write batch_size=8",
+    }.items():
+        (line,) = (line for line in lines if line.strip().startswith(start))
+        assert remedy in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_experiment_may_be_written_with_a_plus() -> None:
+    findings = examined("+experiment=llama3_8b", "dp=32")
+    assert findings.problems == []
+    assert findings.config is not None and findings.config.dp == 32
+    assert findings.config.schedule.name == "interleaved1f1b"
+
+
+def test_every_choice_of_a_sweep_is_checked_before_its_first_job() -> None:
+    findings = examined("-m", "schedule=gpipe,1f1bb", "schedule.stages_per_rank=2", "pp=1,two")
+    keys = ["schedule", "schedule.stages_per_rank"]
+    assert [problem.key for problem in findings.problems] == keys
+    findings = examined("-m", "schedule=interleaved1f1b,gpipe", "schedule.stages_per_rank=2")
+    assert [problem.key for problem in findings.problems] == ["schedule.stages_per_rank"]
+    assert examined("-m", "schedule=gpipe,1f1b", "seed=range(3)").problems == []
+
+
+def test_a_folder_of_ones_own_adds_choices_and_must_exist(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("name: my.models.Mine\nwidth: 3\n")
+    words = ["model=mine", "model.width=4", "+model.depth=2"]
+    for arguments in (["--config-dir", str(tmp_path)], [f"hydra.searchpath=[{tmp_path}]"]):
+        findings = examined(*arguments, *words)
+        assert findings.problems == []
+        assert findings.config.model.args == {"width": 4, "depth": 2}
+    (problem,) = examined("--config-dir", str(tmp_path / "none")).problems
+    assert problem.key == "--config-dir"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _composed_once() -> Iterator[None]:
+    """Hydra reads the same files for every command line: once is enough here."""
+    compose, known = ConfigLoaderImpl.load_configuration, {}
+
+    def load(self: ConfigLoaderImpl, name: str, lines: list[str], mode: RunMode) -> DictConfig:
+        key = str(self.config_search_path), name, tuple(lines)
+        if key not in known:
+            known[key] = compose(self, name, lines, mode)
+        return copy.deepcopy(known[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ConfigLoaderImpl, "load_configuration", load)
+        yield
+
+
+LINES = [
+    tuple(part.strip() for part in line.split("|"))
+    for line in Path(__file__).with_name("command_lines.txt").read_text().splitlines()
+    if not line.startswith("#")
+]
+TABLE = yaml.safe_load(Path(other_frameworks.__file__).with_suffix(".yaml").read_text())
+
+
+# those that are fixed by default differ in what is wrong
+SOME = {
+    "steps = 3", "lr=3e-4", "optimizer={lr:3e-4}", "~logger", "schedule.stages_per_rank=4", "+pp=2",
+    "-m schedule=gpipe,1f1bb pp=2", "batch_size=10k dp=3", "checkpoint.evry=5",
+    "dp=4 sharding_strategy=FULL_SHARD", "--bf16 pp=2", "trainer.max_steps=100",
+    "profile=trace steps=5", "model=lama_tiny",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "line, said, fixed",
+    [pytest.param(*row, marks=[] if row[0] in SOME else pytest.mark.slow) for row in LINES],
+    ids=[row[0] for row in LINES],
+)
+def test_a_mistake_is_explained_and_the_fix_that_is_proposed_is_accepted(
+    line: str, said: str, fixed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("PATH").write_bytes(bytes(4 * 2**20))  # what data.path=PATH stands for
+    words = shlex.split(line)
+    assert said in "\n".join(map(str, problems_of(words)))
+    assert applied(words) == (shlex.split(fixed), [])
+
+
+MISTAKES = [  # the first six by default
+    "replicate=2", "max_tokens=10B", "checkpoint.keep=x", "optimizer.betas=[1,2]", "loss.chunk=128",
+    "pp=two dp=2 steps=x foo=1", "dp=3", "steps=1e99", "batch_size=7 dp=2", "max_time=soon",
+    "deterministic=yes", "on_spike=halt", "value=accuracy", "fsdp.zero=4", "checkpoint.rename=[a]",
+    "sweep.share=4/4", "sweep.wait=1h", "split=balanced", "split.points=layers.3", "data.boundary=3",
+    "schedule.path=a.csv", "data.workers=-1", "optimizer.eps=0", "lr.decay=2", "precision=half",
+    "logger.entity=me/you", "logger=none logger.entity=me", "model=llama", "+trainer.max_steps=3",
+    "checkpoint.start_from=a checkpoint.resume=b", "trainer=x",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", [*MISTAKES[:6], *slow(*MISTAKES[6:])])
+def test_each_proposed_fix_ends_its_error(line: str) -> None:
+    words = line.split()
+    problems = problems_of(words)
+    assert problems
+    for problem in problems:
+        assert str(problem).endswith(problem.fix)
+        for fix in proposals(problem.fix):
+            left = problems_of(with_fix(words, problem, fix))
+            same = [p for p in left if (p.key, p.reason) == (problem.key, problem.reason)]
+            assert not same, f"{line}: {fix} changes nothing"
+
+
+@pytest.mark.slow
+def test_what_stands_for_the_keys_of_other_frameworks_can_be_written() -> None:
+    """Every entry of the table, with a value that such a key has; many in each command line."""
+    lines: list[dict[str, str]] = []
+    for words in sorted({words for entry in TABLE for words in _written(entry)}):
+        line = next((line for line in lines if not {*map(key_of, words)} & {*line}), None)
+        if line is None:
+            lines.append(line := {})
+        line.update({key_of(word): word for word in words})
+    # a choice among these words may lack the keys of another one
+    known = re.compile(".*(has no such key|required)")
+    wrong = [p for line in lines for p in examined(*line.values()).problems]
+    assert [p for p in wrong if not known.match(p.reason)] == []
+
+
+def _written(entry: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    write = entry.get("write", "")
+    texts = "project|run_name|group|path|folder|run_dir|resume|start_from|tokenizer|text_key"
+    if isinstance(write, dict):
+        values = ["true" if key is True else "false" if key is False else str(key) for key in write]
+    elif "betas={value}" in write:
+        values = ["[0.9,0.99]"]
+    else:
+        values = ["words" if re.search(texts, write) else "2"]
+    for value in values:
+        yield tuple(translate(entry["keys"].split()[0], value, Context())[0])
+
+
+def test_no_key_of_this_program_is_in_the_table() -> None:
+    names = [name for entry in TABLE for name in entry["keys"].split()]
+    assert len(names) == len(set(names)) > 500
+    own = {field.name for field in dataclasses.fields(Config)} - {*VARIANTS, *OPEN_GROUPS}
+    assert not own & set(names)
+
+
+WORDS = st.lists(
+    st.one_of(
+        st.sampled_from(["pp=2", "--", "-m", "=", "steps", "3", "[1,", "2]", "logger=null", "~pp"]),
+        st.builds(
+            "{}{}{}".format,
+            st.sampled_from(["", "+", "++", "~", "--", "-", "model.", "hydra.", "lr@"]),
+            st.sampled_from(["pp", "model", "optimizer.lr", "hydra.run.dir", "a.b", "data", "x y", ""]),
+            st.sampled_from(["=", "=null", "=${x}", "=${", "={a:1}", "=[a]", "='", "=1,2", "", " = 3"]),
+        ),
+        st.text("ab=.,:[]{}'\"$~+@/-\\ \n\tä0", max_size=8),
+    ).filter(lambda word: not word.startswith(("-c", "-p", "-h", "-i", "-s", "-r"))),
+    max_size=3,
+)  # fmt: skip
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@given(WORDS)
+def test_no_words_raise(words: list[str]) -> None:
+    for problem in problems_of(words):
+        assert "Traceback" not in str(problem)
+
+
+@pytest.mark.parametrize(
+    "tool, mode",
+    [
+        ("train.py", ["-m", "seed=1,2"]),
+        ("tools/verify.py", ["--check"]),
+        *slow(("train.py", []), ("train.py", ["--cfg", "job"])),
+    ],
+)
+def test_every_command_says_the_same_and_ends_with_2(
+    tmp_path: Path, tool: str, mode: list[str]
+) -> None:
+    words = ["logger=null", "--max-steps", "3", "trainer.devices=2"]
+    done = command(*words, *mode, cwd=tmp_path, tool=tool)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    for fix in ("write logger=none", "write steps=3", "write dp=2"):
+        assert fix in done.stderr

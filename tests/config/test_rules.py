@@ -1,0 +1,218 @@
+"""What is refused: numbers that no run can have, each rule at its bound, and meshes that do not fit;
+each with what can be written instead."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.typed import typed
+from titanlike.config import validate
+from titanlike.config.errors import Problem
+from titanlike.config.parse import parse, to_plain
+from titanlike.config.schema import Config, Schedule, SyntheticData
+from titanlike.config.validate import placement_warning, problems
+from titanlike.job import check
+
+
+def numeric_keys(plain: dict[str, Any], prefix: str = "") -> list[str]:
+    found = []
+    for name, value in plain.items():
+        if isinstance(value, dict):
+            found += numeric_keys(value, f"{prefix}{name}.")
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            found.append(f"{prefix}{name}")
+    return found
+
+
+PLAIN = to_plain(Config(data=SyntheticData()))
+PLAIN["model"] |= {"vocab_size": 256, "dim": 64, "layers": 2, "rope_theta": 1e4}
+KEYS = [*numeric_keys(PLAIN), "max_time", "max_tokens", "schedule.microbatches"]
+BEYOND = [math.nan, math.inf, -math.inf, 1e308, -1e308, 2**63, 10**400]
+NUMBERS = st.one_of(
+    st.sampled_from([0, -1, 2**31, -(2**63), 10**30, *BEYOND]), st.integers(), st.floats()
+)
+
+
+def with_value(key: str, value: Any) -> dict[str, Any]:
+    group, _, name = key.rpartition(".")
+    plain = {k: dict(v) if isinstance(v, dict) else v for k, v in PLAIN.items()}
+    (plain[group] if group else plain)[name] = value
+    return plain
+
+
+def told(plain: dict[str, Any]) -> list[Problem]:
+    config, wrong = parse(plain)
+    return [*wrong, *validate.problems(config)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(KEYS), NUMBERS)
+def test_any_number_is_refused_or_can_be_computed_with(key: str, value: float) -> None:
+    plain = with_value(key, value)
+    problems = told(plain)
+    assert all(str(problem) for problem in problems)
+    if not problems:  # what the run makes of times
+        config, _ = parse(plain)
+        for seconds in (config.launch.timeout, config.checkpoint.timeout, config.max_time or 1):
+            timedelta(seconds=seconds)
+        assert -(2**63) <= config.seed < 2**63 and math.isfinite(config.optimizer.lr)
+
+
+@pytest.mark.parametrize("value", BEYOND, ids=lambda value: f"{str(value):.9}")
+def test_no_key_takes_a_number_beyond_all_bounds(value: float) -> None:
+    for key in KEYS:
+        assert key in {problem.key for problem in told(with_value(key, value))}
+
+
+# a key; values that are accepted, values that are refused; what else the command line says
+RULES = [
+    ("batch_size", "12 3", "13 1048577000", "dp=3"),
+    ("dp", "1000000", "0 1000001", "batch_size=1000000"),
+    ("ep", "2 4", "0 3 8", "dp=4"),
+    ("replicate", "1 2 4", "0 3", "dp=4"),
+    ("tp", "256", "0 257", ""),
+    ("schedule.microbatches", "2 4", "3", "dp=4"),
+    ("seq_len", "134217728", "0 134217729", ""),
+    ("steps", "1 1099511627776", "0 1099511627777", ""),
+    ("optimizer.betas", "[0,0.999]", "[0.9,1] [-0.1,0.9] [0.9]", ""),
+    ("optimizer.clip", "0.1 null", "0 -1", ""),
+    ("optimizer.eps", "1e-30", "0", ""),
+    ("optimizer.ns_steps", "1 20", "0 21", "optimizer=muon"),
+    ("optimizer.momentum", "0 0.99", "-0.1 1", "optimizer=sgd"),
+    ("lr.final", "0 1", "-0.1 1.1", "lr=cosine"),
+    ("lr.decay", "0.001 1", "0 1.1", "lr=wsd"),
+    ("launch.timeout", "0.1 1e6", "0 1000001", ""),
+    ("sample.top_p", "0.1 1", "0 1.1", ""),
+    ("schedule.memory_bytes", "1048576", "1048575", "schedule=auto"),
+    ("sweep.share", "0/4 3/4", "4/4 x", ""),
+    ("sweep.wait", "null", "5", ""),
+    ("value", "loss", "val_loss", "validation.every=0"),
+    ("logger.project", "x", "a/b", "logger=wandb"),
+    ("checkpoint.resume", "auto never s3://b/x", "no/such/folder", ""),
+]
+
+
+@pytest.mark.parametrize("key, right, wrong, words", RULES, ids=[rule[0] for rule in RULES])
+def test_each_rule_refuses_beyond_its_bound_and_proposes_what_is_accepted(
+    key: str, right: str, wrong: str, words: str
+) -> None:
+    for value in right.split():
+        assert told(typed([*words.split(), f"{key}={value}"])) == []
+    for value in wrong.split():
+        (problem,) = told(typed([*words.split(), f"{key}={value}"]))
+        assert problem.key.partition("[")[0] == key and problem.reason
+        if (fix := problem.fix.partition(" or ")[0]).count("=") == 1 and not fix.endswith("NAME"):
+            assert told(typed([*words.split(), f"{key}={value}", fix])) == []
+
+
+def test_the_check_refuses_it_without_building_anything() -> None:
+    for key, value in {"data.vocab_size": 10**14, "model.layers": 10**6, "pp": 10**6}.items():
+        config, wrong = parse(with_value(key, value))
+        assert wrong == [] and [problem.key for problem in check.problems(config)] == [key]
+
+
+SMALL = st.integers(1, 12)
+
+
+def named_in(fix: str) -> list[dict[str, int]]:
+    meshes = re.findall(r"pp=\d+ dp=\d+(?: tp=\d+)?(?: replicate=\d+)?", fix)
+    return [{key: int(n) for key, n in re.findall(r"(\w+)=(\d+)", mesh)} for mesh in meshes]
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    pp=SMALL,
+    dp=SMALL,
+    tp=st.sampled_from([1, 1, 2, 3, 8]),
+    each=SMALL,
+    microbatches=st.none() | SMALL,
+    replicate=SMALL,
+    world_size=st.integers(2, 64),
+)
+def test_each_mesh_that_is_named_would_run_on_the_processes_that_are_there(
+    pp: int, dp: int, tp: int, each: int, microbatches: int | None, replicate: int, world_size: int
+) -> None:
+    config = Config(
+        pp=pp,
+        dp=dp * replicate,
+        tp=tp,
+        replicate=replicate,
+        batch_size=dp * replicate * each * (microbatches or 1),
+        schedule=Schedule(microbatches=microbatches),
+    )
+    assert problems(config) == []
+    found = problems(config, world_size)
+    assert bool(found) == (config.world_size != world_size)
+    for problem in found:
+        meshes = named_in(problem.fix)
+        assert len(meshes) <= 3
+        for mesh in meshes:
+            named = replace(config, **mesh)
+            assert named.world_size == world_size and tp % named.tp == 0
+            assert problems(named, world_size) == []
+        one = replace(config, pp=world_size, dp=1, tp=1, replicate=1)  # divides any batch
+        assert meshes or problems(one, world_size)
+
+
+def test_the_meshes_most_like_the_one_that_was_asked_for_come_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (problem,) = problems(Config(pp=2, dp=2), world_size=2)
+    assert problem.reason == "pp x dp = 2 x 2 = 4 processes, but 2 were started"
+    nodes = "start with --nproc-per-node 4 (times nodes)"
+    assert problem.fix == f"pp=2 dp=1, or pp=1 dp=2; or {nodes}"
+    (problem,) = problems(Config(pp=1, dp=4, replicate=4), world_size=2)
+    assert problem.fix.startswith("pp=1 dp=2 replicate=2, or ")
+    (problem,) = problems(Config(dp=4, replicate=4, batch_size=12), world_size=6)
+    assert problem.fix.startswith("pp=1 dp=6 replicate=2, or ")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    (problem,) = problems(Config(dp=2), world_size=1)
+    assert problem.fix.endswith(
+        "or with launch.elastic=true, so that dp follows the number of ranks"
+    )
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    (problem,) = problems(Config(pp=2, dp=2, tp=2), world_size=4)
+    assert problem.reason == "pp x dp x tp = 2 x 2 x 2 = 8 processes, but 4 were started"
+    assert problem.fix.startswith("pp=2 dp=1, or pp=1 dp=2, or pp=2 dp=2 tp=1; or start with ")
+    (problem,) = problems(Config(pp=2, dp=2, batch_size=6), world_size=257)
+    assert problem.fix == nodes, "neither 257 stages nor 6 sequences among 257 ranks"
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    tp=st.sampled_from([2, 4, 6, 8, 16]),
+    pp=SMALL,
+    dp=SMALL,
+    local=st.integers(1, 16),
+    machines=st.integers(1, 8),
+    each=SMALL,
+)
+def test_tensor_parallel_ranks_on_several_machines_are_a_warning_with_a_mesh_that_is_not(
+    tp: int, pp: int, dp: int, local: int, machines: int, each: int
+) -> None:
+    config = Config(pp=pp, dp=dp, tp=tp, batch_size=dp * each)
+    text = placement_warning(config, local)
+    groups = [range(first, first + tp) for first in range(0, config.world_size, tp)]
+    spans = any(group[0] // local != group[-1] // local for group in groups)
+    assert bool(text) == spans
+    for mesh in named_in(text):
+        named = replace(config, **mesh)
+        assert named.world_size == config.world_size and placement_warning(named, local) == ""
+        assert problems(named, config.world_size) == []
+
+
+def test_what_is_said_of_tensor_parallel_ranks_on_several_machines() -> None:
+    assert placement_warning(Config(tp=16), 8) == (
+        "tp=16 on machines of 8 ranks: the activations of every layer go over the network; "
+        "pp=1 dp=2 tp=8 keeps them within a machine"
+    )
+    assert "pp=2 dp=1 tp=8 keeps" in placement_warning(Config(tp=16, batch_size=1), 8)
+    assert placement_warning(Config(dp=4, tp=8), 8) == ""
