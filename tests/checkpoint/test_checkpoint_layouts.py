@@ -87,9 +87,7 @@ def test_any_layout_loads_what_any_other_saved(tmp_path: Path) -> None:
         run_world(save_and_load, config, tmp_path / name, list(LAYOUTS), False)
 
 
-def save_and_load(
-    config: Config, worker: Worker, sources: list[str], saves: bool = True
-) -> None:
+def save_and_load(config: Config, worker: Worker, sources: list[str], saves: bool = True) -> None:
     """Save what `truth` says of this rank's share as step 7; then load it of other layouts."""
     run, checkpointer = opened(config, worker)
     if saves:

@@ -1,4 +1,7 @@
-"""Work on a checkpoint that is cut off at any moment: it is complete, or it does not count."""
+"""Work on a checkpoint that is cut off at any moment: it is complete, or it does not count.
+
+What is checked after each kill of a real run is in campaign.py, which can also be run by hand.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from support.campaign import campaign
 from support.models import tiny
 from support.world import run_world
 from titanlike.checkpoint import integrity
@@ -143,3 +148,17 @@ def in_which_order(config: Config, worker: Worker) -> bool:
     a_save(Storage(folder), 1)
     assert ends[-1] == str(folder), "the folder of the checkpoint is not on the disk"
     return (folder / step_name(1) / MARKER).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["async", "async_process"])
+def test_a_run_that_is_killed_while_it_saves_loses_nothing(mode: str, tmp_path: Path) -> None:
+    places = ("in a save", "before the commit", "half removed")
+    found = campaign(tmp_path, 3, 0, ("one",), (mode,), places)
+    assert {place for place, _ in found} == set(places)
+
+
+@pytest.mark.slow
+@pytest.mark.grid
+def test_a_hundred_kills_at_random_lose_nothing(tmp_path: Path) -> None:
+    assert len(campaign(tmp_path, 100, 0)) == 100

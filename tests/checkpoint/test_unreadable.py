@@ -69,11 +69,9 @@ def test_an_error_that_passes_is_tried_again_and_one_that_stays_marks_nothing(
     many = 1_000_000
     faults: dict[str, Fault] = {
         "passes": (0, TENSORS, errno.EIO, 3),
-        "passes, too": (0, "step-00000006/state.json", errno.ESTALE, 3),
         "Input/output error": (0, TENSORS, errno.EIO, many),
         "Stale file handle": (0, "step-00000006/state.json", errno.ESTALE, many),
         "Too many open files": (0, "step-00000006/.metadata", errno.EMFILE, many),
-        "Connection timed out": (0, f"step-00000006/{MARKER}", errno.ETIMEDOUT, many),
         "Permission denied": (0, TENSORS, errno.EACCES, many),
     }
     runs = {}
@@ -87,7 +85,7 @@ def test_an_error_that_passes_is_tried_again_and_one_that_stays_marks_nothing(
     for says, (_, part, *_) in faults.items():
         first, then = next(loaded), next(loaded)
         assert (then.step, then.error) == (6, ""), says
-        if says.startswith("passes"):
+        if says == "passes":
             assert (first.step, first.error, first.state) == (6, "", then.state)
         else:
             path = tmp_path / says / "checkpoints" / part
