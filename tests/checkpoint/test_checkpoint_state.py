@@ -1,9 +1,11 @@
-"""What a checkpoint holds besides parameters, where it is not what one would think."""
+"""What a save plans and copies, and what a checkpoint holds where it is not what one would think."""
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -11,67 +13,239 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from support.models import tiny
+from support.saved_runs import a_run, checkpoint, numbers, train_each
+from support.saved_state import (
+    checkpointer_of,
+    copied,
+    fill,
+    going_on,
+    local,
+    opened,
+    tensors,
+    update,
+)
 from support.world import run_world
+from titanlike.checkpoint import writer
 from titanlike.checkpoint.checkpointer import Checkpointer, Progress
 from titanlike.checkpoint.dcp_metadata import RestrictedUnpickler
-from titanlike.checkpoint.integrity import UnsafeCheckpoint
+from titanlike.checkpoint.discovery import committed, step_name
+from titanlike.checkpoint.host_memory import HostMemory
+from titanlike.checkpoint.integrity import UnsafeCheckpoint, check_all
+from titanlike.checkpoint.resume import select_resume
+from titanlike.checkpoint.staging import Copy
+from titanlike.checkpoint.state_dict import SHARED_STEP
+from titanlike.checkpoint.storage import Storage
+from titanlike.checkpoint.tensor_index import read_entries
 from titanlike.config.schema import Checkpoint, Config
-from titanlike.data.loader import open_data
 from titanlike.launch.start_id import start_id
 from titanlike.launch.worker import Worker
-from titanlike.metrics.events import Events
 from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.training.build import build
 
-
-def test_a_parameter_without_optimizer_state_has_none_after_loading(tmp_path: Path) -> None:
-    """No gradient so far (an expert that was not used), or no update at all (all were skipped)."""
-    for updated in (False, True):
-        config = tiny(2, 1, layers=2, checkpoint=Checkpoint())
-        results = run_world(save_and_load, config, tmp_path / str(updated), updated)
-        assert all(results)
+PP2 = tiny(2, 1, layers=2, checkpoint=Checkpoint(keep=0))
 
 
-def save_and_load(config: Config, worker: Worker, updated: bool) -> bool:
-    mesh = open_mesh(config, worker)
-    run = build(config, mesh)
-    checkpointer = Checkpointer(
-        run.stage_states, config, open_data(config), Events(worker.run_dir, None)
-    )
-    if updated:
-        update(run, leave_out="ffn_norm")
-    before = states(run)
-    checkpointer.save(Progress(step=1))
-    assert states(run).keys() == before.keys(), "saving changed the optimizer"
-    update(run, leave_out="nothing")
-    assert checkpointer.resume().step == 1
-    after = states(run)
-    assert after.keys() == before.keys()
-    assert all(torch.equal(after[name], before[name]) for name in before)
+def test_a_plan_is_made_once_and_again_when_anything_changes(tmp_path: Path) -> None:
+    """On any rank; and by each run of a process for itself."""
+    run_world(save_often, PP2, tmp_path)
+
+
+def save_often(config: Config, worker: Worker) -> None:
+    made: list[int] = []
+    original = DefaultSavePlanner.create_global_plan
+
+    def counted(self, all_plans):
+        made.append(len(all_plans))
+        return original(self, all_plans)
+
+    DefaultSavePlanner.create_global_plan = counted
+    run = build(config, open_mesh(config, worker))
+    one, other = (checkpointer_of(run, going_on(config, worker.run_dir / n)) for n in "ab")
+    steps = iter(range(1, 100))
+
+    def saved(checkpointer: Checkpointer) -> int:
+        """How many plans rank 0 has made for a save."""
+        before, step = len(made), next(steps)
+        checkpointer.save(Progress(step=step))
+        folder = checkpointer._folder.at(step_name(step))
+        check_all(folder)
+        restored = copied(run)
+        fill(run, -1)
+        here = going_on(config, Path("nowhere"), resume=str(folder))
+        assert checkpointer_of(run, here).resume().step == step
+        now = copied(run)
+        assert now.keys() == restored.keys()
+        assert all(torch.equal(now[name], restored[name]) for name in now)
+        return len(made) - before
+
+    os.chdir(worker.run_dir)
+    first = int(worker.rank == 0)
+    assert saved(one) == first
+    assert saved(one) == 0
+    assert saved(other) == first, "another run of the process has plans of its own"
+    for left_out in ("nothing", "head"):  # now there is optimizer state; then one more step count
+        if worker.rank == 1:
+            update(run, left_out)
+        assert saved(one) == first
+        assert saved(one) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        if worker.rank == 1:
+            patch.setattr(writer, "write_tensors", fails)
+        one.save(Progress(step=50))
+    assert one._writer.failures and one.newest != 50
+    assert saved(one) == first, "after a failure all is planned anew"
     close_mesh()
-    return True
 
 
-def update(run, leave_out: str) -> None:
-    for part in run.stage_states:
-        for name, parameter in part.stage.named_parameters():
-            if leave_out not in name:
-                parameter.grad = torch.ones_like(parameter)
-        for optimizer in part.optimizers:
-            optimizer.step()
-        part.zero_grad()
+def fails(*_: object) -> None:
+    raise OSError("the disk of one rank is full")
 
 
-def states(run) -> dict[str, torch.Tensor]:
-    found = {}
-    for part in run.stage_states:
-        for name, parameter in part.stage.named_parameters():
-            for key, value in part.optimizer_state(parameter).items():
-                local = value.to_local() if hasattr(value, "to_local") else value
-                found[f"{name}.{key}"] = local.clone()
-    return found
+def test_optimizer_state_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
+    """None where no parameter, or not this one, was updated (an expert that was not used); with a
+    step count that parameters share unless theirs differs."""
+    run_world(save_states, PP2, tmp_path)
+    names = [
+        {e.name for e in read_entries(Storage(checkpoint(tmp_path, step)))} for step in (1, 2, 3)
+    ]
+    own = {name for name in names[2] if name.endswith(".step")} - {SHARED_STEP}
+    assert SHARED_STEP in names[2] and SHARED_STEP not in names[0]
+    assert all(any(part in name for name in own) for part in ("ffn_norm", "head.weight"))
+    assert not any("layers.0.ffn.up" in name for name in own)
+
+
+def save_states(config: Config, worker: Worker) -> None:
+    run = build(config, open_mesh(config, worker))
+    checkpointer = checkpointer_of(run, config)
+
+    def saved_and_loaded(step: int) -> dict[str, torch.Tensor]:
+        before = copied(run)
+        checkpointer.save(Progress(step=step))
+        assert copied(run).keys() == before.keys(), "saving changed the optimizer"
+        update(run)
+        assert checkpointer.resume().step == step
+        after = copied(run)
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[name], before[name]) for name in before)
+        return after
+
+    assert not any(name.endswith(".step") for name in saved_and_loaded(1))
+    update(run, leave_out="ffn_norm")
+    found = saved_and_loaded(2)
+    assert not any("ffn_norm" in name and name.endswith(".step") for name in found)
+    if worker.rank == 0:
+        update(run)  # a rank may have gone further than the others
+    found = saved_and_loaded(3)
+    steps = {float(value) for name, value in found.items() if name.endswith(".step")}
+    assert steps == ({1.0, 2.0} if worker.rank == 0 else {1.0})
+    close_mesh()
+
+
+# --- saves in the background ----------------------------------------------------------------------
+
+
+def test_a_background_save_holds_the_state_of_its_step(tmp_path: Path) -> None:
+    """Training goes on before anything is committed, and changes what is saved."""
+    run_world(save_and_change, tiny(layers=2), tmp_path)
+
+
+def save_and_change(config: Config, worker: Worker) -> None:
+    run, _ = opened(config, worker)
+    fsync, may_commit = os.fsync, threading.Event()
+
+    def held_up(handle: int) -> None:
+        assert may_commit.wait(60), "training waits for a save in the background"
+        fsync(handle)
+
+    os.fsync = held_up
+    for mode in ("async", "async_pinned", "async_process"):
+        checkpointer = checkpointer_of(run, going_on(config, worker.run_dir / mode, mode=mode))
+        for step in (1, 2):
+            fill(run, step)
+            may_commit.clear()
+            checkpointer.save(Progress(step=step))
+            checkpointer.before_update()
+            fill(run, -1)
+            assert len(committed(checkpointer._folder)) == step - 1
+            may_commit.set()
+            checkpointer.finish(Progress(step=step), done=False)
+        checkpointer.close()
+        for step in (1, 2):
+            resume = str(checkpoint(worker.run_dir / mode, step))
+            here = going_on(config, worker.run_dir / "nowhere", resume=resume)
+            assert checkpointer_of(run, here).resume().step == step
+            for key, tensor, _ in tensors(run):
+                assert (local(tensor) == step).all(), (mode, step, key)
+
+
+def test_a_run_waits_with_its_next_update_for_the_copy(tmp_path: Path) -> None:
+    """The checkpoint is that of a save without a copy, and so are the losses."""
+    runs = [a_run(tmp_path / mode, steps=5, mode=mode) for mode in ("sync", "async_pinned")]
+    assert run_world(train_with_late_copies, runs[0], tmp_path, runs) == [["", ""]]
+    truth, found = (Path(config.run_dir) for config in runs)
+    assert numbers(found) == numbers(truth)
+    sums = [(checkpoint(path, 3) / "pieces.json").read_text() for path in (truth, found)]
+    assert sums[0] == sums[1], "the tensors of a later step were saved"
+
+
+def train_with_late_copies(config: Config, worker: Worker, runs: list[Config]) -> list[str]:
+    class Late(Copy):
+        """Copies nothing before training is about to change it."""
+
+        def before_update(self) -> None:
+            reached.set()
+            super().before_update()
+
+        def finish(self) -> None:
+            assert reached.wait(30), "training does not wait before it changes parameters"
+            super().finish()
+
+    reached = threading.Event()
+    writer.Copy = Late
+    return train_each(config, worker, runs)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_what_an_update_changes_is_copied_before_it_and_the_rest_at_once(device: str) -> None:
+    """A GPU copies it into pinned memory while the CPU goes on."""
+    large = 2**28 if device == "cuda" else 2**10  # its copy takes longer than what follows it
+    sources = {
+        "late": torch.full((large,), 1.0, device=device),
+        "early": torch.full((2**10,), 2.0, device=device),
+        "cpu": torch.full((7,), 3.0),
+    }
+    memory = HostMemory(shared=True)
+    memory.tensors_like(sources)  # allocated and pinned before
+    copy = Copy(sources, memory, lambda key: key == "late")
+    sources["early"].fill_(-1)
+    sources["cpu"].fill_(-1)
+
+    def an_update() -> None:
+        copy.before_update()
+        sources["late"].fill_(-1)
+
+    if device == "cuda":
+        an_update()
+        assert copy._gpu_copied is not None and not copy._gpu_copied.query(), "the CPU has waited"
+        copy.finish()
+        assert all(tensor.is_pinned() for tensor in copy.tensors.values())
+    else:
+        updating = threading.Thread(target=an_update, daemon=True)
+        updating.start()
+        updating.join(0.2)
+        assert updating.is_alive(), "an update does not wait for the copy"
+        copy.finish()
+        updating.join(30)
+    for name, value in (("late", 1.0), ("early", 2.0), ("cpu", 3.0)):
+        assert (copy.tensors[name] == value).all(), name
+    assert (sources["late"] == -1).all()
+    memory.close()
+
+
+# --- whose it is ----------------------------------------------------------------------------------
 
 
 def test_what_a_planted_file_changes_in_a_class_is_refused_and_undone() -> None:
@@ -92,34 +266,21 @@ def test_ranks_that_start_again_on_an_old_store_agree_on_a_new_name() -> None:
     """torchrun's store keeps what earlier starts have written, and its counts may differ."""
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=20))
-    names = [start(store, 3) for _ in range(3)]
-    assert all(len(set(found)) == 1 for found in names), names
-    assert len({found[0] for found in names}) == 3
-
-
-def start(store: dist.Store, size: int) -> list[str]:
-    found = [""] * size
-
-    def rank(number: int) -> None:
-        found[number] = start_id(store, number, size, 10)
-
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(15)
-    return found
+    with ThreadPoolExecutor(3) as pool:
+        names = [
+            set(pool.map(lambda rank: start_id(store, rank, 3, 10), range(3))) for _ in range(3)
+        ]
+    assert all(len(found) == 1 for found in names) and len(set().union(*names)) == 3
 
 
 def test_a_folder_of_its_own_takes_the_checkpoints_of_one_run(tmp_path: Path) -> None:
     """Else the jobs of a sweep would go on with each other's."""
-    from titanlike.checkpoint.resume import select_resume
-
-    shared = Checkpoint(every=0, last=True, folder=str(tmp_path / "shared"))
-    config = tiny(steps=1, layers=2, checkpoint=shared)
-    from titanlike.training.train import train
-
-    run_world(train, config, tmp_path / "one")
+    config = tiny(layers=2, checkpoint=Checkpoint(folder=str(tmp_path / "shared")))
+    run_world(save_one, config, tmp_path / "one")
     assert select_resume(replace(config, run_dir=str(tmp_path / "one"))).path is not None
     with pytest.raises(ValueError, match=f"checkpoints of the run in {tmp_path / 'one'}"):
         select_resume(replace(config, run_dir=str(tmp_path / "two")))
+
+
+def save_one(config: Config, worker: Worker) -> None:
+    opened(config, worker)[1].save(Progress(step=1))

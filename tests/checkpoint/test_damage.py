@@ -13,43 +13,37 @@ from typing import Any
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from support.cells import slow
-from support.saved_runs import (
-    a_run,
-    checkpoint,
-    events,
-    numbers,
-    reseal,
-    train_all,
+from support.saved_runs import a_run, checkpoint, events, numbers, reseal, train_all
+from support.saved_state import going_on, load, load_each, opened, update
+from support.world import run_world
+from titanlike.checkpoint import checkpointer, integrity, state_dict
+from titanlike.checkpoint.checkpointer import Progress
+from titanlike.checkpoint.integrity import (
+    DAMAGED_MARKER,
+    MARKER,
+    UNEQUAL,
+    DamagedCheckpoint,
+    check_all,
 )
-from support.world import RankError
-from titanlike.checkpoint.discovery import committed
-from titanlike.checkpoint.integrity import DAMAGED_MARKER, MARKER, DamagedCheckpoint, check_all
+from titanlike.checkpoint.piece_sums import PIECES
 from titanlike.checkpoint.storage import Storage
+from titanlike.checkpoint.tensor_index import read_entries
 from titanlike.config.schema import Config
-
-LAYOUTS = {"one": (1, 1), "pp2": (2, 1), "dp2": (1, 2)}
-
-
-@pytest.fixture(scope="module", params=["one", *slow("pp2", "dp2")])
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """A run that was cut off after step 8, with checkpoints of steps 3 and 6."""
-    folder = tmp_path_factory.mktemp(request.param.replace(" ", "")) / "run"
-    config = a_run(folder, *LAYOUTS[request.param])
-    assert train_all(config) == [""]
-    assert len(numbers(folder)) == 8
-    return config
+from titanlike.launch.worker import Worker
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Config:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A run of two ranks that was cut off after step 8, with checkpoints of steps 3 and 6."""
     folder = tmp_path_factory.mktemp("saved") / "run"
-    config = a_run(folder)
+    config = a_run(folder, dp=2)
     assert train_all(config) == [""]
+    (folder / "events.jsonl").unlink()
     return config
 
 
@@ -58,15 +52,18 @@ def copy(config: Config, to: Path) -> Path:
     return to
 
 
-def going_on(config: Config, run_dir: Path, **checkpoint: Any) -> Config:
-    settings = replace(config.checkpoint, **checkpoint)
-    return replace(config, run_dir=str(run_dir), checkpoint=settings)
-
-
 def flip(path: Path, position: int, bit: int = 6) -> None:
     data = bytearray(path.read_bytes())
     data[position] ^= 1 << bit
     path.write_bytes(data)
+
+
+def flip_in(folder: Path, entry_name: str) -> str:
+    """Flip a bit in the middle of a tensor's bytes; in which file."""
+    [tensor] = [one for one in read_entries(Storage(folder)) if one.name == entry_name]
+    shard = tensor.shards[-1]
+    flip(folder / str(shard.file), shard.begin + shard.length // 2)
+    return str(shard.file)
 
 
 def cut(path: Path) -> None:
@@ -81,147 +78,184 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "removed": Path.unlink,
     "emptied": lambda path: os.truncate(path, 0),
 }
+FILES = [MARKER, ".metadata", "__0_0.distcp", "__1_0.distcp", "files.json", PIECES, "state.json"]
 
 
-def cases(folder: Path) -> list[tuple[str, str]]:
-    """(file, damage): each of one file, and of the others what differs from file to file."""
-    names = sorted(path.name for path in folder.iterdir())
-    assert {MARKER, ".metadata", "files.json", "state.json", "__0_0.distcp"} <= {*names}
-    return [(name, damage) for name in names for damage in DAMAGES]
-
-
-def test_a_damaged_file_is_named_and_the_next_older_checkpoint_is_taken(
+def test_a_damaged_file_is_named_and_the_next_older_checkpoint_is_loaded(
     saved: Config, tmp_path: Path
 ) -> None:
-    """With the uninterrupted run's numbers to the end, bitwise. Each file, and each damage once."""
-    every = cases(checkpoint(Path(saved.run_dir), 6))
-    if saved.world_size > 1:
-        chosen = [case for case in every if case[1] == "flipped in the middle"]
-        chosen += [("__1_0.distcp", "removed")]
-    else:
-        files, kinds = sorted({name for name, _ in every} - {MARKER}), list(DAMAGES)
-        most = range(max(len(files), len(kinds)))
-        chosen = [(files[i % len(files)], kinds[i % len(kinds)]) for i in most]
-    assert_older_is_taken(saved, [*chosen, (MARKER, "removed")], tmp_path)
-
-
-@pytest.mark.slow
-def test_whatever_is_damaged_in_whatever_way_the_next_older_checkpoint_is_taken(
-    one: Config, tmp_path: Path
-) -> None:
-    assert_older_is_taken(one, cases(checkpoint(Path(one.run_dir), 6)), tmp_path)
-
-
-def assert_older_is_taken(saved: Config, chosen: list[tuple[str, str]], tmp_path: Path) -> None:
-    truth = numbers(Path(saved.run_dir))
+    """By all ranks, to the last bit. A start reads each byte of an intact checkpoint once."""
+    damaged = set(FILES) - {MARKER, "__0_0.distcp"}
+    cases = [*((name, "flipped in the middle") for name in damaged), (MARKER, "removed")]
     runs = {}
-    for name, damage in chosen:
+    for name, damage in [*cases, ("", "nothing"), ("", "no step 6")]:
         run_dir = copy(saved, tmp_path / f"{name} {damage}")
-        DAMAGES[damage](checkpoint(run_dir, 6) / name)
-        (run_dir / "events.jsonl").unlink()
-        runs[run_dir] = name, damage
-    raised = train_all(*(going_on(saved, run_dir) for run_dir in runs), folder=tmp_path)
-    for (run_dir, (name, damage)), error in zip(runs.items(), raised, strict=True):
-        assert error == "", (name, damage)
-        folder = checkpoint(run_dir, 6)
-        kind = "leftover" if (name, damage) == (MARKER, "removed") else "damaged"
+        if name:
+            DAMAGES[damage](checkpoint(run_dir, 6) / name)
+        runs[name, damage] = going_on(saved, run_dir)
+    shutil.rmtree(checkpoint(Path(runs["", "no step 6"].run_dir), 6))
+    of_ranks = run_world(load_each, saved, tmp_path / "ranks", list(runs.values()))
+    for found in of_ranks:
+        loaded = dict(zip(runs, found, strict=True))
+        intact, older = loaded.pop(("", "nothing")), loaded.pop(("", "no step 6"))
+        assert (intact.step, older.step) == (6, 3) and intact.state != older.state
+        for case, one in loaded.items():
+            assert (one.error, one.step, one.state) == ("", 3, older.state), case
+    assert_each_byte_was_read_once(
+        [dict(zip(runs, found, strict=True))["", "nothing"].read for found in of_ranks], saved
+    )
+    output = (tmp_path / "ranks" / "rank0.out").read_text()
+    for name, damage in loaded:
+        run_dir = tmp_path / f"{name} {damage}"
+        folder, gone = checkpoint(run_dir, 6), (name, damage) == (MARKER, "removed")
         [told] = events(run_dir, "damaged") + events(run_dir, "leftover")
-        assert (told["event"], told["step"]) == (kind, 6), told
+        assert (told["event"], told["step"]) == ("leftover" if gone else "damaged", 6), told
         assert str(folder) in told["text"] and name in told["text"], (name, damage)
-        assert [event["step"] for event in events(run_dir, "resume")] == [3], (name, damage)
-        assert numbers(run_dir) == truth, (name, damage)
-        for path in committed(Storage(run_dir / "checkpoints")):
-            check_all(path)
-        assert sorted(os.listdir(run_dir / "checkpoints")) == ["step-00000003", "step-00000006"]
-    output = (tmp_path / "rank0.out").read_text()
-    assert output.count("is damaged") == len(runs) - 1
-    assert output.count("its save was not completed") == 1
+        assert told["text"] in output
+        assert folder.exists() != gone and (folder / DAMAGED_MARKER).exists() != gone
+        assert not (folder / MARKER).exists()
+        check_all(Storage(checkpoint(run_dir, 3)))
 
 
-def test_a_damaged_checkpoint_is_kept_for_a_look_and_may_be_given_back(
-    one: Config, tmp_path: Path
-) -> None:
-    run_dir = copy(one, tmp_path / "run")
-    folder = checkpoint(run_dir, 6)
-    tensors = next(folder.glob("*.distcp"))
-    flip(tensors, 1000)
-    short = replace(one, steps=5)  # so that step 6 is not saved again
-    assert train_all(going_on(short, run_dir)) == [""]
-    assert not (folder / MARKER).exists()
-    assert f"{tensors.name} does not match the checksum" in (folder / DAMAGED_MARKER).read_text()
-    flip(tensors, 1000)
-    (folder / DAMAGED_MARKER).rename(folder / MARKER)
-    assert train_all(going_on(one, run_dir)) == [""]
-    assert [event["step"] for event in events(run_dir, "resume")] == [3, 6]
+def assert_each_byte_was_read_once(of_ranks: list[dict[str, int]], saved: Config) -> None:
+    folder = checkpoint(Path(saved.run_dir), 6)
+    sizes = {path.name: path.stat().st_size for path in folder.glob("*.distcp")}
+    # what FSDP does not shard, each rank reads, and it is in one file
+    again = sum(
+        entry.shards[0].length
+        for entry in read_entries(Storage(folder))
+        if len(entry.shards) == 1 and not entry.name.startswith("rng.")
+    )
+    read = sum(counts.get(name, 0) for counts in of_ranks for name in sizes)
+    assert sum(sizes.values()) <= read <= sum(sizes.values()) + again
+    for name in (".metadata", PIECES):
+        assert of_ranks[0][name] == (folder / name).stat().st_size
 
 
-@pytest.mark.slow
-def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(one: Config, tmp_path: Path) -> None:
-    for name, damage in cases(checkpoint(Path(one.run_dir), 6)):
-        run_dir = copy(one, tmp_path / f"{name} {damage}")
-        folder = checkpoint(run_dir, 6)
-        DAMAGES[damage](folder / name)
-    asked = {path.name: path for path in sorted(tmp_path.iterdir())}
-    runs = [
-        going_on(one, tmp_path / "new" / name, resume=str(checkpoint(source, 6)))
-        for name, source in asked.items()
-    ]
-    for (case, source), run, error in zip(asked.items(), runs, train_all(*runs), strict=True):
-        name = case.split()[0]
-        assert error.startswith(("ValueError", "DamagedCheckpoint")), (case, error)
-        assert str(checkpoint(source, 6)) in error and name in error, case
-        assert "\n" not in error
-        assert not (Path(run.run_dir) / "metrics.jsonl").exists()
-        # it is another run's, which may still read it
-        assert (checkpoint(source, 6) / MARKER).exists() or case == f"{MARKER} removed"
-
-
-@pytest.mark.parametrize("layout", [*slow("one"), "dp2"])
-def test_a_run_without_a_whole_checkpoint_does_not_begin_afresh(
-    layout: str, tmp_path: Path
-) -> None:
-    run_dir = tmp_path / "run"
-    config = a_run(run_dir, *LAYOUTS[layout])
-    train_all(config)
-    kept = (run_dir / "metrics.jsonl").read_bytes()
-    flip(next(checkpoint(run_dir, 3).glob("*.distcp")), 500)
-    cut(next(checkpoint(run_dir, 6).glob("*.distcp")))
-    for _ in range(2):  # the same the next time, when both are marked
-        try:
-            [error] = train_all(config)
-        except RankError as other:
-            error = str(other)
-        assert "no complete checkpoint is left" in error and "step-00000003" in error
-        assert "step-00000006" in error and "--repair" in error
-        assert "step 0" not in error  # the run is there: no advice to begin another
-        assert (run_dir / "metrics.jsonl").read_bytes() == kept
+def test_any_damage_to_any_file_is_found(saved: Config, tmp_path: Path) -> None:
+    folder = checkpoint(copy(saved, tmp_path / "run"), 6)
+    assert sorted(os.listdir(folder)) == sorted(FILES)
+    for name in FILES:
+        whole = (folder / name).read_bytes()
+        for damage, harm in DAMAGES.items():
+            harm(folder / name)
+            with pytest.raises(DamagedCheckpoint) as found:
+                check_all(Storage(folder))
+            assert str(folder) in str(found.value) and name in str(found.value), (name, damage)
+            (folder / name).write_bytes(whole)
+    check_all(Storage(folder))
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None, derandomize=True)
-def test_any_flipped_bit_is_found(one: Config, data: st.DataObject) -> None:
-    folder = checkpoint(Path(one.run_dir), 6)
-    path = folder / data.draw(st.sampled_from(sorted(os.listdir(folder))))
+@settings(max_examples=30, deadline=None, derandomize=True)
+def test_any_flipped_bit_is_found(saved: Config, data: st.DataObject) -> None:
+    folder = checkpoint(Path(saved.run_dir), 6)
+    path = folder / data.draw(st.sampled_from(FILES))
     position = data.draw(st.integers(0, path.stat().st_size - 1))
     bit = data.draw(st.integers(0, 7))
+    marker = (folder / MARKER).read_text().split()
     flip(path, position, bit)
     try:
-        if path.name == MARKER and path.read_text(errors="replace").split() == marker(folder):
+        if path.name == MARKER and path.read_text(errors="replace").split() == marker:
             return  # a newline became another blank
-        with pytest.raises(DamagedCheckpoint) as damage:
+        with pytest.raises(DamagedCheckpoint, match=path.name):
             check_all(Storage(folder))
-        assert str(folder) in str(damage.value) and path.name in str(damage.value)
     finally:
         flip(path, position, bit)
 
 
-def marker(folder: Path) -> list[str]:
-    from titanlike.checkpoint.integrity import checksum
+def test_a_damaged_checkpoint_is_kept_for_a_look_and_may_be_given_back(
+    saved: Config, tmp_path: Path
+) -> None:
+    """A run that takes the older one has the losses of the uninterrupted run, to the last bit."""
+    run_dir = copy(saved, tmp_path / "run")
+    folder, truth = checkpoint(run_dir, 6), numbers(run_dir)
+    file = folder / flip_in(folder, "model.head.weight")
+    kept = file.read_bytes()
+    short = replace(saved, steps=5)  # so that step 6 is not saved again
+    assert train_all(going_on(short, run_dir)) == [""]
+    assert numbers(run_dir) == {step: truth[step] for step in range(1, 6)}
+    assert not (folder / MARKER).exists() and file.read_bytes() == kept
+    assert f"{file.name} does not match the checksum" in (folder / DAMAGED_MARKER).read_text()
+    assert flip_in(folder, "model.head.weight") == file.name
+    (folder / DAMAGED_MARKER).rename(folder / MARKER)
+    one = replace(going_on(saved, run_dir), dp=1)
+    [[loaded]] = run_world(load_each, one, tmp_path / "one", [one])
+    assert loaded.step == 6
 
-    return [checksum((folder / "files.json").read_bytes())]
+
+def test_a_run_without_a_whole_checkpoint_does_not_begin_afresh(
+    saved: Config, tmp_path: Path
+) -> None:
+    run_dir = copy(saved, tmp_path / "run")
+    config = replace(going_on(saved, run_dir), dp=1)
+    kept = (run_dir / "metrics.jsonl").read_bytes()
+    flip_in(checkpoint(run_dir, 3), "model.head.weight")
+    cut(checkpoint(run_dir, 6) / "__1_0.distcp")
+    for error in train_all(config, config):  # the same the next time, when both are marked
+        assert "no complete checkpoint is left" in error and "step-00000003" in error
+        assert "step-00000006" in error and "--repair" in error
+        assert "step 0" not in error  # the run is there: no advice to begin another
+    assert (run_dir / "metrics.jsonl").read_bytes() == kept
 
 
-# --- checkpoints that somebody planted -------------------------------------------------------
+def test_damage_is_found_while_another_layout_loads(saved: Config, tmp_path: Path) -> None:
+    """Also in what no rank of it loads; and in checkpoints of an older version, which have no
+    checksums of pieces, and a step count of each parameter."""
+    one = replace(saved, dp=1)
+    damaged = ["rng.1.cpu", "optimizer.state.head.weight.exp_avg"]
+    runs = [going_on(one, copy(saved, tmp_path / name)) for name in ("intact", *damaged)]
+    for name in damaged:
+        flip_in(checkpoint(tmp_path / name, 6), name)
+    old, found = run_world(load_old_ones, one, tmp_path / "old", runs)[0]
+    assert [each.step for each in found] == [6, 3, 3]
+    assert found[1].state == found[2].state != found[0].state
+    assert [each.step for each in old] == [6, 3] and not any(each.error for each in old)
+
+
+def load_old_ones(config: Config, worker: Worker, runs: list[Config]) -> Any:
+    """What is loaded of checkpoints of an older version, whole and damaged; and of `runs`."""
+    run, of_run = opened(config, worker)
+    shared = state_dict.share_step
+    checkpointer.state_dict.share_step = lambda tensors, group: tensors
+    for step in (3, 6):
+        of_run.save(Progress(step=step))
+        update(run)
+        reseal(checkpoint(worker.run_dir, step))  # without checksums of pieces
+    checkpointer.state_dict.share_step = shared
+    entries = {entry.name for entry in read_entries(Storage(checkpoint(worker.run_dir, 6)))}
+    own = "optimizer.state.head.weight.step"
+    assert own in entries and state_dict.SHARED_STEP not in entries
+    again = copy(config, worker.run_dir.parent / "old and damaged")
+    flip_in(checkpoint(again, 6), own)
+    old = [load(run, going_on(config, folder), 1) for folder in (worker.run_dir, again)]
+    return old, [load(run, one, 1) for one in runs]
+
+
+def test_sizes_are_checked_by_one_listing() -> None:
+    """Also on a URL, where each question is a request."""
+    folder = Storage("memory://listing/step-00000001")
+    files = {f"__{rank}_0.distcp": (rank, "") for rank in range(100)}
+    for name, (size, _) in files.items():
+        folder.write(name, bytes(size))
+    asked = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("ls", "info", "exists"):
+            original = getattr(MemoryFileSystem, name)
+
+            def counted(self: Any, *args: Any, of: Any = original, **options: Any) -> Any:
+                asked.append(of.__name__)
+                return of(self, *args, **options)
+
+            patch.setattr(MemoryFileSystem, name, counted)
+        integrity.check_sizes(folder, files)
+    assert asked == ["ls"]
+    for change in ({"__7_0.distcp": (8, "")}, {"absent": (0, "")}):
+        with pytest.raises(DamagedCheckpoint, match=next(iter(change))):
+            integrity.check_sizes(folder, files | change)
+
+
+# --- checkpoints that somebody planted ------------------------------------------------------------
 
 
 class Runs:
@@ -234,120 +268,66 @@ class Runs:
         return self.call
 
 
-def planted(folder: Path, trace: Path) -> dict[str, Callable[[], None]]:
-    """Ways to harm a checkpoint whose code would create the file `trace`."""
-    shell, code = f"touch '{trace}'", f"open({str(trace)!r}, 'w').close()"
-    described = folder / ".metadata"
-
-    def describe(metadata: Any) -> None:
-        described.write_bytes(pickle.dumps(metadata))
-
-    def changed(change: Callable[[Any], None]) -> None:
-        metadata = pickle.loads(described.read_bytes())
-        change(metadata)
-        describe(metadata)
-
-    def nested(metadata: Any) -> None:
-        metadata.planner_data = {"model.head.weight": Runs(list, [Runs(exec, code)])}
-
-    def no_tensor(metadata: Any) -> None:
-        """DCP loads such an entry with pickle."""
-        append_pickle(metadata, pickle.dumps(Runs(exec, code)))
-        index = entry(metadata)
-        metadata.storage_data[MetadataIndex(index.fqn)] = metadata.storage_data[index]
-        metadata.state_dict_metadata[index.fqn] = BytesStorageMetadata()
-
-    def tensor(metadata: Any) -> None:
+def plant(folder: Path, trace: Path, way: str) -> None:
+    """Harm a checkpoint so that its code would create the file `trace`."""
+    code, file = Runs(exec, f"open({str(trace)!r}, 'w').close()"), folder / ".metadata"
+    metadata: Any = pickle.loads(file.read_bytes())
+    # of a parameter that every rank loads
+    index = next(i for i in metadata.storage_data if i.fqn == "model.norm.weight")
+    info = metadata.storage_data[index]
+    path = folder / info.relative_path
+    if way == "a command":
+        metadata = Runs(os.system, f"touch '{trace}'")
+    elif way == "deep inside":
+        metadata.planner_data = {"model.norm.weight": Runs(list, [code])}
+    elif way == "a file elsewhere":
+        metadata.storage_data[index] = replace(info, relative_path="../../outside")
+    else:
         stream = io.BytesIO()
-        torch.save(Runs(exec, code), stream)
-        append_pickle(metadata, stream.getvalue())
-
-    def append_pickle(metadata: Any, data: bytes) -> None:
-        index = entry(metadata)
-        info = metadata.storage_data[index]
-        path = folder / info.relative_path
+        torch.save(code, stream)
+        data = stream.getvalue() if way == "a tensor's pickle" else pickle.dumps(code)
         place = {"offset": path.stat().st_size, "length": len(data)}
         path.write_bytes(path.read_bytes() + data)
         metadata.storage_data[index] = replace(info, **place)
-
-    def outside(metadata: Any) -> None:
-        index = entry(metadata)
-        info = metadata.storage_data[index]
-        metadata.storage_data[index] = replace(info, relative_path="../../outside")
-
-    return {
-        "a command": lambda: describe(Runs(os.system, shell)),
-        "eval": lambda: describe(Runs(eval, code.replace(".close()", ""))),
-        "deep inside": lambda: changed(nested),
-        "no tensor": lambda: changed(no_tensor),
-        "a tensor's pickle": lambda: changed(tensor),
-        "a file elsewhere": lambda: changed(outside),
-    }
-
-
-def entry(metadata: Any) -> Any:
-    """The parameter that every layout loads."""
-    [index] = [i for i in metadata.storage_data if i.fqn == "model.head.weight"]
-    return index
+        if way == "no tensor":  # DCP loads such an entry with pickle
+            metadata.storage_data[MetadataIndex(index.fqn)] = metadata.storage_data[index]
+            metadata.state_dict_metadata[index.fqn] = BytesStorageMetadata()
+    file.write_bytes(pickle.dumps(metadata))
 
 
 SAYS = {
     "a command": "asks for posix.system",
-    "eval": "asks for builtins.eval",
     "deep inside": "asks for builtins.exec",
-    "no tensor": "model.head.weight is not a tensor there",
+    "no tensor": "model.norm.weight is not a tensor there",
     "a tensor's pickle": "could not be read",
     "a file elsewhere": "names a file outside the folder, '../../outside'",
 }
 
 
-@pytest.mark.parametrize("how", ["resume", "start_from"])
-def test_a_planted_checkpoint_is_refused_by_name_and_runs_nothing(
-    one: Config, how: str, tmp_path: Path
+def test_a_named_checkpoint_that_is_wrong_is_refused_and_runs_nothing(
+    saved: Config, tmp_path: Path
 ) -> None:
-    """Its checksums are right: whoever plants it can compute them, too."""
-    trace = tmp_path / "trace"
-    runs = []
-    for way in SAYS:
-        folder = checkpoint(copy(one, tmp_path / way), 6)
-        planted(folder, trace)[way]()
-        reseal(folder)
-        check_all(Storage(folder))
-        runs.append(going_on(one, tmp_path / "new" / way, **{how: str(folder)}))
-    for (way, says), error in zip(SAYS.items(), train_all(*runs), strict=True):
-        if (how, way) == ("start_from", "no tensor"):
-            says = "head.weight"  # not among the tensors that are there
-        assert says in error and str(checkpoint(tmp_path / way, 6)) in error, (way, error)
-        assert "\n" not in error, way
-    assert not trace.exists()
-
-
-def test_the_planted_checkpoints_would_run_code_in_plain_torch(one: Config, tmp_path: Path) -> None:
-    """What the test above tries is real: DCP's own reader runs it."""
-    import torch.distributed.checkpoint as dcp
-
-    for way in ("a command", "eval", "deep inside", "no tensor"):
-        trace = tmp_path / f"trace {way}"
-        folder = checkpoint(copy(one, tmp_path / way), 6)
-        planted(folder, trace)[way]()
-        try:
-            dcp.load({"model.head.weight": object()}, checkpoint_id=str(folder), no_dist=True)
-        except BaseException as error:  # CheckpointException is one
-            assert isinstance(error, (Exception, dcp.api.CheckpointException))
-        assert trace.exists(), way
-
-
-def test_what_no_program_wrote_is_one_line_too(one: Config, tmp_path: Path) -> None:
-    """Consistent checksums over nonsense."""
-    nonsense = {"state.json": ["[]", "{}", "no JSON"], ".metadata": ["", "nonsense", "\x80\x04N."]}
-    runs = []
-    for name, texts in nonsense.items():
-        for number, text in enumerate(texts):
-            folder = checkpoint(copy(one, tmp_path / f"{name} {number}"), 6)
-            (folder / name).write_bytes(text.encode("latin-1"))
+    """Damaged; or planted, with checksums that are right, for whoever plants it can compute them,
+    too. It is another run's, and left as it is."""
+    trace, one = tmp_path / "trace", replace(saved, dp=1)
+    expected: list[tuple[str, Path, Config]] = []
+    damaged = {name: name for name in FILES if name != MARKER}
+    for case, says in {**damaged, **SAYS, "model.norm.weight": UNEQUAL}.items():
+        folder = checkpoint(copy(saved, tmp_path / case), 6)
+        if case in SAYS:
+            plant(folder, trace, case)
             reseal(folder)
-            new = tmp_path / "new" / f"{name} {number}"
-            runs.append(going_on(one, new, resume=str(folder)))
-    for run, error in zip(runs, train_all(*runs), strict=True):
-        name = Path(run.run_dir).name.split()[0]
-        assert run.checkpoint.resume in error and name in error and "\n" not in error, error
+            check_all(Storage(folder))
+        elif case in damaged:
+            DAMAGES["flipped in the middle"](folder / case)
+        else:
+            flip_in(folder, case)
+        for key in ("resume", "start_from")[: 2 - (case in damaged)]:
+            new = going_on(one, tmp_path / "new" / f"{key} {case}", **{key: str(folder)})
+            absent = (key, case) == ("start_from", "no tensor")  # it is not among the tensors
+            expected.append(("norm.weight" if absent else says, folder, new))
+    found = run_world(load_each, one, tmp_path / "ranks", [config for *_, config in expected])[0]
+    for (says, folder, config), loaded in zip(expected, found, strict=True):
+        assert says in loaded.error and str(folder) in loaded.error, (config.run_dir, loaded)
+        assert (folder / MARKER).exists() and not (folder / DAMAGED_MARKER).exists(), folder
+    assert not trace.exists()

@@ -50,33 +50,17 @@ def first_loss(config: Config, folder: Path) -> float:
 
 
 TIED = {"tie_word_embeddings": True}
+GPT2 = Model("gpt2", SIZES | {"max_seq_len": 16})
+MIXTRAL = Model("moe", MOE | {"expert_dim": 64, "norm_eps": 1e-5, "rope_theta": 1e6})
+QWEN3 = Model("moe", MOE | {"qk_norm": True, "renormalize": False})
+TIED_LLAMA = Model("llama", LLAMA | {"tied": True})
 CASES = cells(
+    {"gpt2-tp2": ("gpt2", GPT2, {"tp": 2}, {})},
     {
-        "gpt2-tp2": ("gpt2", Model("gpt2", SIZES | {"max_seq_len": 16}), {"tp": 2}, {}),
+        "mixtral-ep2": ("mixtral", MIXTRAL, {"dp": 2, "ep": 2}, {"sliding_window": None}),
+        "llama-tied-pp2-tp2": ("llama", TIED_LLAMA, {"pp": 2, "tp": 2}, TIED),
     },
-    {
-        "mixtral-ep2": (
-            *(
-                "mixtral",
-                Model("moe", MOE | {"expert_dim": 64, "norm_eps": 1e-5, "rope_theta": 1e6}),
-            ),
-            *({"dp": 2, "ep": 2}, {"sliding_window": None}),
-        ),
-        "qwen3-moe-pp2": (
-            *("qwen3_moe", Model("moe", MOE | {"qk_norm": True, "renormalize": False})),
-            *({"pp": 2}, {}),
-        ),
-        "llama-tp2": ("llama", Model("llama", LLAMA), {"tp": 2}, {}),
-        "llama-tied-pp2-tp2": (
-            *("llama", Model("llama", LLAMA | {"tied": True})),
-            *({"pp": 2, "tp": 2}, TIED),
-        ),
-        "gpt2-pp2-dp2": (
-            *("gpt2", Model("gpt2", SIZES | {"max_seq_len": 16})),
-            *({"pp": 2, "dp": 2}, {}),
-        ),
-    },
-    {"llama-pp2-dp2": ("llama", Model("llama", LLAMA), {"pp": 2, "dp": 2}, {})},
+    {"qwen3-moe-pp2": ("qwen3_moe", QWEN3, {"pp": 2}, {})},
 )
 
 

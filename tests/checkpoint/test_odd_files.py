@@ -18,10 +18,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from support import saved_runs
-from support.saved_runs import checkpoint, events, numbers, reseal, train_all
+from support.saved_runs import checkpoint, reseal
+from support.saved_state import load_each
+from support.world import run_world
 from titanlike.checkpoint.commands import main
 from titanlike.checkpoint.discovery import newest_complete
-from titanlike.checkpoint.integrity import MARKER, DamagedCheckpoint, read_state
+from titanlike.checkpoint.integrity import MARKER, DamagedCheckpoint, checksum, read_state
 from titanlike.checkpoint.resume import select_resume
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.schema import Config
@@ -73,40 +75,40 @@ SPECIAL: dict[str, Callable[[Path], None]] = {
 FILES = ["state.json", "files.json", MARKER, ".metadata", "__0_0.distcp"]
 
 
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("kind", SPECIAL)
 def test_only_regular_files_are_opened(
-    run: Config, name: str, kind: str, capsys: pytest.CaptureFixture[str]
+    run: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By list, verify and a start, which takes the older checkpoint."""
     path = checkpoint(Path(run.run_dir), 6)
-    (path / name).unlink()
-    SPECIAL[kind](path / name)
-    uncommitted = (name, kind) == (MARKER, "dangling")
-    assert main(["list", run.run_dir]) == 0
-    assert ("incomplete" if uncommitted else "damaged") in capsys.readouterr().out
-    assert main(["verify", run.run_dir]) == (0 if uncommitted else 1)
-    assert name in capsys.readouterr().out
-    selection = select_resume(run)
-    assert selection.path is not None and selection.path.name == "step-00000003"
-    assert [damage.file for damage in selection.damaged] == [name] * (not uncommitted)
+    cases = [(name, "FIFO") for name in FILES] + [("state.json", kind) for kind in SPECIAL]
+    for name, kind in [*cases, (MARKER, "dangling")]:
+        (path / name).rename(tmp_path / "kept")
+        SPECIAL[kind](path / name)
+        uncommitted = (name, kind) == (MARKER, "dangling")
+        assert main(["list", run.run_dir]) == 0
+        assert ("incomplete" if uncommitted else "damaged") in capsys.readouterr().out
+        assert main(["verify", run.run_dir]) == (0 if uncommitted else 1)
+        assert name in capsys.readouterr().out
+        selection = select_resume(run)
+        assert selection.path is not None and selection.path.name == "step-00000003"
+        assert [damage.file for damage in selection.damaged] == [name] * (not uncommitted)
+        shutil.rmtree(path / name) if kind == "folder" else (path / name).unlink()
+        (tmp_path / "kept").rename(path / name)
 
 
-def test_a_start_marks_or_deletes_what_is_no_file_and_goes_on(
+def test_a_start_marks_or_deletes_what_is_no_file_or_garbled_and_goes_on(
     saved: Config, tmp_path: Path
 ) -> None:
-    truth = numbers(Path(saved.run_dir))
     runs = []
-    for name, kind in (("state.json", "FIFO"), (MARKER, "FIFO"), (MARKER, "folder")):
-        folder = tmp_path / f"{name} {kind}"
-        shutil.copytree(saved.run_dir, folder)
-        (checkpoint(folder, 6) / name).unlink()
-        SPECIAL[kind](checkpoint(folder, 6) / name)
+    cases = [("state.json", "FIFO"), (MARKER, "FIFO"), (MARKER, "folder"), (".metadata", "zeros")]
+    for name, kind in cases:
+        folder = shutil.copytree(saved.run_dir, tmp_path / f"{name} {kind}")
+        odd_file(checkpoint(folder, 6) / name, kind)
+        if kind in ODD:
+            reseal(checkpoint(folder, 6))
         runs.append(replace(saved, run_dir=str(folder)))
-    assert train_all(*runs) == [""] * len(runs)
-    for one in runs:
-        assert [event["step"] for event in events(Path(one.run_dir), "resume")] == [3]
-        assert numbers(Path(one.run_dir)) == truth
+    for loaded in run_world(load_each, saved, tmp_path / "ranks", runs)[0]:
+        assert (loaded.step, loaded.error) == (3, "")
 
 
 ODD: dict[str, bytes] = {
@@ -127,48 +129,39 @@ ODD: dict[str, bytes] = {
 }
 
 
-@pytest.mark.parametrize("odd", ODD)
-@pytest.mark.parametrize("name", ["state.json", "files.json", ".metadata"])
-def test_odd_contents_with_right_checksums_are_damage(
-    run: Config, name: str, odd: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = checkpoint(Path(run.run_dir), 6)
-    (path / name).write_bytes(ODD[odd])
-    if name == "files.json":
-        from titanlike.checkpoint.integrity import checksum
-
-        (path / MARKER).write_text(checksum(ODD[odd]))
+def odd_file(path: Path, odd: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    if odd in SPECIAL:
+        SPECIAL[odd](path)
     else:
-        reseal(path)
-    assert main(["verify", run.run_dir]) == 1
-    assert name in capsys.readouterr().out
-    assert main(["list", run.run_dir]) == 0
-    if name != ".metadata":  # which a start reads with the tensors
-        assert f"{name} " in capsys.readouterr().out
-        assert [damage.file for damage in select_resume(run).damaged] == [name]
-
-
-def test_a_garbled_metadata_lets_the_start_take_the_older_checkpoint(run: Config) -> None:
-    folder = Path(run.run_dir)
-    (checkpoint(folder, 6) / ".metadata").write_bytes(b"garbled")
-    reseal(checkpoint(folder, 6))
-    assert train_all(run) == [""]
-    [event] = events(folder, "damaged")
-    assert ".metadata" in event["text"]
-    assert [event["step"] for event in events(folder, "resume")] == [3]
+        path.write_bytes(ODD[odd])
 
 
 STEPS = ["2", "-3", "7", "1e30", "6.0", "1" + "0" * 30, '"6"', "true", "NaN", "null", "[6]", "{}"]
 
 
-@pytest.mark.parametrize("step", STEPS)
-def test_the_state_of_another_step_is_not_whole(run: Config, step: str) -> None:
+@pytest.mark.parametrize("name", ["state.json", "files.json", ".metadata"])
+def test_odd_contents_with_right_checksums_are_damage(
+    run: Config, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also the state of another step."""
     path = checkpoint(Path(run.run_dir), 6)
-    text = (path / "state.json").read_text().replace('"step": 6,', f'"step": {step},', 1)
-    (path / "state.json").write_text(text)
-    reseal(path)
-    [damage] = newest_complete(Storage(path.parent)).damaged
-    assert damage.file == "state.json" and len(str(damage)) < 400
+    contents = [*ODD.values()]
+    if name == "state.json":
+        whole = (path / name).read_bytes()
+        contents += [whole.replace(b'"step": 6,', f'"step": {x},'.encode(), 1) for x in STEPS]
+    for content in contents:
+        (path / name).write_bytes(content)
+        if name == "files.json":
+            (path / MARKER).write_text(checksum(content))
+        else:
+            reseal(path)
+        assert main(["verify", str(path)]) == 1, content[:50]
+        assert name in capsys.readouterr().out
+        if name != ".metadata":  # which a start reads with the tensors
+            [damage] = newest_complete(Storage(path.parent)).damaged
+            assert damage.file == name and len(str(damage)) < 400
 
 
 json_values = st.recursive(
@@ -181,7 +174,7 @@ json_values = st.recursive(
 
 
 @given(data=st.data())
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_value_in_the_state_is_read_or_is_damage(
     saved: Config, capsys: pytest.CaptureFixture[str], data: st.DataObject
 ) -> None:
@@ -222,91 +215,74 @@ RECORDS: dict[str, Callable[[Path], Any]] = {
 NAMED = ("result.json", PLAN)  # a reader needs what is in these
 
 
-def odd_file(path: Path, odd: str) -> None:
-    path.parent.mkdir(exist_ok=True)
-    path.unlink(missing_ok=True)
-    if odd in SPECIAL:
-        SPECIAL[odd](path)
-    else:
-        path.write_bytes(ODD[odd])
-
-
-@pytest.mark.parametrize("odd", [*ODD, *SPECIAL])
 @pytest.mark.parametrize("name", RECORDS)
-def test_an_odd_file_of_a_run_is_named_or_passed_over(name: str, odd: str, tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
-    odd_file(tmp_path / name, odd)
-    if name in NAMED and odd != "dangling":
-        with pytest.raises(ValueError, match=name):
-            RECORDS[name](tmp_path)
-        return
-    try:
-        RECORDS[name](tmp_path)
-    except OSError as error:
-        assert odd in SPECIAL and name == "metrics.jsonl" and name in str(error)
+def test_an_odd_file_of_a_run_is_named_or_passed_over(name: str, tmp_path: Path) -> None:
+    for odd in (*ODD, *SPECIAL):
+        folder = tmp_path / odd
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+        odd_file(folder / name, odd)
+        if name in NAMED and odd != "dangling":
+            with pytest.raises(ValueError, match=name):
+                RECORDS[name](folder)
+            continue
+        try:
+            RECORDS[name](folder)
+        except OSError as error:
+            assert odd in SPECIAL and name == "metrics.jsonl" and name in str(error)
 
 
-@pytest.mark.parametrize("odd", [*ODD, *SPECIAL])
-def test_an_odd_owner_file_does_not_stop_a_run(odd: str, tmp_path: Path) -> None:
-    owner = Owner(tmp_path)
-    odd_file(tmp_path / OWNER, odd)
-    owner.check()
+def test_an_odd_owner_file_does_not_stop_a_run(tmp_path: Path) -> None:
+    for odd in (*ODD, *SPECIAL):
+        (tmp_path / odd).mkdir()
+        owner = Owner(tmp_path / odd)
+        odd_file(tmp_path / odd / OWNER, odd)
+        owner.check()
 
 
-@pytest.mark.parametrize("odd", sorted(SPECIAL.keys() - {"dangling", "device"}))
-@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
-def test_what_is_no_file_is_not_written_to(name: str, odd: str, tmp_path: Path) -> None:
-    SPECIAL[odd](tmp_path / name)
-    with pytest.raises(OSError, match=name):
-        if name == "metrics.jsonl":
-            JsonlSink(tmp_path / name)
-        else:
-            Events(tmp_path, print).log("saved", 1)
+def test_what_is_no_file_is_not_written_to(tmp_path: Path) -> None:
+    for odd in SPECIAL.keys() - {"dangling", "device"}:
+        (tmp_path / odd).mkdir()
+        for name in ("metrics.jsonl", "events.jsonl"):
+            SPECIAL[odd](tmp_path / odd / name)
+        with pytest.raises(OSError, match=r"metrics\.jsonl"):
+            JsonlSink(tmp_path / odd / "metrics.jsonl")
+        with pytest.raises(OSError, match=r"events\.jsonl"):
+            Events(tmp_path / odd, print).log("saved", 1)
 
 
-@pytest.mark.parametrize("odd", [*ODD, *SPECIAL])
 @pytest.mark.parametrize("name", ["result.json", "metrics.jsonl", "config.yaml"])
 def test_the_table_of_a_sweep_survives_an_odd_file_of_a_job(
-    name: str, odd: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_plan(tmp_path, Plan("train", "loss", jobs=[Job(0, "0", ["lr=1"], ["lr=1"])]))
-    (tmp_path / "0").mkdir()
-    (tmp_path / "0" / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
-    odd_file(tmp_path / "0" / name, odd)
-    code = report.main([str(tmp_path), "--no-picture"])
-    captured = capsys.readouterr()
-    assert code == 1 or (code == 2 and name in captured.err and len(captured.err.splitlines()) == 1)
-    if name == "result.json" and odd != "dangling":
-        assert name in (tmp_path / "sweep.csv").read_text()
+    for odd in (*ODD, *SPECIAL):
+        sweep = a_sweep(tmp_path / odd)
+        (sweep / "0" / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+        odd_file(sweep / "0" / name, odd)
+        code, error = report.main([str(sweep), "--no-picture"]), capsys.readouterr().err
+        assert code == 1 or (code == 2 and name in error and len(error.splitlines()) == 1), odd
+        if name == "result.json" and odd != "dangling":
+            assert name in (sweep / "sweep.csv").read_text()
 
 
-fields = st.sampled_from(
-    [
-        "number",
-        "folder",
-        "overrides",
-        "swept",
-        "skipped",
-        "status",
-        "value",
-        "error",
-        "step",
-        "loss",
-    ]
-)
+def a_sweep(folder: Path) -> Path:
+    (folder / "0").mkdir(parents=True)
+    write_plan(folder, Plan("train", "loss", jobs=[Job(0, "0", ["lr=1"], ["lr=1"])]))
+    return folder
 
 
-@given(st.dictionaries(fields, json_values))
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+WORDS = [*vars(Job(0, "0", [], [])), "status", "value", "error", "step", "loss"]
+
+
+@given(st.dictionaries(st.sampled_from(WORDS), json_values))
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_object_in_the_files_of_a_sweep_is_a_row_or_a_word(
     tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str], record: Any
 ) -> None:
-    folder = tmp_path_factory.mktemp("sweep")
-    write_plan(folder, Plan("train", "loss", jobs=[Job(0, "0", ["lr=1"], ["lr=1"])]))
+    folder = a_sweep(tmp_path_factory.mktemp("sweeps") / "sweep")
     line = json.dumps(record) + "\n"
     with (folder / PLAN).open("a") as file:
         file.write(line)
-    (folder / "0").mkdir()
     (folder / "0" / "result.json").write_text(line)
     (folder / "0" / "metrics.jsonl").write_text(line * 2)
     assert report.main([str(folder), "--no-picture"]) in (0, 1)

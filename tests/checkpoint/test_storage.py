@@ -5,52 +5,74 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.saved_runs import a_run, events, numbers, train_all, train_each
+from support.saved_runs import a_run, events, train_each
+from support.saved_state import fill, load, local, opened, tensors
 from support.world import run_world
-from titanlike.checkpoint.discovery import committed
-from titanlike.checkpoint.integrity import check_all
+from titanlike.checkpoint import storage
+from titanlike.checkpoint.checkpointer import Progress
+from titanlike.checkpoint.discovery import committed, newest_complete, resolve, step_name
+from titanlike.checkpoint.integrity import check_all, checksum, commit
 from titanlike.checkpoint.storage import Storage
 from titanlike.checkpoint.writer import Saved, superseded
 from titanlike.config.schema import Checkpoint, Config
 from titanlike.job import check
 from titanlike.launch.worker import Worker
+from titanlike.parallel.mesh import close_mesh
 
 
-@pytest.mark.slow
-def test_a_run_goes_on_from_a_url(tmp_path: Path) -> None:
-    url = f"file://{tmp_path}/kept elsewhere"
-    truth = a_run(tmp_path / "truth", pp=2, steps=6)
-    config = a_run(tmp_path / "run", pp=2, steps=6, folder=url, mode="async", keep=1)
-    assert train_all(truth) == train_all(config) == [""]
-    assert Storage(url).names() == ["step-00000006"]
-    check_all(Storage(url).at("step-00000006"))
-    further = [replace(one, steps=8) for one in (truth, config)]
-    assert train_all(further[0]) == train_all(further[1]) == [""]
-    [event] = events(tmp_path / "run", "resume")
-    assert event["path"] == f"{url}/step-00000006"
-    assert numbers(tmp_path / "run") == numbers(tmp_path / "truth")
-    assert not (tmp_path / "run" / "checkpoints").exists()
+def test_any_file_system_of_fsspec_keeps_checkpoints(tmp_path: Path) -> None:
+    """Saves, retention, damage and going on, as on a disk; memory:// has no directories or renames."""
+    for url in ("memory://runs/a", f"file://{tmp_path}/kept elsewhere"):
+        config = a_run(tmp_path / "run", folder=url, keep=2, mode="async")
+        run_world(save_and_go_on, config, tmp_path / "run")
+        assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-@pytest.mark.slow
-def test_a_file_system_without_directories_or_renames_will_do(tmp_path: Path) -> None:
-    """fsspec's memory, in one process; saves, retention, damage and going on, as on a disk."""
-    run_dir = tmp_path / "run"
-    config = a_run(run_dir, folder="memory://runs/a", keep=2)
-    truth = a_run(tmp_path / "truth")
-    assert train_all(truth) == [""]
-    found = run_world(in_memory, config, run_dir)[0]
-    assert found == ["step-00000003", "step-00000006"]
-    assert [event["step"] for event in events(run_dir, "resume")] == [6, 3]
-    [event] = events(run_dir, "damaged")
-    assert event["step"] == 6 and "memory://runs/a/step-00000006" in event["text"]
-    assert numbers(run_dir) == numbers(tmp_path / "truth")
+def save_and_go_on(config: Config, worker: Worker) -> None:
+    folder, (run, checkpointer) = Storage(config.checkpoint.folder), opened(config, worker)
+    for step in (1, 2, 3):
+        fill(run, step)
+        checkpointer.save(Progress(step=step))
+        checkpointer.before_update()
+    checkpointer.finish(Progress(step=3), done=True)
+    checkpointer.close()
+    assert folder.names() == ["step-00000002", "step-00000003"]
+    newest = folder.at("step-00000003")
+    data = bytearray(newest.read("__0_0.distcp"))
+    data[100] ^= 1
+    newest.write("__0_0.distcp", bytes(data))
+    assert load(run, config, 0).step == 2
+    assert all((local(tensor) == 2).all() for _, tensor, _ in tensors(run))
+    [event] = events(worker.run_dir, "damaged")[-1:]
+    assert event["step"] == 3 and str(newest) in event["text"]
+    assert events(worker.run_dir, "resume")[-1]["path"] == str(folder.at("step-00000002"))
+    for path in committed(folder):
+        check_all(path)
+    close_mesh()
+
+
+def test_the_newest_is_that_of_the_last_step(tmp_path: Path) -> None:
+    """Also where the alphabet has another order."""
+    state = {"progress": {}, "val_loss": None, "same": {}, "sequences": 1}
+    folder = Storage(tmp_path)
+    for step in (99_999_999, 100_000_000):
+        own = folder.at(step_name(step))
+        own.write(".metadata", b"")
+        commit(own, {".metadata": (0, checksum(b""))}, {"step": step, **state})
+    folder.at(step_name(100_000_001)).write("state.json", b"{}")  # its save was cut off
+    for found in (
+        newest_complete(folder).path,
+        resolve("RUN", str(tmp_path)),
+        committed(folder)[0],
+    ):
+        assert str(found) == str(folder.at("step-100000000"))
 
 
 def test_a_run_that_is_done_keeps_as_many_as_it_should_however_it_was_killed(
@@ -64,70 +86,39 @@ def test_a_run_that_is_done_keeps_as_many_as_it_should_however_it_was_killed(
     assert Storage(tmp_path / "checkpoints").names() == ["step-00000002", "step-00000003"]
 
 
-def in_memory(config: Config, worker: Worker) -> list[str]:
-    assert train_each(config, worker, [config, config]) == ["", ""]
-    folder = Storage("memory://runs/a")
-    newest = committed(folder)[0]
-    [tensors] = [name for name in newest.names() if name.endswith(".distcp")]
-    data = bytearray(newest.read(tensors))
-    data[100] ^= 1
-    newest.write(tensors, bytes(data))
-    assert train_each(config, worker, [config]) == [""]
-    for path in committed(folder):
-        check_all(path)
-    return folder.names()
-
-
-def problem(config: Config) -> str:
-    """What a start would be refused with, before a worker; one line."""
-    [found] = check.problems(config)
-    assert "\n" not in str(found)
-    return str(found)
-
-
-def test_a_folder_that_cannot_be_written_is_a_mistake_before_the_start(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for url in (f"{tmp_path}/file/checkpoints", f"file://{tmp_path}/file/checkpoints", "/proc/a"):
-        text = problem(a_run(tmp_path / "run", folder=url))
-        assert text.startswith(f"checkpoint.folder={url}: cannot be written"), text
-    assert check.problems(a_run(tmp_path / "run", folder=str(tmp_path / "new"))) == []
-    assert not (tmp_path / "new").exists()  # the trial has left nothing
-
-
-def test_a_file_system_that_answers_with_an_error_is_a_mistake_of_one_line(
+def test_a_folder_that_will_not_do_is_a_mistake_of_one_line_before_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "file").write_text("")
+    inside = f"{tmp_path}/file/checkpoints"
+    packages = {"s3": "s3fs", "gs": "gcsfs", "abfs": "adlfs", "oci": "ocifs"}
+    absent = {name: package for name, package in packages.items() if find_spec(package) is None}
+    memory: dict[str, Any] = {"folder": "memory://a"}
+    rows: list[tuple[dict[str, Any], str]] = [
+        *(
+            ({"folder": url}, "cannot be written")
+            for url in (inside, f"file://{inside}", "/proc/a")
+        ),
+        ({"folder": "s33://bucket/a"}, "s33"),
+        *(({"folder": f"{name}://bucket/a"}, package) for name, package in absent.items()),
+        (memory | {"dp": 2}, "one process"),
+        (memory | {"mode": "async_process"}, "async_pinned"),
+    ]
+    for changes, says in rows:
+        [problem] = check.problems(a_run(tmp_path / "run", **changes))
+        assert str(problem).startswith("checkpoint.") and says in str(problem), changes
+        assert "\n" not in str(problem)
+    new = tmp_path / "new"
+    assert check.problems(a_run(tmp_path / "run", folder=str(new))) == [] and not new.exists()
+    assert check.problems(a_run(tmp_path / "run", **memory)) == []
+
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError("the bucket says no")
 
+    monkeypatch.setattr(storage, "_PAUSES", (0.0,))
     monkeypatch.setattr(LocalFileSystem, "ls", refuse)
-    text = problem(a_run(tmp_path / "run"))
-    assert text.startswith("checkpoint=") and "the bucket says no" in text
-
-
-def test_a_protocol_that_nobody_knows_or_whose_package_is_missing_is_named(tmp_path: Path) -> None:
-    text = problem(a_run(tmp_path / "run", folder="s33://bucket/a"))
-    assert text.startswith("checkpoint.folder=s33://bucket/a: ") and "s33" in text
-    packages = {"s3": "s3fs", "gs": "gcsfs", "abfs": "adlfs", "oci": "ocifs"}
-    absent = {name: package for name, package in packages.items() if find_spec(package) is None}
-    if not absent:
-        pytest.skip("every package is installed")
-    for name, package in absent.items():
-        assert package in problem(a_run(tmp_path / "run", folder=f"{name}://bucket/a"))
-
-
-def test_the_memory_of_one_process_is_refused_for_two(tmp_path: Path) -> None:
-    assert "one process" in problem(a_run(tmp_path / "run", dp=2, folder="memory://a"))
-    assert check.problems(a_run(tmp_path / "run", folder="memory://a")) == []
-
-
-def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    folder = Storage(tmp_path)
-    folder.write("state", b"old")
-    with pytest.raises(TypeError):
-        folder.write("state", "no bytes")  # type: ignore[arg-type]
-    assert folder.read("state") == b"old"
-    assert folder.names() == ["state"]
+    [problem] = check.problems(a_run(tmp_path / "run"))
+    assert str(problem).startswith("checkpoint=") and "the bucket says no" in str(problem)
 
 
 losses = st.none() | st.floats(0, 9) | st.sampled_from([float("nan"), float("inf")])

@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,9 +16,9 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from support import saved_runs
-from support.cells import GRID, slow
-from support.saved_runs import a_run, checkpoint, events, numbers, train_all, train_each
-from support.world import RankError, run_world
+from support.saved_runs import checkpoint, events
+from support.saved_state import Loaded, going_on, load, load_each, opened
+from support.world import run_world
 from titanlike.checkpoint import integrity, storage
 from titanlike.checkpoint.commands import main
 from titanlike.checkpoint.integrity import DAMAGED_MARKER, MARKER
@@ -26,9 +27,7 @@ from titanlike.config.schema import Config
 from titanlike.job import check
 from titanlike.launch.worker import Worker
 
-ERRORS = [errno.EACCES, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ETIMEDOUT]
-QUICK = [errno.EIO, errno.ESTALE]
-REST = slow(*(code for code in ERRORS if code not in QUICK), marks=GRID)
+Fault = tuple[int, str, int, int]  # rank, part of a path, errno, how many times
 TENSORS = "step-00000006/__0_0.distcp"
 saved, run = saved_runs.saved, saved_runs.run
 
@@ -49,66 +48,66 @@ def unreadable(part: str, code: int, times: int = 1_000_000) -> Iterator[None]:
         yield
 
 
-def train_unreadable(config: Config, worker: Worker, rank: int, *fault: Any) -> list[str]:
-    """`train_each`, where one rank cannot read a file."""
-    if worker.rank != rank:
-        return train_each(config, worker, [config])
-    with unreadable(*fault):
-        return train_each(config, worker, [config])
+def load_with_faults(
+    config: Config, worker: Worker, runs: list[tuple[Config, Fault]]
+) -> list[Loaded]:
+    """What is loaded where one rank cannot read a file; and then, where it can."""
+    built, _ = opened(config, worker)
+    found = []
+    for one, (rank, *fault) in runs:
+        with unreadable(*(fault if worker.rank == rank else ("nowhere", 0))):
+            found.append(load(built, one, worker.rank))
+        found.append(load(built, one, worker.rank))
+    return found
 
 
-def train_with(config: Config, rank: int, *fault: Any) -> str:
-    folder = Path(config.run_dir)
-    return run_world(train_unreadable, config, folder, rank, *fault)[0][0]
-
-
-@pytest.mark.parametrize("code", [*QUICK, *REST], ids=errno.errorcode.get)
-def test_an_error_that_passes_is_tried_again(run: Config, code: int) -> None:
-    folder = Path(run.run_dir)
-    truth = numbers(folder)
-    assert train_with(run, 0, TENSORS, code, 3) == ""
-    assert [event["step"] for event in events(folder, "resume")] == [6]
-    assert events(folder, "damaged") == [] and numbers(folder) == truth
-
-
-@pytest.mark.parametrize(
-    "name", ["__0_0.distcp", "state.json", *slow("files.json", MARKER, ".metadata", marks=GRID)]
-)
-def test_an_error_that_stays_names_file_and_reason_and_marks_nothing(
-    run: Config, name: str
+def test_an_error_that_passes_is_tried_again_and_one_that_stays_marks_nothing(
+    saved: Config, tmp_path: Path
 ) -> None:
-    """Also not the older checkpoint in its place; and the next start finds all as it was."""
-    folder = Path(run.run_dir)
-    kept = (folder / "metrics.jsonl").read_bytes()
-    error = train_with(run, 0, f"step-00000006/{name}", errno.EIO)
-    path = checkpoint(folder, 6)
-    assert f"{path}/{name} cannot be read now: Input/output error" in error and "\n" not in error
-    older = checkpoint(folder, 3)
-    assert f"checkpoint.resume={older} run_dir=" in error, "how to go on if the steps may be lost"
-    assert "step 0" not in error
-    assert (path / MARKER).exists() and not (path / DAMAGED_MARKER).exists()
-    assert (folder / "metrics.jsonl").read_bytes() == kept
-    assert train_all(run) == [""]
-    assert [event["step"] for event in events(folder, "resume")] == [6]
+    """It names file, reason and the older checkpoint, which is not loaded in its place; the next
+    start finds all as it was."""
+    many = 1_000_000
+    faults: dict[str, Fault] = {
+        "passes": (0, TENSORS, errno.EIO, 3),
+        "Input/output error": (0, TENSORS, errno.EIO, many),
+        "Stale file handle": (0, "step-00000006/state.json", errno.ESTALE, many),
+        "Too many open files": (0, "step-00000006/.metadata", errno.EMFILE, many),
+        "Permission denied": (0, TENSORS, errno.EACCES, many),
+    }
+    runs = {}
+    for says in faults:
+        shutil.copytree(saved.run_dir, tmp_path / says)
+        (tmp_path / says / "events.jsonl").unlink()
+        runs[says] = going_on(saved, tmp_path / says)
+    shutil.rmtree(checkpoint(tmp_path / "Permission denied", 3))
+    pairs = list(zip(runs.values(), faults.values(), strict=True))
+    loaded = iter(run_world(load_with_faults, saved, tmp_path / "one", pairs)[0])
+    for says, (_, part, *_) in faults.items():
+        first, then = next(loaded), next(loaded)
+        assert (then.step, then.error) == (6, ""), says
+        if says == "passes":
+            assert (first.step, first.error, first.state) == (6, "", then.state)
+        else:
+            path = tmp_path / says / "checkpoints" / part
+            assert f"{path} cannot be read now: {says}" in first.error, first
+            assert "step 0" not in first.error
+            older = checkpoint(tmp_path / says, 3)
+            how = f"checkpoint.resume={older} run_dir="  # if the steps may be lost
+            assert (how in first.error) == older.exists()
+        assert events(tmp_path / says, "damaged") == events(tmp_path / says, "leftover") == []
+        step = checkpoint(tmp_path / says, 6)
+        assert (step / MARKER).exists() and not (step / DAMAGED_MARKER).exists()
 
 
-def test_a_single_checkpoint_that_cannot_be_read_is_not_lost(run: Config) -> None:
-    folder = Path(run.run_dir)
-    shutil.rmtree(checkpoint(folder, 3))
-    error = train_with(run, 0, TENSORS, errno.EACCES)
-    assert "Permission denied" in error and "run_dir=" not in error
-    assert train_all(run) == [""]
-    assert [event["step"] for event in events(folder, "resume")] == [6]
-
-
-@pytest.mark.slow
-def test_a_rank_that_cannot_read_its_part_is_no_verdict_either(tmp_path: Path) -> None:
-    config = a_run(tmp_path / "run", 1, 2)
-    assert train_all(config) == [""]
-    with pytest.raises(RankError, match="cannot be read now: Stale file handle"):
-        train_with(config, 1, "step-00000006/", errno.ESTALE)
+def test_a_rank_that_cannot_read_its_part_is_no_verdict_either(
+    saved: Config, tmp_path: Path
+) -> None:
+    """Every rank ends with its reason."""
+    config = going_on(saved, Path(shutil.copytree(saved.run_dir, tmp_path / "run")))
+    two = [(config, (1, "step-00000006/", errno.ESTALE, 1_000_000))]
+    for first, then in run_world(load_with_faults, replace(config, dp=2), tmp_path / "two", two):
+        assert "cannot be read now: Stale file handle" in first.error and then.step == 6
     assert (checkpoint(tmp_path / "run", 6) / MARKER).exists()
-    assert train_all(config) == [""]
 
 
 def test_a_folder_that_cannot_be_searched_is_neither_empty_nor_a_leftover(
@@ -136,8 +135,7 @@ def test_a_server_that_does_not_answer_is_no_verdict(monkeypatch: pytest.MonkeyP
     state = {"step": 1, "progress": {}, "val_loss": None, "same": {}, "sequences": 1}
     folder.write(".metadata", b"")
     integrity.commit(folder, {".metadata": (0, integrity.checksum(b""))}, state)
-    integrity.check_all(folder)
-    original: Callable[..., Any] = MemoryFileSystem._open
+    original = MemoryFileSystem._open
     errors: list[Exception] = [TimeoutError("no answer"), RuntimeError("503: slow down")]
 
     def fails(*args: Any, **options: Any) -> Any:
@@ -166,8 +164,8 @@ def test_list_and_verify_say_unreadable_and_not_damaged(
     assert "damaged" not in out
 
 
-def test_a_wrong_mark_is_lifted_after_all_bytes_were_read(
-    run: Config, capsys: pytest.CaptureFixture[str]
+def test_a_mark_is_told_and_lifted_after_all_bytes_were_found_right(
+    run: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = Path(run.run_dir)
     path = checkpoint(folder, 6)
@@ -175,32 +173,22 @@ def test_a_wrong_mark_is_lifted_after_all_bytes_were_read(
     assert main(["list", run.run_dir]) == 0
     command = f"checkpoint verify {path} --repair"
     assert command in " ".join(capsys.readouterr().out.split())
+    [[loaded]] = run_world(load_each, run, tmp_path / "ranks", [run])
+    assert loaded.step == 3
+    [event] = events(folder, "passed_over")
+    assert event["step"] == 6 and command.partition(" ")[2] in event["text"]
     assert main(["verify", run.run_dir]) == 1, "without --repair nothing changes"
-    assert not (path / MARKER).exists()
+    for name in ("__0_0.distcp", "state.json", "files.json", ".metadata"):
+        whole = bytearray((path / name).read_bytes())
+        whole[len(whole) // 2] ^= 1
+        (path / name).write_bytes(whole)
+        capsys.readouterr()
+        assert main(["verify", str(path), "--repair"]) == 1
+        assert name in capsys.readouterr().out
+        assert (path / DAMAGED_MARKER).exists() and not (path / MARKER).exists()
+        whole[len(whole) // 2] ^= 1
+        (path / name).write_bytes(whole)
     assert main(["verify", run.run_dir, "--repair"]) == 0
     assert "it was marked as damaged" in capsys.readouterr().out
     assert (path / MARKER).exists() and not (path / DAMAGED_MARKER).exists()
-    assert train_all(run) == [""]
-    assert [event["step"] for event in events(folder, "resume")] == [6]
-
-
-@pytest.mark.parametrize("name", ["__0_0.distcp", "state.json", "files.json", ".metadata"])
-def test_a_right_mark_stays(run: Config, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    path = checkpoint(Path(run.run_dir), 6)
-    data = bytearray((path / name).read_bytes())
-    data[len(data) // 2] ^= 1
-    (path / name).write_bytes(data)
-    integrity.mark_damaged(Storage(path), f"{name} does not match")
-    assert main(["verify", str(path), "--repair"]) == 1
-    assert name in capsys.readouterr().out
-    assert (path / DAMAGED_MARKER).exists() and not (path / MARKER).exists()
-
-
-def test_a_run_that_passes_over_a_marked_checkpoint_says_so(run: Config) -> None:
-    folder = Path(run.run_dir)
-    path = checkpoint(folder, 6)
-    integrity.mark_damaged(Storage(path), "it could not be read")
-    assert train_all(run) == [""]
-    [event] = events(folder, "passed_over")
-    assert event["step"] == 6 and f"verify {path} --repair" in event["text"]
-    assert [event["step"] for event in events(folder, "resume")] == [3]
+    integrity.check_all(Storage(path))

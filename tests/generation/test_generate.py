@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import transformers
 from support.cells import cells
 from support.exported import GPT2, LLAMA, MOE, byte_text, trained, with_args
 from support.hf_tiny import model_of
-from support.saved_runs import numbers, train_all
+from support.saved_runs import a_run, numbers, train_all
 from support.world import run_world
 from titanlike.checkpoint.hf_export import export
 from titanlike.config.schema import ChunkedCrossEntropy, Config, Sample
@@ -26,7 +27,7 @@ from titanlike.training.sample_job import sample
 
 CPU, GREEDY = torch.device("cpu"), Sampling(temperature=0)
 PROMPTS = [list(text.encode()) for text in ("def", "g", "\treturn 'é", "ö", "x = def größe")]
-TOKENS = 100
+TOKENS = 50
 
 
 def loaded(location: Path | str) -> LoadedModel:
@@ -62,6 +63,7 @@ def test_greedy_tokens_are_those_of_transformers(model: Any, tmp_path: Path) -> 
     assert any(len(set(ids)) > 8 for ids in expected), "a model that says one thing proves little"
     for where in (config.run_dir, tmp_path / "out"):
         one = replace(loaded(where), boundary=None)
+        assert not any(module.training for module in one.model.modules())
         assert generate(one, PROMPTS, TOKENS, GREEDY) == expected
     if model.name != "hf":
         assert loaded(config.run_dir).takes_cache
@@ -71,93 +73,86 @@ def test_greedy_tokens_are_those_of_transformers(model: Any, tmp_path: Path) -> 
         assert alone == expected[1:2]
 
 
-def test_a_text_ends_where_a_document_does(tmp_path: Path) -> None:
-    config = trained(tmp_path / "run", LLAMA, data=byte_text(tmp_path / "text"))
-    one = replace(loaded(config.run_dir), boundary=None)
-    whole = generate(one, PROMPTS, 20, GREEDY)
-    end = whole[0][7]
-    found = generate(replace(one, boundary=end), PROMPTS, 20, GREEDY)
-    assert found[0] == whole[0][: whole[0].index(end)]
-    for ids, all_of_it in zip(found, whole, strict=True):
-        assert ids == (all_of_it[: all_of_it.index(end)] if end in all_of_it else all_of_it)
-
-
-def test_what_is_drawn_depends_on_the_seed_alone() -> None:
+def test_what_is_drawn_depends_on_the_seed_and_the_place_among_prompts() -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)) * 3
     sampling = Sampling(temperature=1.0, top_p=1.0, seed=3)
 
-    def draw(rows: slice, how: Sampling) -> list[list[int]]:
+    def draw(rows: slice, how: Sampling, of: torch.Tensor = logits) -> list[list[int]]:
         random = how.generators(3)[rows]
-        return [next_tokens(logits[rows], how, random).tolist() for _ in range(200)]
+        return [next_tokens(of[rows], how, random).tolist() for _ in range(200)]
 
-    together, alone = draw(slice(0, 3), sampling), draw(slice(1, 2), sampling)
+    every = slice(0, 3)
+    together, alone = draw(every, sampling), draw(slice(1, 2), sampling)
     assert [row[1:2] for row in together] == alone
-    assert together == draw(slice(0, 3), sampling) != draw(slice(0, 3), replace(sampling, seed=4))
+    assert together == draw(every, sampling) != draw(every, replace(sampling, seed=4))
+    same = draw(every, sampling, logits[:1].expand(3, -1))  # one prompt, three texts
+    assert [row[0] for row in same] != [row[1] for row in same] != [row[2] for row in same]
     shares = torch.bincount(torch.tensor([row[0] for row in together]), minlength=50) / 200
     assert (shares - logits[0].softmax(-1)).abs().max() < 0.1
-    few = {row[0] for row in draw(slice(0, 3), replace(sampling, top_k=2))}
+    few = {row[0] for row in draw(every, replace(sampling, top_k=2))}
     assert few == set(logits[0].topk(2).indices.tolist())
     likely = logits[0].softmax(-1).sort(descending=True)
     kept = likely.indices[: int((likely.values.cumsum(0) < 0.7).sum()) + 1]
-    nucleus = {row[0] for row in draw(slice(0, 3), replace(sampling, top_p=0.7))}
+    nucleus = {row[0] for row in draw(every, replace(sampling, top_p=0.7))}
     assert nucleus == set(kept.tolist())
-
-
-LAYOUTS = cells(
-    {},
-    {
-        "pp2-tp2": {"pp": 2, "tp": 2},
-        "pp2-dp2-chunked": {"pp": 2, "dp": 2, "loss": ChunkedCrossEntropy(chunk=8)},
-        "tp2-chunked": {"tp": 2, "loss": ChunkedCrossEntropy(chunk=8)},
-    },
-    {"dp2-tp2": {"dp": 2, "tp": 2}},
-)
-TEXTS = ["def", "größe", "\treturn x, y, ", "a", "12", "''"]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_runs_own_layout_writes_what_one_process_does(layout: Any, tmp_path: Path) -> None:
-    data = byte_text(tmp_path / "text")
-    config = trained(tmp_path / "run", LLAMA, data=data, seq_len=96, **layout)
-    settings = Sample(prompts=TEXTS, tokens=60, temperature=0)
-    config = replace(config, sample=settings)
-    found = run_world(sample, config, tmp_path / "run" / "samples")
-    one = loaded(tmp_path / "run")
-    assert one.coder is not None
-    expected = generate(one, [one.coder.encode(text) for text in TEXTS], 60, GREEDY)
-    expected_texts = [one.coder.decode(ids) for ids in expected]
-    assert found[0]["texts"] == expected_texts
-    assert all(one["texts"] == expected_texts for one in found)
-    drawn = replace(config, sample=replace(settings, temperature=1.0, tokens=5))
-    first, second = (run_world(sample, drawn, tmp_path / "run" / "samples") for _ in range(2))
-    assert first[0]["texts"] == second[0]["texts"] != [text[:5] for text in expected_texts]
-
-
-def test_samples_during_training_change_nothing_of_it(tmp_path: Path) -> None:
-    """They are in samples.jsonl and on the console, and the losses are those without them."""
-    data = byte_text(tmp_path / "text")
-    plain = trained(tmp_path / "plain", LLAMA, data=data, pp=2, seq_len=32)
-    plain = replace(plain, steps=4, run_dir=str(tmp_path / "again"))
-    settings = Sample(every=2, prompts=["def", "return"], tokens=4)
-    sampled = replace(plain, sample=settings, run_dir=str(tmp_path / "sampled"))
-    assert train_all(plain) == train_all(sampled) == [""]
-    assert numbers(tmp_path / "sampled") == numbers(tmp_path / "again")
-    lines = (tmp_path / "sampled" / "samples.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    assert [(row["step"], row["prompt"]) for row in rows] == [
-        *((2, "def"), (2, "return"), (4, "def"), (4, "return")),
-    ]
-    shown = (tmp_path / "sampled" / "rank0.out").read_text()
-    assert "sample at step 4:\n    | def" in shown
-
-
-# --- the command ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Config:
     folder = tmp_path_factory.mktemp("generate")
-    return trained(folder / "run", LLAMA, data=byte_text(folder / "text"))
+    return trained(folder / "run", LLAMA, data=byte_text(folder / "text"), seq_len=32)
+
+
+TEXTS = ["def", "größe", "\treturn x, y, ", "a", "12", "''"]
+LAYOUTS = cells(
+    {"tp2": {"tp": 2}},
+    {"pp2-tp2-chunked": {"pp": 2, "tp": 2, "loss": ChunkedCrossEntropy(chunk=8)}},
+    {"pp2-dp2-chunked": {"pp": 2, "dp": 2, "loss": ChunkedCrossEntropy(chunk=8)}},
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_runs_own_layout_writes_what_one_process_does(
+    run: Config, layout: Any, tmp_path: Path
+) -> None:
+    shutil.copytree(run.run_dir, tmp_path / "run")
+    settings = Sample(prompts=TEXTS, tokens=8, temperature=0)
+    config = replace(run, **layout, sample=settings)
+    found = run_world(sample, config, tmp_path / "run" / "samples")
+    one = loaded(tmp_path / "run")
+    assert one.coder is not None
+    expected = generate(one, [one.coder.encode(text) for text in TEXTS], 8, GREEDY)
+    texts = [one.coder.decode(ids) for ids in expected]
+    assert len(set(texts)) > 1 and [ranks["texts"] for ranks in found] == [texts] * len(found)
+
+
+def test_samples_during_training_change_nothing_of_it(tmp_path: Path) -> None:
+    """They are in samples.jsonl and on the console, and the losses are those without them."""
+    model = with_args(model_of("gpt2", resid_pdrop=0.3), vocab_size=257)
+    plain = a_run(tmp_path / "plain", steps=4)
+    plain = replace(plain, model=model, data=byte_text(tmp_path / "text"))
+    settings = Sample(every=2, prompts=["def", "return"], tokens=4)
+    sampled = replace(plain, sample=settings, run_dir=str(tmp_path / "sampled"))
+    assert train_all(plain, sampled, folder=tmp_path / "out") == ["", ""]
+    assert numbers(tmp_path / "sampled") == numbers(tmp_path / "plain")
+    lines = (tmp_path / "sampled" / "samples.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [(row["step"], row["prompt"]) for row in rows] == [
+        *((2, "def"), (2, "return"), (4, "def"), (4, "return")),
+    ]
+    assert "sample at step 4:\n    | def" in (tmp_path / "out" / "rank0.out").read_text()
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def test_a_text_ends_where_a_document_does(run: Config) -> None:
+    one = replace(loaded(run.run_dir), boundary=None)
+    whole = generate(one, PROMPTS, 20, GREEDY)
+    end = whole[0][7]
+    found = generate(replace(one, boundary=end), PROMPTS, 20, GREEDY)
+    assert found == [ids[: ids.index(end)] if end in ids else ids for ids in whole]
+    assert len({len(ids) for ids in found}) > 1
 
 
 def test_the_command_prints_prompts_and_texts(
@@ -174,34 +169,37 @@ def test_the_command_prints_prompts_and_texts(
 def test_a_conversation_goes_on_with_what_was_said(
     run: Config, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With the model's answers; an empty line begins another one."""
     said = iter(["def", " y", "", "def"])
-    monkeypatch.setattr("builtins.input", lambda _: _next(said))
-    assert main([run.run_dir, "--chat", "--tokens", "6", "temperature=0"]) == 0
-    answers = capsys.readouterr().out.splitlines()[1:]
+
+    def ask(_: str) -> str:
+        if (text := next(said, None)) is None:
+            raise EOFError
+        return text
+
+    asked: list[str] = []
     one = loaded(run.run_dir)
-    assert one.coder is not None
-    [first] = generate(one, [one.coder.encode("def")], 6, GREEDY)
-    assert "\n".join(answers).count(one.coder.decode(first)) >= 2  # before and after the empty line
+    coder = one.coder
+    assert coder is not None
+
+    def answered(model: LoadedModel, prompts: list[list[int]], *how: Any, **more: Any) -> Any:
+        asked.append(coder.decode(prompts[0]))
+        return generate(model, prompts, *how, **more)
+
+    monkeypatch.setattr("builtins.input", ask)
+    monkeypatch.setattr("titanlike.generation.chat.generate", answered)
+    assert main([run.run_dir, "--chat", "--tokens", "6", "temperature=0"]) == 0
+    answer = coder.decode(generate(one, [coder.encode("def")], 6, GREEDY)[0])
+    assert asked == ["def", f"def{answer} y", "def"] and answer
+    assert capsys.readouterr().out.count(answer) >= 2
 
 
-def _next(said: Any) -> str:
-    try:
-        return next(said)
-    except StopIteration:
-        raise EOFError from None
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
+def test_a_wrong_word_is_told(run: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, told in (
         (["temprature=0"], "write temperature=0"),
         (["top_p=2"], "write top_p=0.95"),
         (["--tokens", "0"], "write --tokens 200"),
         (["--prompt", ""], "no tokens"),
-    ],
-)
-def test_a_wrong_word_is_told(
-    run: Config, capsys: pytest.CaptureFixture[str], words: list[str], told: str
-) -> None:
-    assert main([run.run_dir, "--prompt", "x", *words]) == 2
-    assert told in capsys.readouterr().err
+    ):
+        assert main([run.run_dir, "--prompt", "x", *words]) == 2
+        assert told in capsys.readouterr().err

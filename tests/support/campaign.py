@@ -3,9 +3,8 @@
     python tests/support/campaign.py --kills 100 --seed 0
 
 Each run is `train.py` on a tiny model. It is killed a few times, all its processes at once or one
-rank alone, at random moments and at chosen places in the work on checkpoints (faults/sitecustomize.py
-holds rank 0 there); each time the same command starts it again, in the end until it is done. Some
-runs start themselves again (launch.max_restarts). Checked (killed_runs.py):
+rank alone, at chosen places in the work on checkpoints (faults/sitecustomize.py holds rank 0 there) or
+in training; each time the same command starts it again, in the end until it is done. Checked:
 
 - every checkpoint that counts is whole, at every kill; the run goes on from the newest of them;
 - it loses at most `every` steps; with a background save at most those of one more interval, the one
@@ -13,169 +12,210 @@ runs start themselves again (launch.max_restarts). Checked (killed_runs.py):
 - metrics.jsonl has each step once, with the uninterrupted run's numbers, to the last bit;
 - at the end there are `keep` checkpoints and nothing else, and no process is left.
 
-Ends with a table; exit code 1 at the first violation, whose run directory is kept.
+Raises AssertionError at the first violation; the run directory is kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import os
 import random
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import psutil
 
-from support.killed_runs import (  # noqa: E402
-    LAYOUTS,
-    MODES,
-    MOMENTS,
-    PLACES,
-    RESTARTED_AT,
-    KilledRun,
-    Violation,
-)
+sys.path[:0] = [str(Path(__file__).resolve().parents[place]) for place in (1, 2)]
 
-WEIGHTS = {"one": 10, "pp2": 4, "dp2": 4, "pp2 dp2": 1}
+from support.paths import ROOT  # noqa: E402
+from titanlike.checkpoint.discovery import committed, step_name, step_of  # noqa: E402
+from titanlike.checkpoint.integrity import check_all  # noqa: E402
+from titanlike.checkpoint.storage import Storage  # noqa: E402
+from titanlike.metrics.sinks import read_jsonl  # noqa: E402
+
+EVERY, KEEP, STEPS = 3, 2, 36
+WORDS = (
+    "model.dim=32 model.ffn_dim=64 model.layers=4 seq_len=16 batch_size=8 data=synthetic "
+    f"validation.every=0 logger=none steps={STEPS} checkpoint.every={EVERY} "
+    f"checkpoint.keep={KEEP} run_dir=run"
+).split()
+LAYOUTS = {"one": (1, 1), "pp2": (2, 1), "dp2": (1, 2), "pp2 dp2": (2, 2)}
+MODES = ("sync", "async", "async_pinned", "async_process")
+COMPARED = ("loss", "grad_norm", "lr", "tokens")
+LIMIT = 120.0  # seconds that anything may take
+STEP = r"checkpoints/step-\d+"
+PLACES = {  # just before which audit event of rank 0; whether the folder counts by then
+    "in a save": ("open", rf"{STEP}/.*\.distcp$", None),
+    "before the manifest": ("os.rename", rf"{STEP}/files\.json$", None),
+    "before the commit": ("os.rename", rf"{STEP}/COMMITTED$", None),
+    "after the commit": ("open", rf"{STEP}$", True),
+    "before a removal": ("os.remove", rf"{STEP}/COMMITTED$", None),
+    "marker removed": ("shutil.rmtree", rf"{STEP}$", False),
+    "half removed": ("os.remove", r"^(state\.json|.*\.distcp)$", None),
+    "metrics cut back": ("os.rename", r"/metrics\.jsonl$", None),
+    "at start-up": ("open", r"/metrics\.jsonl$", None),
+    "in training": ("", "", None),
+}
 
 
-@dataclass
-class Tally:
-    """What came of the kills so far."""
+class KilledRun:
+    """A run directory, the command that writes it, and what is known of it."""
 
-    kills: Counter[tuple[str, str]] = field(default_factory=Counter)  # (place, layout)
-    victims: Counter[str] = field(default_factory=Counter)
-    lost: dict[str, list[int]] = field(default_factory=dict)  # mode -> steps, a kill each
-    from_checkpoint: int = 0
-    from_scratch: int = 0  # killed before there was a checkpoint
-    runs: int = 0
-    leftovers: int = 0  # unfinished saves and removals that a start cleared away
-    seconds: float = 0.0
+    def __init__(self, folder: Path, layout: str, mode: str) -> None:
+        folder.mkdir(parents=True)
+        self.folder, self.run_dir, self.mode = folder, folder / "run", mode
+        self.pp, self.dp = LAYOUTS[layout]
+        self.words = [*WORDS, f"pp={self.pp}", f"dp={self.dp}", f"checkpoint.mode={mode}"]
+        self.checkpoints = Storage(self.run_dir / "checkpoints")
+        self.expected = 0  # step that the next start goes on from
 
-    def count(self) -> int:
-        return sum(self.kills.values())
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        path = self.run_dir / name
+        return read_jsonl(path) if path.exists() else []
 
-    def table(self) -> str:
-        layouts = [name for name in LAYOUTS if any(layout == name for _, layout in self.kills)]
-        width = max(map(len, [*PLACES, *MOMENTS]))
-        lines = [f"{'killed':<{width}}" + "".join(f"{name:>9}" for name in layouts)]
-        for place in (*MOMENTS, *PLACES):
-            cells = [self.kills[place, layout] for layout in layouts]
-            lines.append(f"{place:<{width}}" + "".join(f"{cell:>9}" for cell in cells))
-        lines.append("victims: " + ", ".join(f"{n} {who}" for who, n in self.victims.items()))
-        for mode, lost in sorted(self.lost.items()):
-            mean = sum(lost) / len(lost)
-            lines.append(f"{mode}: {mean:.1f} steps lost a kill on average, {max(lost)} at worst")
-        lines.append(
-            f"{self.count()} kills of {self.runs} runs in {self.seconds:.0f} s; "
-            f"{self.from_checkpoint} starts from a checkpoint, {self.from_scratch} from scratch; "
-            f"{self.leftovers} leftovers cleared away; 0 mismatches"
-        )
-        return "\n".join(lines)
+    def last(self) -> int:
+        return max((row["step"] for row in self.rows("metrics.jsonl")), default=0)
+
+    def start(
+        self, fault: dict[str, Any] | None = None, victim: int | None = None, goal: int = STEPS
+    ) -> bool:
+        """Start it, and kill it where the fault stops it, or once it has written the step `goal`;
+        whether it came to its end before."""
+        mark, before = uuid.uuid4().hex, len(self.rows("events.jsonl"))
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "SLURM", "RANK"))}
+        env |= {"OMP_NUM_THREADS": "1", "CAMPAIGN": mark, "TMPDIR": str(self.folder)}
+        env |= {"PYTHONPATH": str(Path(__file__).with_name("faults")), "FAULT": json.dumps(fault)}
+        flag = Path(fault["flag"]) if fault else self.folder / "none"
+        with (self.folder / "output").open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, str(ROOT / "train.py"), *self.words],
+                **{"stdout": output, "stderr": output, "stdin": subprocess.DEVNULL},
+                **{"cwd": self.folder, "env": env, "start_new_session": True},
+            )
+        deadline = time.monotonic() + LIMIT
+        while process.poll() is None and not flag.exists() and self.last() < goal:
+            assert time.monotonic() < deadline, f"it did not end in {LIMIT:g} s"
+            time.sleep(0.003)
+        reached = process.poll() is None and fault is not None
+        if reached:  # the driver first
+            alive = sorted(processes(mark).items(), key=lambda item: item[1] is not None)
+            for one in (one for one, rank in alive if victim in (None, rank)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
+        flag.unlink(missing_ok=True)
+        code = process.wait(LIMIT)
+        while processes(mark):
+            assert time.monotonic() < deadline, f"left behind: {processes(mark)}"
+            time.sleep(0.02)
+        assert reached or code == 0, (self.folder / "output").read_text()[-2000:]
+        new = self.rows("events.jsonl")[before:]
+        resumes = [event["step"] for event in new if event["event"] == "resume"]
+        assert resumes in ([], [self.expected]), f"from {resumes}, not {self.expected}"
+        assert not [event for event in new if event["event"] == "damaged"], new
+        saved = any(event["event"] == "saved" for event in new)
+        assert resumes or not (self.expected and saved), "it began afresh"
+        return code == 0
+
+    def lost(self) -> int:
+        """Check what a kill has left; the steps that will have to be done again."""
+        whole = committed(self.checkpoints)
+        for path in whole:
+            check_all(path)
+        newest = step_of(whole[0]) if whole else 0
+        assert newest >= self.expected, f"the checkpoint of step {self.expected} is gone"
+        self.expected = newest
+        lost, limit = self.last() - newest, EVERY if self.mode == "sync" else 2 * EVERY
+        assert 0 <= lost <= limit, f"{lost} steps are lost"
+        return lost
+
+    def finished(self, truth: list[dict[str, Any]]) -> None:
+        """Check a completed run against the uninterrupted one."""
+        rows = self.rows("metrics.jsonl")
+        assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+        for one, other in zip(rows, truth, strict=True):
+            assert all(one[key] == other[key] for key in COMPARED), (one, other)
+        kept = [step_name(step) for step in range(EVERY, STEPS + 1, EVERY)[-KEEP:]]
+        assert self.checkpoints.names() == kept
+        for name in kept:
+            check_all(self.checkpoints.at(name))
+        strays = [path for path in self.run_dir.rglob(".*") if path.name != ".metadata"]
+        assert not strays, strays
+
+
+def processes(mark: str) -> dict[psutil.Process, int | None]:
+    """Those of one start, the driver included, and the ranks of those that have one."""
+    found: dict[psutil.Process, int | None] = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            env = process.environ()
+            if env.get("CAMPAIGN") == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found[process] = int(env["RANK"]) if "RANK" in env else None
+    return found
 
 
 def campaign(
     root: Path,
     kills: int,
     seed: int,
-    layouts: dict[str, int] | None = None,
-    a_run: int = 5,
-    places: tuple[str, ...] = (*MOMENTS, *PLACES),
+    layouts: tuple[str, ...] = ("one", "one", "one", *LAYOUTS),
     modes: tuple[str, ...] = MODES,
-    restarts: float = 0.2,
-    say: Callable[[str], None] = print,
-) -> Tally:
-    """So many kills, up to `a_run` of each run. Raises Violation, naming seed and run directory.
-
-    restarts: share of the runs that are not started again, but have launch.max_restarts.
-    """
-    rng, tally, begin = random.Random(seed), Tally(), time.monotonic()
-    layouts = layouts or WEIGHTS
-    truths: dict[str, tuple[list[dict], float]] = {}
+    places: tuple[str, ...] = tuple(PLACES),
+    say: Callable[[str], object] = print,
+) -> list[tuple[str, int]]:
+    """So many kills, up to five of each run: (place, steps lost) of each."""
+    rng, truths = random.Random(seed), dict[str, list[dict[str, Any]]]()
+    found: list[tuple[str, int]] = []
     bag: list[str] = []  # of places: each comes as often as the others
-    while tally.count() < kills:
-        [layout] = rng.choices(list(layouts), list(layouts.values()))
-        run = KilledRun(root / f"run{tally.runs:03d}", layout, rng.choice(modes))
-        tally.runs += 1
-        place = "nowhere"
-        try:
-            if layout not in truths:
-                since = time.monotonic()
-                records = KilledRun(root / f"uninterrupted {layout}", layout, "sync").complete()
-                truths[layout] = records, time.monotonic() - since
-            truth, span = truths[layout]
-            done = kills - tally.count() > 1 and rng.random() < restarts
-            if done:
-                place = rng.choice(RESTARTED_AT)
-                steps = run.restart_itself(place, 2, rng)
-                tally.kills[place, layout] += 2
-                tally.victims["one rank alone, the run started again by itself"] += 2
-                tally.from_checkpoint += 2
-                say(
-                    f"{tally.count():4}  {layout:8} {run.mode:13} {place:20} goes on by itself from {steps}"
-                )
-            for _ in range(0 if done else min(a_run, kills - tally.count())):
-                bag = bag or rng.sample(places, len(places))
-                place, rank = bag.pop(), rng.choice([None, *range(run.ranks)])
-                done = not run.kill(place, rank if run.ranks > 1 else None, rng, span)
-                if done:  # before it got there
-                    break
-                lost, alone = run.lost(), rank is not None and run.ranks > 1
-                tally.kills[place, layout] += 1
-                tally.victims["one rank alone" if alone else "all processes"] += 1
-                tally.lost.setdefault(run.mode, []).append(lost)
-                tally.from_checkpoint += run.expected > 0
-                tally.from_scratch += run.expected == 0
-                say(
-                    f"{tally.count():4}  {layout:8} {run.mode:13} {place:20} "
-                    f"{f'rank {rank}' if alone else 'all':7} at step {run.expected + lost:2}, "
-                    f"goes on from {run.expected:2}"
-                )
-            if not done:
-                run.complete()
-            run.finished(truth)
-            tally.leftovers += sum(event["event"] == "leftover" for event in run.events())
-        except Exception as error:
-            raise Violation(
-                f"{error}\n  in {run.folder} (seed {seed}; {layout}, {run.mode}; last killed: "
-                f"{place}); again with: python tests/support/campaign.py --seed {seed} --kills {kills}"
-            ) from error
+    while len(found) < kills:
+        layout, mode = rng.choice(layouts), rng.choice(modes)
+        if layout not in truths:
+            whole = KilledRun(root / f"uninterrupted {layout}", layout, "sync")
+            assert whole.start()
+            truths[layout] = whole.rows("metrics.jsonl")
+        run, done = KilledRun(root / f"run{len(found):03d}", layout, mode), False
+        for _ in range(min(5, kills - len(found))):
+            bag = bag or rng.sample(places, len(places))
+            place = bag.pop()
+            fault = dict(zip(("event", "path", "marked"), PLACES[place], strict=True))
+            count = 1 if place == "metrics cut back" else rng.choice([1, 1, 2, 3])
+            fault |= {"flag": str(run.folder / "flag"), "count": count}
+            fault["fsync"] = rng.choice([0, 0.01, 0.03])
+            victim = rng.choice([None, *range(run.pp * run.dp)]) if layout != "one" else None
+            goal = run.last() + rng.randrange(1, 6) if place == "in training" else STEPS
+            done = run.start(fault, victim, goal)
+            if done:  # before it got there
+                break
+            found.append((place, run.lost()))
+            say(f"{len(found):4} {layout:4} {mode:13} {place:20} goes on from {run.expected}")
+        assert done or run.start()
+        run.finished(truths[layout])
         shutil.rmtree(run.folder)
-    tally.seconds = time.monotonic() - begin
-    return tally
+    return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--layout", choices=LAYOUTS, help="this one alone")
-    parser.add_argument("--place", choices=(*MOMENTS, *PLACES), help="this one alone")
-    parser.add_argument("--mode", choices=MODES, help="this one alone")
-    parser.add_argument("--restarts", type=float, default=0.2, help="share with max_restarts")
-    args = parser.parse_args()
+    arguments = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="campaign-"))
-    try:
-        tally = campaign(
-            root,
-            args.kills,
-            args.seed,
-            {args.layout: 1} if args.layout else None,
-            places=(args.place,) if args.place else (*MOMENTS, *PLACES),
-            modes=(args.mode,) if args.mode else MODES,
-            restarts=args.restarts,
-            say=lambda line: print(line, flush=True),
-        )
-    except Violation as violation:
-        print(f"VIOLATION: {violation}")
-        return 1
+    print(f"seed {arguments.seed}; what goes wrong is kept in {root}", flush=True)
+    found = campaign(
+        root, arguments.kills, arguments.seed, say=lambda line: print(line, flush=True)
+    )
+    for place in PLACES:
+        lost = [steps for where, steps in found if where == place]
+        print(f"{place:20} {len(lost):4} kills, {max(lost, default=0)} steps lost at most")
     shutil.rmtree(root)
-    print(tally.table())
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 from support.models import tiny
 from support.world import run_world
+from titanlike.checkpoint.commands import main
 from titanlike.checkpoint.integrity import MANIFEST, MARKER, checksum
 from titanlike.checkpoint.piece_sums import PIECES
 from titanlike.checkpoint.storage import Storage
@@ -115,3 +118,14 @@ def reseal(folder: Path) -> None:
     text = json.dumps(files).encode()
     (folder / MANIFEST).write_bytes(text)
     Storage(folder).write(MARKER, checksum(text).encode())
+
+
+def edited(source: Path, tmp_path: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
+    """A checkpoint with the model of `source` after a change, as another program's file of it."""
+    file = tmp_path / f"{len(list(tmp_path.iterdir()))}.safetensors"
+    assert main(["consolidate", str(source), str(file)]) == 0
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+    assert main(["restore", str(file), str(file.with_suffix(""))]) == 0
+    return file.with_suffix("") / "model-00000000"
