@@ -7,20 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from support.cells import cells
-from support.hf_tiny import model_of, tiny_hf
 from support.models import tiny
-from support.proven import assert_proven
 from support.world import run_world
-from titanlike.config.schema import Checkpoint, Config, Custom, Precision, Schedule, Sgd
+from titanlike.config.schema import Checkpoint, Config, Precision, Schedule
 from titanlike.data.loader import batches, open_data
 from titanlike.data.sources import Data
 from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.parallel import sharding
+from titanlike.parallel.cast_parameters import CastParameters
 from titanlike.parallel.mesh import Mesh, close_mesh, open_mesh
 from titanlike.training import build as build_module
 from titanlike.training.build import build
@@ -28,9 +26,41 @@ from titanlike.training.feed import to_device
 from titanlike.training.train import train
 
 BF16 = Precision("bf16")
-
-
 Gradients = dict[str, Tensor]
+
+
+class Recurrent(nn.Module):
+    """Its cell lists its weights itself; the head is tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.cell = nn.Embedding(8, 4), nn.LSTM(4, 4)
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.cell(self.embedding(ids))[0])
+
+
+def test_copies_follow_the_parameters_also_tied_ones_and_those_of_recurrent_layers() -> None:
+    torch.manual_seed(0)
+    model, right = Recurrent(), Recurrent().to(torch.bfloat16)
+    own = dict(model.named_parameters())
+    casts, ids = CastParameters(model, torch.bfloat16), torch.arange(8)
+    for _ in range(2):
+        right.load_state_dict(model.state_dict())
+        right.zero_grad()
+        with casts.computing():
+            result = model(ids)
+            result.float().square().sum().backward()
+        expected = right(ids)
+        expected.float().square().sum().backward()
+        assert torch.equal(result, expected) and dict(model.named_parameters()) == own
+        for parameter, its in zip(model.parameters(), right.parameters(), strict=True):
+            assert parameter.dtype == parameter.grad.dtype == torch.float32
+            torch.testing.assert_close(parameter.grad, its.grad.float(), rtol=2e-2, atol=2e-3)
+            parameter.data.sub_(parameter.grad)
+            parameter.grad = None
 
 
 def gradients(config: Config, worker: Worker) -> tuple[Gradients, Gradients]:
@@ -59,37 +89,21 @@ def _gradients(config: Config, data: Data, mesh: Mesh, by_fsdp: bool) -> Gradien
 
 
 CASES = {
-    "one process, microbatches": tiny(1, 1, Schedule("1f1b", 4), precision=BF16),
-    "weight gradients that wait": tiny(2, 1, "zbvzerobubble", precision=BF16, layers=4),
+    "one process, microbatches": tiny(1, 1, Schedule("1f1b", 4), precision=BF16, layers=4),
+    "weight gradients that wait": tiny(1, 1, "zbvzerobubble", precision=BF16, layers=2),
 }
 
 
 @pytest.mark.parametrize("config", CASES.values(), ids=CASES)
 def test_gradients_are_those_of_fsdps_mixed_precision(config: Config, tmp_path: Path) -> None:
-    for ours, fsdps in run_world(gradients, config, tmp_path, timeout=120):
-        assert ours.keys() == fsdps.keys()
-        for name, value in ours.items():
-            difference = (value - fsdps[name]).norm() / value.norm()
-            # microbatches added in bf16 would differ by 2e-3 and more. Here gradients of norms are
-            # not rounded, nor are those that wait ever added in bf16, as FSDP does with some
-            most = 1e-3 if value.dim() == 2 and config.pp == 1 else 1e-2
-            assert difference < most, f"{name}: {difference}"
-
-
-LAYOUTS = {
-    "compiled": tiny(1, 1, Schedule("1f1b", 2), precision=BF16, layers=2, compile=True),
-    "a weight in two stages": tiny(2, 1, precision=BF16, tied=True),
-    "a weight twice in a stage": tiny(precision=BF16, tied=True, optimizer=Sgd()),
-    "recurrent layers, which list their weights": tiny(
-        model=Custom("support.forwards.Lstm", {}), precision=BF16
-    ),
-    "HF GPT-2": tiny_hf(model_of("gpt2"), 2, 1, precision=BF16),
-}
-
-
-@pytest.mark.parametrize("config", cells({}, LAYOUTS))
-def test_every_layout_that_shards_nothing_is_exact_in_bf16(config: Config, tmp_path: Path) -> None:
-    assert_proven(config, tmp_path, 300)
+    [(ours, fsdps)] = run_world(gradients, config, tmp_path)
+    assert ours.keys() == fsdps.keys()
+    for name, value in ours.items():
+        difference = (value - fsdps[name]).norm() / value.norm()
+        # microbatches added in bf16 would differ by 2e-3 and more. Here gradients of norms are
+        # not rounded, nor are those that wait ever added in bf16, as FSDP does with some
+        most = 1e-3 if value.dim() == 2 and config.schedule.name == "1f1b" else 1e-2
+        assert difference < most, f"{name}: {difference}"
 
 
 @pytest.mark.slow
