@@ -14,8 +14,9 @@ from support.models import tiny
 from support.paths import ROOT
 from support.proven import assert_proven
 from titanlike.config.schema import Config, Custom, OwnOptimizer
+from titanlike.metrics.sinks import read_jsonl
 from titanlike.optim.learning_rate import learning_rate
-from titanlike.optim.own import problems
+from titanlike.optim.own import own_optimizer, problems
 
 LION = "my_models.optimizers.Lion"
 SQUARE_ROOT = "my_models.optimizers.inverse_square_root"
@@ -168,24 +169,34 @@ def test_a_run_with_an_optimizer_of_its_own_is_the_same_where_it_was_interrupted
 ) -> None:
     own = [f"optimizer.name={LION}", "optimizer.weight_decay=0.1", f"lr.name={SQUARE_ROOT}"]
     words = [*TINY, *own, "lr.warmup=2", "data=synthetic", "checkpoint.last=true"]
-    assert command(*words, "run_dir=whole", cwd=tmp_path).returncode == 0
-    assert command(*words, "steps=3", "run_dir=parts", cwd=tmp_path).returncode == 0
-    assert command(*words, "run_dir=parts", cwd=tmp_path).returncode == 0
-    ends = [
-        (tmp_path / run / "metrics.jsonl").read_text().splitlines()[-1].split('"loss": ')[1][:18]
-        for run in ("whole", "parts")
-    ]
-    assert ends[0] == ends[1]
+    for run, more in (("whole", []), ("parts", ["steps=3"]), ("parts", [])):
+        assert command(*words, f"run_dir={run}", *more, cwd=tmp_path).returncode == 0
+    whole, parts = (read_jsonl(tmp_path / run / "metrics.jsonl") for run in ("whole", "parts"))
+    assert whole[-1]["loss"] == parts[-1]["loss"]
 
 
-@pytest.mark.parametrize("group", ["data", "loss", "schedule", "optimizer", "lr", "model"])
-def test_code_of_ones_own_is_named_without_a_file(group: str) -> None:
+GROUPS = ("data", "loss", "schedule", "optimizer", "lr", "model")
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_code_of_ones_own_is_named_without_a_file(chosen: bool) -> None:
     """The arguments are keys of the group; the keys of the default choice are not passed."""
-    for words in ([f"{group}.name=my.code"], [f"{group}=own", f"{group}.name=my.code"]):
-        checked = examined(*words, f"{group}.width=3")
-        assert checked.problems == []
-        chosen = getattr(checked.config, group)
-        assert (chosen.name, chosen.args) == ("my.code", {"width": 3})
+    words = [f"{group}=own" for group in GROUPS] if chosen else []
+    words += [f"{group}.{word}" for group in GROUPS for word in ("name=my.code", "width=3")]
+    checked = examined(*words)
+    assert checked.problems == []
+    for group in GROUPS:
+        found = getattr(checked.config, group)
+        assert (found.name, found.args) == ("my.code", {"width": 3})
+
+
+def test_vectors_are_not_decayed() -> None:
+    """Norms and biases, where an optimizer has weight_decay among its arguments."""
+    for args, decays in (({"weight_decay": 0.5}, [0.5, 0.0]), ({}, [1e-2])):
+        matrix, vector = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
+        choice = OwnOptimizer("torch.optim.AdamW", args, lr=0.1)
+        optimizer = own_optimizer(choice, [matrix], [vector])
+        assert [group["weight_decay"] for group in optimizer.param_groups] == decays
 
 
 def test_a_model_of_ones_own_gets_the_sizes_that_it_needs() -> None:

@@ -58,6 +58,16 @@ def changes(config: Config, worker: Worker) -> list[tuple[str | None, bool]]:
     return found
 
 
+def changes_with_each(
+    config: Config, worker: Worker, optimizers: dict[str, Any]
+) -> dict[str, list[tuple[str | None, bool]]]:
+    """One after the other in these processes."""
+    return {
+        name: changes(replace(config, optimizer=optimizer), replace(worker, store=None))
+        for name, optimizer in optimizers.items()
+    }
+
+
 def spoiled(pp: int = 1, dp: int = 1, **changed: Any) -> Config:
     model = Custom("support.bad_numbers.Touchy", {"dim": 32, "layers": 4, "vocab_size": None})
     config = tiny(pp, dp, model=model, on_nonfinite="skip", **changed)
@@ -67,29 +77,36 @@ def spoiled(pp: int = 1, dp: int = 1, **changed: Any) -> Config:
 
 MOMENTUM = Sgd(lr=0.1, momentum=0.9, weight_decay=0.1)
 OWN = OwnOptimizer("torch.optim.NAdam", {}, lr=0.01)
-LAYOUTS = {
-    "AdamW, shards": spoiled(dp=2),
-    "momentum": spoiled(optimizer=MOMENTUM),
-    "Muon": spoiled(optimizer=Muon()),
-    "state in bf16": spoiled(optimizer=AdamW(state_dtype="bf16")),
-    "the user's own": spoiled(optimizer=OWN),
+OPTIMIZERS = {
+    "AdamW": AdamW(),
+    "state in bf16": AdamW(state_dtype="bf16"),
+    "momentum": MOMENTUM,
+    "Muon": Muon(),
+    "the user's own": OWN,
 }
+KINDS = ["nonfinite" if step in BAD else None for step in range(1, 6)]
+EXPECTED = [(kind, kind is None) for kind in KINDS]
+
+
+def test_a_bad_step_changes_nothing_to_the_last_bit(tmp_path: Path) -> None:
+    [found] = run_world(changes_with_each, spoiled(), tmp_path, OPTIMIZERS)
+    assert found == dict.fromkeys(OPTIMIZERS, EXPECTED)
+
+
+LAYOUTS = {"AdamW, shards": spoiled(dp=2)}
 MORE_LAYOUTS = {
-    "AdamW": spoiled(),
     "AdamW, CPU offload": spoiled(dp=2, fsdp=Fsdp(cpu_offload=True)),
     "momentum, a pipeline": spoiled(2, optimizer=MOMENTUM),
-    "no momentum, shards": spoiled(dp=2, optimizer=Sgd(lr=0.1)),
-    "Muon, a pipeline of shards": spoiled(2, 2, optimizer=Muon()),
-    "Muon beside state in bf16, shards": spoiled(dp=2, optimizer=Muon(state_dtype="bf16")),
+    "Muon beside state in bf16, a pipeline of shards": spoiled(
+        2, 2, optimizer=Muon(state_dtype="bf16")
+    ),
     "the user's own, shards": spoiled(dp=2, optimizer=OWN),
 }
 
 
 @pytest.mark.parametrize("config", cells(LAYOUTS, MORE_LAYOUTS))
-def test_a_bad_step_changes_nothing_to_the_last_bit(config: Config, tmp_path: Path) -> None:
-    for steps in run_world(changes, config, tmp_path):
-        kinds = ["nonfinite" if step in BAD else None for step in range(1, 6)]
-        assert steps == [(kind, kind is None) for kind in kinds]
+def test_a_bad_step_changes_nothing_on_any_rank(config: Config, tmp_path: Path) -> None:
+    assert run_world(changes, config, tmp_path) == [EXPECTED] * config.world_size
 
 
 # --- torch's own ---------------------------------------------------------------------------------
