@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +10,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from support.commands import TINY
 from support.models import tiny
-from support.paths import ROOT
 from support.stand_in_gpus import driver, gpus
 from titanlike.config.errors import ConfigError
 from titanlike.config.schema import FitActivationCheckpoint
@@ -38,16 +34,14 @@ def test_each_rank_of_a_machine_has_the_gpu_of_its_number(
     assert own_backend(torch.device(kind)) == backend
 
 
-def test_a_rank_that_sees_one_gpu_uses_it(monkeypatch: Patch) -> None:
+@pytest.mark.parametrize("wanted", ["auto", "cuda"])
+def test_fewer_gpus_than_ranks_are_an_error_but_for_one_that_a_rank_sees_alone(
+    wanted: str, monkeypatch: Patch
+) -> None:
     """As srun --gpus-per-task=1 shows each of 8 ranks its own, which all are number 0."""
     gpus(monkeypatch, 1)
-    for wanted in ("auto", "cuda"):
-        device, why = choose_device(wanted, 5, 8)
-        assert device == torch.device("cuda", 0) and why == "the one GPU that this rank sees"
-
-
-@pytest.mark.parametrize("wanted", ["auto", "cuda"])
-def test_fewer_gpus_than_ranks_are_an_error(wanted: str, monkeypatch: Patch) -> None:
+    device, why = choose_device(wanted, 5, 8)
+    assert device == torch.device("cuda", 0) and why == "the one GPU that this rank sees"
     gpus(monkeypatch, 2)
     with pytest.raises(ConfigError) as raised:
         choose_device(wanted, 0, 4)
@@ -176,26 +170,3 @@ def test_the_checks_before_a_start_do_not_initialize_cuda(
     assert not preflight(config, decided.append) and decided
     assert total_memory(torch.device("cuda", 0), 2) == 80 << 30  # as NVML says
     assert accelerator.multiplies_float8(torch.device("cuda", 0))
-
-
-@pytest.mark.slow
-def test_a_command_on_a_machine_with_gpus_uses_them_or_says_why_not(
-    monkeypatch: Patch, tmp_path: Path
-) -> None:
-    """The whole command beside a driver library that lists 2 GPUs, and no driver: where torch is
-    built with CUDA the check passes, as it would not if it initialized CUDA."""
-    driver(monkeypatch, tmp_path, 2)
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
-    words = [*TINY, "pp=2", "data=synthetic", f"run_dir={tmp_path}/run", "--check"]
-    checked = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *words],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
-    if torch.version.cuda:
-        assert checked.returncode == 0, checked.stderr
-    else:
-        assert checked.returncode == 2
-        assert "device=auto: 2 GPUs on this machine cannot be used by torch" in checked.stderr
-        assert "write device=cpu to train on the CPU" in checked.stderr

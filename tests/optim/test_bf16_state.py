@@ -14,7 +14,7 @@ from torch import nn
 
 from support.models import tiny
 from support.world import run_world
-from titanlike.config.schema import AdamW, Checkpoint, Config, ConstantLr
+from titanlike.config.schema import Checkpoint, Config, ConstantLr, Muon
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.optim.bf16_state import Bf16StateAdamW, Positions, random_bits, round_stochastically
 from titanlike.parallel.tp.part import Part
@@ -78,33 +78,6 @@ def test_a_mean_of_squares_falls_again_where_rounding_to_nearest_would_keep_it()
     assert nearest.float().mean() > 1.2 * exact.mean(), "else there is nothing to cure"
 
 
-def test_a_long_run_follows_torchs_adamw() -> None:
-    """A noisy regression, 400 steps: as near to the solution as with means in fp32."""
-    torch.manual_seed(0)
-    truth = torch.randn(16, 16)
-    ends = []
-    for bf16 in (True, False):
-        weight = nn.Parameter(torch.zeros(16, 16))
-        groups = [{"params": [weight], "weight_decay": 0.0}]
-        options = {"lr": 0.02, "betas": (0.9, 0.999), "eps": 1e-8}
-        optimizer = (
-            Bf16StateAdamW(groups, {weight: 1}, **options)
-            if bf16
-            else torch.optim.AdamW(groups, fused=True, **options)
-        )
-        generator = torch.Generator().manual_seed(1)
-        for step in range(400):
-            for group in optimizer.param_groups:
-                group["lr"] = 0.02 * (1 - step / 400)
-            inputs = torch.randn(32, 16, generator=generator)
-            noise = 0.1 * torch.randn(32, 16, generator=generator)
-            error = inputs @ (weight - truth) - noise
-            weight.grad = (inputs.T @ error / 32).detach()
-            optimizer.step()
-        ends.append((weight - truth).square().mean().sqrt().item())
-    assert ends[0] == pytest.approx(ends[1], rel=0.1)
-
-
 def test_a_tensor_in_many_chunks_is_updated_as_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for chunk in (2**22, 40):
@@ -125,30 +98,29 @@ def test_a_tensor_in_many_chunks_is_updated_as_in_one(monkeypatch: pytest.Monkey
     assert all(map(torch.equal, *results))
 
 
-def resumed(first: Config, then: Config, folder: Path) -> list[float]:
+SAVING = {"tied": True, "checkpoint": Checkpoint(every=3), "lr": ConstantLr(warmup=0)}
+BF16 = Muon(state_dtype="bf16")  # AdamW's, too
+
+
+def losses(folder: Path, first: Config, then: Config) -> list[float]:
+    """Of a run that stopped after three steps."""
     run_world(train, replace(first, steps=3), folder)
     run_world(train, replace(then, steps=6), folder)
     return [row["loss"] for row in read_jsonl(folder / "metrics.jsonl")]
-
-
-SAVING = {"checkpoint": Checkpoint(every=3), "lr": ConstantLr(warmup=0)}
 
 
 @pytest.mark.slow
 def test_a_run_resumes_in_another_layout_and_in_the_other_dtype(tmp_path: Path) -> None:
     """In the same layout and dtype its losses are those of a run that was not stopped, to the last
     bit."""
-    settings = {"tied": True, **SAVING}
-    bf16, fp32 = (AdamW(state_dtype=dtype) for dtype in ("bf16", "fp32"))
-    run_world(train, tiny(dp=2, steps=6, optimizer=bf16, **settings), tmp_path / "whole")
+    same, fp32 = (tiny(dp=2, optimizer=choice, **SAVING) for choice in (BF16, Muon()))
+    run_world(train, replace(same, steps=6), tmp_path / "whole")
     whole = [row["loss"] for row in read_jsonl(tmp_path / "whole" / "metrics.jsonl")]
-    same = tiny(dp=2, optimizer=bf16, **settings)
-    assert resumed(same, same, tmp_path / "same") == whole
-    other = tiny(2, 2, optimizer=bf16, **settings), tiny(2, tp=2, optimizer=bf16, **settings)
-    assert resumed(*other, tmp_path / "other") == pytest.approx(whole, abs=1e-5)
-    before, after = (tiny(dp=2, optimizer=optimizer, **settings) for optimizer in (fp32, bf16))
-    for number, pair in enumerate([(before, after), (after, before)]):
-        assert resumed(*pair, tmp_path / str(number)) == pytest.approx(whole, abs=1e-3)
+    assert losses(tmp_path / "same", same, same) == whole
+    other = (tiny(*layout, optimizer=BF16, **SAVING) for layout in ((2, 2), (4, 1)))
+    assert losses(tmp_path / "other", *other) == pytest.approx(whole, abs=1e-5)
+    for name, pair in {"to bf16": (fp32, same), "to fp32": (same, fp32)}.items():
+        assert losses(tmp_path / name, *pair) == pytest.approx(whole, abs=1e-3)
 
 
 def test_the_state_is_in_bf16_after_a_resume_too() -> None:

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from support.cells import cells
 from support.models import tiny
+from support.opened import opened
 from support.proven import assert_proven
 from support.world import run_world
 from titanlike.config.schema import (
@@ -25,8 +26,6 @@ from titanlike.config.schema import (
     SyntheticData,
 )
 from titanlike.launch.worker import Worker
-from titanlike.parallel.mesh import close_mesh, open_mesh
-from titanlike.training.build import build
 from titanlike.training.draft import draft, preflight
 
 CHUNKED = ChunkedCrossEntropy(chunk=7)  # does not divide the tokens of a microbatch
@@ -88,16 +87,14 @@ def largest_tensors(config: Config, worker: Worker, losses: list) -> list[tuple[
     """Numbers in the largest tensor of a training step, and of an evaluation, with each loss."""
     found = []
     for loss in losses:
-        config = replace(config, loss=loss)
-        run = build(config, open_mesh(config, worker))
         ids = torch.zeros(config.batch_size, config.seq_len, dtype=torch.int64)
-        numbers = []
-        for step in (run.pipeline.train, run.pipeline.evaluate):
-            with Largest() as largest:
-                step({"inputs": ids, "targets": ids})
-            numbers.append(largest.numbers)
+        with opened(replace(config, loss=loss), worker) as job:
+            numbers = []
+            for step in (job.run.pipeline.train, job.run.pipeline.evaluate):
+                with Largest() as largest:
+                    step({"inputs": ids, "targets": ids})
+                numbers.append(largest.numbers)
         found.append(tuple(numbers))
-        close_mesh()
     return found
 
 

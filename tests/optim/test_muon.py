@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,18 +11,16 @@ from torch import nn
 
 from support.cells import cells
 from support.models import tiny
+from support.opened import opened
 from support.proven import assert_proven
 from support.world import run_world
-from titanlike.config.schema import Checkpoint, Config, ConstantLr, Muon, Precision
+from titanlike.config.schema import Config, Muon, Precision
 from titanlike.launch.worker import Worker
-from titanlike.metrics.sinks import read_jsonl
 from titanlike.models.registry import build_model, resolve_model
 from titanlike.optim import muon, orthogonalize
 from titanlike.optim.learning_rate import set_lr
 from titanlike.optim.optimizer import build_optimizers
 from titanlike.training.draft import preflight
-from titanlike.training.guard import Guard
-from titanlike.training.train import train
 
 MUON = Muon()
 OTHER = Muon(adjust_lr="original", nesterov=False, ns_steps=3, momentum=0.8, adamw_lr=1e-3)
@@ -144,36 +141,10 @@ def test_work_is_dealt_evenly_and_each_matrix_is_orthogonalized_by_one_rank(
 
 def count_work(config: Config, worker: Worker) -> tuple[int, int]:
     """(matrices orthogonalized by this rank, all-to-alls) in a step."""
-    from titanlike.data.loader import batches, open_data
-    from titanlike.parallel.mesh import open_mesh
-    from titanlike.training.build import build
-    from titanlike.training.step import measured_step
-
     calls = []
     for module, name in ((orthogonalize, "newton_schulz"), (dist, "all_to_all_single")):
         right = getattr(module, name)
         setattr(module, name, lambda *a, n=name, f=right, **k: (calls.append(n), f(*a, **k))[1])
-    mesh = open_mesh(config, worker)
-    run = build(config, mesh)
-    batch = next(batches(open_data(config).train, config, dp_rank=mesh.dp_rank))
-    measured_step(run, config, 1, iter([batch]), Guard(config, {}), worker)
+    with opened(config, worker) as job:
+        job.step(1)
     return calls.count("newton_schulz"), calls.count("all_to_all_single")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "first, then",
-    [
-        pytest.param(tiny(dp=2, replicate=2), tiny(2, 2, "zbvzerobubble"), id="to a V"),
-        pytest.param(tiny(dp=2, tp=2), tiny(tp=4), id="to parts with repeated heads"),
-    ],
-)
-def test_a_run_resumes_in_another_layout(first: Config, then: Config, tmp_path: Path) -> None:
-    settings = {"checkpoint": Checkpoint(every=3), "lr": ConstantLr(warmup=0), "optimizer": MUON}
-    whole, part = tmp_path / "whole", tmp_path / "part"
-    run_world(train, tiny(steps=6, **settings), whole)
-    run_world(train, replace(first, steps=3, **settings), part)
-    run_world(train, replace(then, steps=6, **settings), part)
-    curves = [[row["loss"] for row in read_jsonl(f / "metrics.jsonl")] for f in (part, whole)]
-    assert len(curves[0]) == 6
-    assert curves[0] == pytest.approx(curves[1], abs=1e-5)

@@ -13,59 +13,49 @@ from torch import Tensor
 from support.bad_numbers import sample_of
 from support.cells import cells
 from support.models import tiny
+from support.opened import Opened, opened
 from support.world import run_world
 from titanlike.config.schema import AdamW, Config, Custom, Fsdp, Muon, OwnOptimizer, Sgd
-from titanlike.data.loader import batches, open_data
 from titanlike.launch.worker import Worker
-from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.torch_private.dtensor import local
-from titanlike.training.build import Run, build
 from titanlike.training.guard import Guard
-from titanlike.training.step import measured_step
 
 BAD = (1, 3)  # steps: also the first, in which state begins
 
 
-def bits(run: Run) -> dict[str, Tensor]:
+def bits(job: Opened) -> dict[str, Tensor]:
     """Everything that a step changes, as bytes. A state of zeros is as good as none."""
     found = {}
-    for state in run.stage_states:
+    for state in job.run.stage_states:
         for name, parameter in state.parameters():
-            kept = {
-                f"{name} {key}": value for key, value in state.optimizer_state(parameter).items()
-            }
-            for key, value in {name: parameter, **kept}.items():
+            kept = state.optimizer_state(parameter)
+            for key, value in {"": parameter, **kept}.items():
                 value = torch.atleast_1d(local(value.detach())).contiguous()
-                if key == name or value.any():
-                    found[key] = value.view(torch.uint8).clone()
+                if key == "" or value.any():
+                    found[f"{name} {key}"] = value.view(torch.uint8).clone()
     return found
 
 
-def changes(config: Config, worker: Worker) -> list[tuple[str | None, bool]]:
+Steps = list[tuple[str | None, bool]]
+
+
+def changes(config: Config, worker: Worker) -> Steps:
     """Of each step the kind of the verdict, and whether anything changed."""
-    data, mesh = open_data(config), open_mesh(config, worker)
-    run, guard = build(config, mesh), Guard(config, {})
-    stream = batches(data.train, config, dp_rank=mesh.dp_rank)
-    found: list[Any] = []
-    for step in range(1, 6):
-        before = bits(run)
-        verdict = measured_step(run, config, step, stream, guard, worker).verdict
-        after = bits(run)
-        same = before.keys() == after.keys()
-        same = same and all(torch.equal(value, after[name]) for name, value in before.items())
-        found.append((verdict and verdict.kind, not same))
-    close_mesh()
+    found: Steps = []
+    with opened(config, worker) as job:
+        guard = Guard(config, {})
+        for step in range(1, 6):
+            before, verdict, after = bits(job), job.step(step, guard).verdict, bits(job)
+            same = before.keys() == after.keys()
+            same = same and all(torch.equal(value, after[name]) for name, value in before.items())
+            found.append((verdict and verdict.kind, not same))
     return found
 
 
-def changes_with_each(
-    config: Config, worker: Worker, optimizers: dict[str, Any]
-) -> dict[str, list[tuple[str | None, bool]]]:
-    """One after the other in these processes."""
-    return {
-        name: changes(replace(config, optimizer=optimizer), replace(worker, store=None))
-        for name, optimizer in optimizers.items()
-    }
+def changes_with_each(config: Config, worker: Worker, optimizers: dict) -> dict[str, Steps]:
+    """One after the other in this process."""
+    configs = {name: replace(config, optimizer=choice) for name, choice in optimizers.items()}
+    return {name: changes(config, worker) for name, config in configs.items()}
 
 
 def spoiled(pp: int = 1, dp: int = 1, **changed: Any) -> Config:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from support.cells import slow
 from support.models import tiny
+from support.opened import opened
 from support.world import run_world
 from titanlike.config.errors import ConfigError
 from titanlike.config.groups import (
@@ -29,46 +30,47 @@ from titanlike.config.groups import (
     ZeroBubbleSchedule,
 )
 from titanlike.config.schema import Config, Custom, TraceSplit
-from titanlike.data.loader import batches, open_data
 from titanlike.job.check import problems
 from titanlike.launch.worker import Worker
 from titanlike.models.llama import Block
 from titanlike.parallel.activation_checkpoint import checkpoint_blocks
-from titanlike.parallel.mesh import open_mesh
-from titanlike.training.build import build
 from titanlike.training.draft import draft
-from titanlike.training.feed import to_device
 
 FULL = ActivationCheckpoint("full")
 
 
-class Noisy(nn.Module):
-    """A block; kind: why it cannot be computed twice, or "own": it checkpoints itself."""
+def doubled(block: Noisy, x: Tensor) -> Tensor:
+    y = F.linear(x, block.linear.weight)
+    y *= 2
+    return y.tanh()
 
-    def __init__(self, dim: int, kind: str = "") -> None:
+
+def counted(block: Noisy, x: Tensor) -> Tensor:
+    block.calls += 1
+    return block.linear(x) * block.calls
+
+
+# blocks that cannot be computed twice; "own" checkpoints itself
+KINDS = {
+    "": lambda block, x: x + F.dropout(block.linear(x).relu(), 0.5, block.training),
+    "random": lambda block, x: block.linear(x) * random.random(),
+    "in place": lambda block, x: block.linear(x.mul_(0.5)),
+    "generator": lambda block, x: block.linear(x) * torch.rand(x.shape, generator=block.generator),
+    "counts": counted,
+    "by keyword": lambda block, x: x.tanh(),
+    "result": doubled,
+    "own": lambda block, x: torch.utils.checkpoint.checkpoint(block.linear, x, use_reentrant=False),
+}
+
+
+class Noisy(nn.Module):
+    def __init__(self, dim: int, kind: str) -> None:
         super().__init__()
         self.linear = nn.Linear(dim, dim)
         self.kind, self.calls, self.generator = kind, 0, torch.Generator()
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.kind == "random":
-            return self.linear(x) * random.random()
-        if self.kind == "in place":
-            return self.linear(x.mul_(0.5))
-        if self.kind == "generator":
-            return self.linear(x) * torch.rand(x.shape, generator=self.generator)
-        if self.kind == "counts":
-            self.calls += 1
-            return self.linear(x) * self.calls
-        if self.kind == "by keyword":
-            return x.tanh()
-        if self.kind == "result":
-            y = F.linear(x, self.linear.weight)
-            y *= 2
-            return y.tanh()
-        if self.kind == "own":
-            return torch.utils.checkpoint.checkpoint(self.linear, x, use_reentrant=False)
-        return x + F.dropout(self.linear(x).relu(), 0.5, self.training)
+        return KINDS[self.kind](self, x)
 
 
 class Model(nn.Module):
@@ -110,21 +112,19 @@ def calls_of_blocks(config: Config, worker: Worker) -> tuple[int, str]:
     forward = Block.forward
 
     @functools.wraps(forward)
-    def counted(self: Block, x: Tensor, *args: object) -> Tensor:
+    def counting(self: Block, x: Tensor, *args: object) -> Tensor:
         calls[x.is_meta] += 1
         return forward(self, x, *args)
 
-    Block.forward = counted
-    mesh = open_mesh(config, worker)
-    data = open_data(config)
-    run = build(config, mesh, data)
-    batch = to_device(next(batches(data.train, config, dp_rank=mesh.dp_rank)), mesh, config)
-    for deferred in run.pipeline._deferred.values():
-        deferred.take = lambda: lambda: None
-    try:
-        run.pipeline.train(batch)
-    except AssertionError as error:
-        return calls[False], str(error)
+    Block.forward = counting
+    with opened(config, worker) as job:
+        calls.clear()
+        for deferred in job.run.pipeline._deferred.values():
+            deferred.take = lambda: lambda: None
+        try:
+            job.train()
+        except AssertionError as error:
+            return calls[False], str(error)
     return calls[False], ""
 
 

@@ -28,32 +28,21 @@ from titanlike.config.schema import (
 )
 from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
-from titanlike.parallel.batchnorm import BatchNorms, Moments
+from titanlike.parallel.batchnorm import BatchNorms
 from titanlike.parallel.mesh import open_mesh
 from titanlike.training.draft import draft
 from titanlike.training.train import train
 
 
-def test_moments_of_parts_are_those_of_the_whole_with_a_mean_far_away() -> None:
-    x = 1e3 + torch.randn(12, 3, 5, generator=torch.Generator().manual_seed(0))
-    parts = Moments(torch.zeros(3))
-    for part in x.split([1, 7, 4]):
-        parts.add(part)
-    variance, mean = torch.var_mean(x.double(), (0, 2), correction=0)
-    assert parts.count == 60
-    torch.testing.assert_close(parts.mean, mean, rtol=1e-7, atol=0)
-    torch.testing.assert_close(parts.squares / 60, variance, rtol=1e-4, atol=0)
-
-
 def differences(config: Config, worker: Worker) -> list[float]:
     """Of running statistics of parts in two microbatches from those of torch for the whole batch."""
-    x = 5 + torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
-    norm, right = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    x = 1e3 + torch.randn(12, 3, generator=torch.Generator().manual_seed(0)).double()
+    norm, right = nn.BatchNorm1d(3), nn.BatchNorm1d(3).double()
     stage = nn.Sequential(norm)
     norms = BatchNorms([stage], open_mesh(config, worker))
     with norms.collecting():
         for microbatch in x.chunk(2)[worker.rank].split([2, 4]):
-            stage(microbatch)
+            stage(microbatch.float())
     norms.update()
     right(x)
     pairs = ((norm.running_mean, right.running_mean), (norm.running_var, right.running_var))
@@ -61,14 +50,15 @@ def differences(config: Config, worker: Worker) -> list[float]:
 
 
 def test_statistics_are_those_of_the_whole_batch_on_every_rank(tmp_path: Path) -> None:
+    """With a mean far away, beside which the digits of the variance would be lost."""
     for mean, variance in run_world(differences, tiny(dp=2), tmp_path):
-        assert mean < 1e-6 and variance < 1e-6
+        assert mean < 1e-4 and variance < 1e-4
 
 
 @pytest.mark.parametrize("recomputed", ["none", "full"])
 def test_a_step_that_is_not_applied_moves_no_statistics(recomputed: str, tmp_path: Path) -> None:
     config = of_images("Tower", 1, 1, activation_checkpoint=ActivationCheckpoint(recomputed))
-    ((first, second, third),) = run_world(three_steps, config, tmp_path)
+    [((first, second, third), _)] = run_world(three_steps, config, tmp_path)
     for name in first:
         assert torch.equal(first[name], second[name])
         assert not torch.equal(second[name], third[name])

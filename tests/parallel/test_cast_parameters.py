@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,19 +10,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from support.models import tiny
+from support.opened import opened
 from support.world import run_world
-from titanlike.config.schema import Checkpoint, Config, Precision, Schedule
-from titanlike.data.loader import batches, open_data
-from titanlike.data.sources import Data
+from titanlike.config.schema import Config, Precision, Schedule
 from titanlike.launch.worker import Worker
-from titanlike.metrics.sinks import read_jsonl
 from titanlike.parallel import sharding
 from titanlike.parallel.cast_parameters import CastParameters
-from titanlike.parallel.mesh import Mesh, close_mesh, open_mesh
+from titanlike.torch_private.dtensor import local
 from titanlike.training import build as build_module
-from titanlike.training.build import build
-from titanlike.training.feed import to_device
-from titanlike.training.train import train
 
 BF16 = Precision("bf16")
 Gradients = dict[str, Tensor]
@@ -64,27 +58,19 @@ def test_copies_follow_the_parameters_also_tied_ones_and_those_of_recurrent_laye
 
 
 def gradients(config: Config, worker: Worker) -> tuple[Gradients, Gradients]:
-    """Ours and FSDP's on this rank, after two steps without an update: the second adds to the first."""
-    mesh = open_mesh(config, worker)
-    data = open_data(config)
-    ours = _gradients(config, data, mesh, False)
+    """Ours and FSDP's, after two steps without an update: the second adds to the first."""
+    ours = _gradients(config, worker, False)
     sharding.wrapped_in_fsdp = build_module.wrapped_in_fsdp = lambda config: True
-    fsdps = _gradients(config, data, mesh, True)
-    close_mesh()
-    return ours, fsdps
+    return ours, _gradients(config, worker, True)
 
 
-def _gradients(config: Config, data: Data, mesh: Mesh, by_fsdp: bool) -> Gradients:
-    run = build(config, mesh, data)
-    stream = batches(data.train, config, dp_rank=0)
-    losses = [run.pipeline.train(to_device(next(stream), mesh, config))[0] for _ in range(2)]
-    found = {"loss": torch.stack(losses)}
-    for state in run.stage_states:
-        for name, parameter in state.parameters():
+def _gradients(config: Config, worker: Worker, by_fsdp: bool) -> Gradients:
+    with opened(config, worker) as job:
+        found = {"loss": torch.stack([job.train(), job.train()])}
+        for name, parameter in job.parameters():
             assert parameter.dtype == parameter.grad.dtype == torch.float32
             assert isinstance(parameter, DTensor) == by_fsdp
-            gradient = parameter.grad
-            found[name] = (gradient.to_local() if by_fsdp else gradient).clone()
+            found[name] = local(parameter.grad).clone()
     return found
 
 
@@ -104,13 +90,3 @@ def test_gradients_are_those_of_fsdps_mixed_precision(config: Config, tmp_path: 
         # not rounded, nor are those that wait ever added in bf16, as FSDP does with some
         most = 1e-3 if value.dim() == 2 and config.schedule.name == "1f1b" else 1e-2
         assert difference < most, f"{name}: {difference}"
-
-
-@pytest.mark.slow
-def test_a_run_in_bf16_resumes_where_it_is_sharded(tmp_path: Path) -> None:
-    config = tiny(precision=BF16, checkpoint=Checkpoint(every=3, last=False))
-    run_world(train, config, tmp_path)
-    whole = {record["step"]: record["loss"] for record in read_jsonl(tmp_path / "metrics.jsonl")}
-    run_world(train, replace(config, dp=2), tmp_path)  # from step 3
-    for record in read_jsonl(tmp_path / "metrics.jsonl"):
-        assert record["loss"] == pytest.approx(whole[record["step"]], abs=2e-3)

@@ -1,4 +1,5 @@
-"""Balance of experts: over the global batch, once a step, the same in every layout."""
+"""Experts: their balance over the global batch, once a step, the same in every layout; and ep, which
+gives each rank a part of every layer's experts."""
 
 from __future__ import annotations
 
@@ -8,58 +9,55 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from support.cells import cells
+from support.families import hf, moe
 from support.models import tiny
+from support.opened import opened
 from support.proven import assert_proven
 from support.skipped_step import three_steps
 from support.world import run_world
 from titanlike.config.schema import (
     ActivationCheckpoint,
     AdamW,
-    Checkpoint,
     Config,
     ConstantLr,
     Custom,
+    Fsdp,
     Model,
 )
+from titanlike.config.validate import problems
 from titanlike.data.loader import batches, open_data
 from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.models.moe import Moe, RoutedFeedForward
 from titanlike.models.registry import initial_weights_of, resolve_model
-from titanlike.parallel.expert_balance import ExpertBalance
+from titanlike.optim.optimizer import build_optimizers
 from titanlike.parallel.initialize import initialize
-from titanlike.parallel.mesh import close_mesh, open_mesh
-from titanlike.training.build import build
-from titanlike.training.guard import Guard
-from titanlike.training.step import measured_step
+from titanlike.training.draft import draft, preflight
 from titanlike.training.train import train
 
 SIZES = {"vocab_size": None, "dim": 32, "heads": 4, "kv_heads": 2, "experts": 8, "expert_dim": 32}
-ALL = {"bias_rate": 0.01, "balance_loss": 0.02, "z_loss": 0.01}
-FULL = ActivationCheckpoint("full")
+ALL = {"layers": 2, "bias_rate": 0.01, "balance_loss": 0.02, "z_loss": 0.01}
+DEEPSEEK = {"scores": "sigmoid", "groups": 4, "groups_chosen": 2, "shared_experts": 1, "scale": 2.5}
+DEEPSEEK |= {"dense_layers": 1, "qk_norm": True, "head_dim": 16, "layers": 4}
+FULL = {"activation_checkpoint": ActivationCheckpoint("full")}
 
 
 def mixture(pp: int = 1, dp: int = 1, schedule: Any = "1f1b", **changes: Any) -> Config:
-    args = {**SIZES, "layers": 4 * pp, **ALL, **changes.pop("args", {})}
-    return tiny(pp, dp, schedule, model=Model("moe", args), **changes)
+    model = Model("moe", {**SIZES, **ALL, **changes.pop("args", {})})
+    return tiny(pp, dp, schedule, model=model, **changes)
 
 
-DEEPSEEK = {"scores": "sigmoid", "groups": 4, "groups_chosen": 2, "shared_experts": 1, "scale": 2.5}
-DEEPSEEK |= {"dense_layers": 1, "qk_norm": True, "head_dim": 16}
-
-
-LAYOUTS = {"parts of the sequence": mixture(tp=2, args={"layers": 2})}
+LAYOUTS = {"parts of the sequence": mixture(tp=2)}
 MORE_LAYOUTS = {
     "a pipeline of parts": mixture(2, tp=2, args=DEEPSEEK),
     "compiled, recomputed": mixture(
-        2, 1, "zbvzerobubble", compile=True, activation_checkpoint=FULL, args={"layers": 4}
+        2, 1, "zbvzerobubble", compile=True, args={"layers": 4}, **FULL
     ),
     "sizes that no grouped product takes": mixture(
-        dp=2, args={"expert_dim": 30, "dim": 40, "experts": 5, "layers": 2}
+        dp=2, args={"expert_dim": 30, "dim": 40, "experts": 5}
     ),
 }
 
@@ -94,129 +92,91 @@ class Written:
         return total
 
     def load(self) -> list[Tensor]:
-        return [
-            self.counts[layer.experts] / sum(self.counts[layer.experts]) for layer in self.layers
-        ]
+        counts = [self.counts[layer.experts] for layer in self.layers]
+        return [each / each.sum() for each in counts]
 
 
 def gradients_of_two_steps(config: Config, worker: Worker) -> list[dict[str, Tensor]]:
-    data = open_data(config)
-    mesh = open_mesh(config, worker)
-    run = build(config, mesh, data)
-    stream = batches(data.train, config, dp_rank=mesh.dp_rank)
     found: list[dict[str, Tensor]] = []
+    with opened(config, worker) as job:
 
-    def keep() -> None:
-        named = (item for state in run.stage_states for item in state.parameters())
-        found.append({n: expert_balance_full(p.grad) for n, p in named})
+        def keep() -> None:
+            found.append({name: p.grad.full_tensor() for name, p in job.parameters()})
 
-    for step in (1, 2):
-        measured_step(run, config, step, stream, Guard(config, {}), worker, before_update=keep)
-    close_mesh()
+        for step in (1, 2):
+            job.step(step, before_update=keep)
     return found
-
-
-def expert_balance_full(gradient: Any) -> Tensor:
-    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient.clone()
 
 
 @pytest.mark.slow
 def test_the_losses_are_those_of_the_global_batch_with_the_last_steps_load(tmp_path: Path) -> None:
     """Written down in plain torch, for two steps of a pipeline in microbatches."""
-    config = mixture(2, 2, args={"layers": 4}, lr=ConstantLr(warmup=0), optimizer=AdamW(clip=None))
+    config = mixture(2, 2, lr=ConstantLr(warmup=0), optimizer=AdamW(clip=None))
     ranks = run_world(gradients_of_two_steps, config, tmp_path)
-    plain = {**SIZES, "layers": 4, "vocab_size": 64, "bias_rate": 0.01}
-    model = Moe(**plain)
+    model = Moe(**SIZES | {"layers": 2, "vocab_size": 64, "bias_rate": 0.01})
     initialize(model, initial_weights_of(resolve_model(config), config.seed), torch.device("cpu"))
+    parameters = dict(model.named_parameters())
+    [optimizer] = build_optimizers(parameters, model, config)
     written, data = Written(model), open_data(config)
     stream = batches(data.train, replace(config, pp=1, dp=1), dp_rank=0)
     load = [torch.full((8,), 1 / 8) for _ in written.layers]
-    from titanlike.optim.optimizer import build_optimizers
-
-    optimizers = build_optimizers(dict(model.named_parameters()), model, config)
     for step in (0, 1):
         batch = next(stream)
         logits = model(batch["inputs"])
         text = nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
         (text + written.loss(load)).backward()
-        for rank in ranks:
-            for name, mine in rank[step].items():
-                right = dict(model.named_parameters())[name].grad
-                assert (mine - right).norm() < 1e-5 * right.norm(), (step, name)
+        for name, mine in (item for rank in ranks for item in rank[step].items()):
+            right = parameters[name].grad
+            assert (mine - right).norm() < 1e-5 * right.norm(), (step, name)
         for layer in written.layers:
             layer.balance(written.counts[layer.experts])
         load = written.load()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-# --- skewed text ----------------------------------------------------------------------------------
-
-
-def skewed(pp: int = 1, dp: int = 1, steps: int = 60, rate: float = 0.001, **more: Any) -> Config:
-    args = {**SIZES, "layers": 2, "bias_rate": rate}
-    settings = {"data": Custom("support.skewed.zipf"), "seq_len": 32, "lr": ConstantLr(warmup=0)}
-    settings |= {"model": Model("moe", args), "optimizer": AdamW(lr=1e-3), "steps": steps}
-    return tiny(pp, dp, **settings, **more)
-
-
-def trained(config: Config, folder: Path) -> list[dict[str, Any]]:
-    run_world(train, config, folder)
-    return read_jsonl(folder / "metrics.jsonl")
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @pytest.mark.slow
 def test_on_skewed_text_the_busiest_expert_comes_near_the_mean_in_every_layout(
     tmp_path: Path,
 ) -> None:
-    balanced = trained(skewed(), tmp_path / "balanced")
+    def trained(name: str, steps: int, rate: float = 0.001, **layout: int) -> list[dict[str, Any]]:
+        settings = {"data": Custom("support.skewed.zipf"), "seq_len": 32}
+        settings |= {"lr": ConstantLr(warmup=0), "optimizer": AdamW(lr=1e-3), "steps": steps}
+        model = Model("moe", {**SIZES, "layers": 2, "bias_rate": rate})
+        run_world(train, tiny(model=model, **settings, **layout), tmp_path / name)
+        return read_jsonl(tmp_path / name / "metrics.jsonl")
+
+    balanced = trained("balanced", 60)
     busiest = [record["busiest_expert"] for record in balanced]
     assert busiest[0] > 1.4
     assert sum(busiest[-10:]) / 10 < 1.2
-    unbalanced = trained(skewed(rate=0.0, steps=90), tmp_path / "unbalanced")
+    unbalanced = trained("unbalanced", 90, rate=0.0)
     assert sum(record["busiest_expert"] for record in unbalanced[-10:]) / 10 > 1.8
-    divided = trained(skewed(dp=2, tp=2, steps=20), tmp_path / "divided")
-    for mine, right in zip(divided, balanced, strict=False):
+    for mine, right in zip(trained("divided", 20, dp=2, tp=2), balanced, strict=False):
         assert mine["dropped"] == right["dropped"] == 0
         for key in ("loss", "busiest_expert", "idlest_expert"):
             # a token or two of 1024 choices may go elsewhere by rounding
             assert mine[key] == pytest.approx(right[key], abs=0.02), (mine["step"], key)
 
 
-# --- a step that is not applied, and a run that moves ----------------------------------------------
+# --- a step that is not applied -------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def recomputed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict], list[Tensor]]:
-    """After each of three steps of a recomputed mixture its buffers, and `ExpertBalance.loads`."""
-    config = mixture(args={"layers": 2}, activation_checkpoint=FULL)
-    folder = tmp_path_factory.mktemp("steps")
-    [(buffers, loads)] = run_world(three_steps_and_loads, config, folder)
-    return buffers, loads
+def steps(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict], list[Tensor]]:
+    """What `three_steps` returns of a recomputed mixture."""
+    return run_world(three_steps, mixture(**FULL), tmp_path_factory.mktemp("steps"))[0]
 
 
-def three_steps_and_loads(config: Config, worker: Worker) -> tuple[list[dict], list[Tensor]]:
-    loads: list[Tensor] = []
-    update = ExpertBalance.update
-
-    def kept(balance: ExpertBalance, skip: Tensor | None = None) -> None:
-        update(balance, skip)
-        loads.append(balance.loads)
-
-    ExpertBalance.update = kept
-    return three_steps(config, worker), loads
-
-
-def test_a_recomputed_block_counts_its_tokens_once(recomputed: tuple) -> None:
+def test_a_recomputed_block_counts_its_tokens_once(steps: tuple) -> None:
     """Else the metric `dropped` is -1: twice as many choices were computed as made."""
-    _, loads = recomputed
+    _, loads = steps
     for busiest, idlest, dropped in loads:
         assert dropped == 0 and busiest > 1 > -idlest >= 0
 
 
-def test_a_step_that_is_not_applied_moves_no_balance(recomputed: tuple) -> None:
-    (first, second, third), _ = recomputed
+def test_a_step_that_is_not_applied_moves_no_balance(steps: tuple) -> None:
+    (first, second, third), _ = steps
     assert {"layers.0.moe.bias", "layers.1.moe.load"} <= first.keys()
     for name in first:
         assert first[name].abs().max() > 0
@@ -228,27 +188,49 @@ def test_a_step_that_is_not_applied_moves_no_balance(recomputed: tuple) -> None:
             assert (bias * (load - load.mean())).sum() < 0  # the busy ones are chosen less
 
 
-@pytest.mark.slow
-def test_a_run_that_moves_keeps_its_balance(tmp_path: Path) -> None:
-    """From a pipeline to FSDP, beside one process."""
-    saving = {"checkpoint": Checkpoint(every=2), "lr": ConstantLr(warmup=0)}
-    layouts = {2: (2, 1), 4: (1, 2)}
-    moved, truth = tmp_path / "moved", tmp_path / "truth"
-    for steps, layout in layouts.items():
-        run_world(train, mixture(*layout, args={"layers": 4}, steps=steps, **saving), moved)
-    run_world(train, mixture(args={"layers": 4}, steps=4, **saving), truth)
-    mine, right = (read_jsonl(folder / "metrics.jsonl") for folder in (moved, truth))
-    assert len(mine) == len(right) == 4
-    for row, expected in zip(mine, right, strict=True):
-        assert row["loss"] == pytest.approx(expected["loss"], abs=1e-5)
-        assert row["busiest_expert"] == pytest.approx(expected["busiest_expert"], abs=0.01)
-    biases = [saved_biases(folder / "checkpoints" / "step-00000004") for folder in (moved, truth)]
-    for mine, right in zip(*biases, strict=True):
-        assert right.abs().max() > 0
-        torch.testing.assert_close(mine, right, rtol=0, atol=1e-6)
+# --- ep: a rank has a part of the experts ----------------------------------------------------------
 
 
-def saved_biases(checkpoint: Path) -> list[Tensor]:
-    state = {f"model.layers.{layer}.moe.bias": torch.zeros(8) for layer in range(4)}
-    dcp.load(state, checkpoint_id=checkpoint)
-    return [*state.values()]
+def of(model: Any, **layout: Any) -> Config:
+    return tiny(model=model, batch_size=8, seq_len=16, steps=3, **layout)
+
+
+MOE = moe(shared_experts=1, balance_loss=0.01, z_loss=0.001)
+# ranks have other tokens, other experts and other shards of them
+EXCHANGED = {"moe": of(MOE, dp=2, cp=2, ep=2, fsdp=Fsdp(2))}
+MORE_EXCHANGED = {
+    "hf mixtral": of(hf("mixtral", num_hidden_layers=2), dp=2, cp=2, ep=4),
+    "hf qwen3 moe": of(hf("qwen3_moe", num_hidden_layers=2), dp=4, ep=2, fsdp=Fsdp(3)),
+}
+
+
+@pytest.mark.parametrize("config", cells(EXCHANGED, MORE_EXCHANGED))
+def test_a_mixture_trains_as_one_process_does(config: Config, tmp_path: Path) -> None:
+    assert preflight(config) == []
+    assert_proven(config, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "layout, model, reason, fix",
+    [
+        ({"dp": 2, "ep": 4}, MOE, "does not divide the ranks that share weights, dp = 2", "ep=2"),
+        ({"dp": 3, "ep": 3}, MOE, "does not divide the 4 experts of a layer", "ep=1"),
+        ({"dp": 2, "ep": 2}, tiny().model, "the model has no experts", "ep=1"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(
+    layout: dict[str, int], model: Any, reason: str, fix: str
+) -> None:
+    config = replace(of(model, **layout), batch_size=12)
+    found = problems(config, config.world_size) or preflight(config)
+    [problem] = [one for one in found if one.key == "ep"]
+    assert (problem.value, problem.fix) == (layout["ep"], fix)
+    assert reason in problem.reason
+
+
+def test_a_rank_has_a_part_of_the_experts() -> None:
+    whole, divided = (
+        sum(draft(of(MOE, dp=4, ep=ep)).stage_parameters[0].values()) for ep in (1, 4)
+    )
+    experts = 2 * 3 * 4 * 32 * 32
+    assert whole - divided == experts * 3 // 4

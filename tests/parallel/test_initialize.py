@@ -16,7 +16,6 @@ from titanlike.parallel.initialize import (
     draw,
     drawing_threads,
     initialize,
-    piece_seed,
 )
 from titanlike.parallel.tp.part import Slices
 
@@ -46,20 +45,6 @@ def test_weights_differ_by_name_and_seed_and_have_the_asked_spread() -> None:
     assert not torch.equal(one, draw(shape, rows, 1, "a", 0.0, 0.02))
     assert one.std().item() == pytest.approx(0.02, rel=0.02)
     assert abs(one.mean().item()) < 1e-3
-
-
-def test_a_weight_is_its_pieces_however_many_threads_draw_them() -> None:
-    """A run that goes on elsewhere, or with another number of cores, starts from the same weights."""
-    shape = torch.Size([1000, 600])
-    rows = 2**18 // 600  # of a piece
-    pieces = []
-    for piece in range(-(-1000 // rows)):
-        generator = torch.Generator().manual_seed(piece_seed(3, "a", piece))
-        size = (min(rows, 1000 - piece * rows), 600)
-        pieces.append(torch.empty(size).normal_(0.5, 0.02, generator=generator))
-    for threads in (1, 2, 8):
-        drawn = draw(shape, slice(0, 1000), 3, "a", 0.5, 0.02, threads)
-        assert torch.equal(drawn, torch.cat(pieces))
 
 
 def test_threads_are_a_ranks_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,18 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from support.models import tiny
+from support.opened import opened
 from support.world import run_world
 from support.wrong_plans import PLAN
 from titanlike.config.groups import ActivationCheckpoint
 from titanlike.config.keys import Model
 from titanlike.config.schema import Checkpoint, Config, Schedule
-from titanlike.data.loader import batches
 from titanlike.launch.worker import Worker
 from titanlike.optim.optimizer import gradient_norm
-from titanlike.parallel.mesh import close_mesh, open_mesh
-from titanlike.training.build import build
 from titanlike.training.draft import draft, preflight
-from titanlike.training.session import open_data_on_every_rank, open_session
+from titanlike.training.session import open_session
 from titanlike.training.step import drop_gradients, optimizer_step
 from titanlike.training.train import train
 
@@ -66,6 +64,7 @@ def test_a_plan_says_which_masks_are_for_parts() -> None:
 def steps(config: Config, worker: Worker) -> tuple[list[Tensor], dict[str, Tensor]]:
     """(the masks of the first step, parameters that each rank has as a whole after two)."""
     masks: list[Tensor] = []
+    first: list[Tensor] = []
     real = F.dropout
 
     def dropout(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -76,25 +75,21 @@ def steps(config: Config, worker: Worker) -> tuple[list[Tensor], dict[str, Tenso
         return x * kept
 
     F.dropout = dropout
-    data = open_data_on_every_rank(config, worker)
-    mesh = open_mesh(config, worker)
-    run = build(config, mesh, data)
-    stream = batches(data.train, config, dp_rank=0)
-    first: list[Tensor] = []
-    for step in (1, 2):
-        batch = next(stream)
-        if step == 2:  # a length that tp does not divide: activations are whole in it
-            batch = {name: field[:, :-1].contiguous() for name, field in batch.items()}
-        run.pipeline.train(batch)
-        first = first or list(masks)
-        optimizer_step(run, config, step, gradient_norm(run.owned, run.mesh, config, run.shares))
-        drop_gradients(run)
-    assert run.draft.tensor is not None
-    placements = run.draft.tensor.placements
-    (state,) = run.stage_states
-    found = {n: p.detach().clone() for n, p in state.parameters() if placements[n].part is None}
+    with opened(config, worker) as job:
+        whole = next(job.stream)
+        # a length that tp does not divide: activations are whole in it
+        shorter = {name: field[:, :-1].contiguous() for name, field in next(job.stream).items()}
+        for step, batch in enumerate((whole, shorter), 1):
+            job.run.pipeline.train(batch)
+            first = first if step > 1 else list(masks)
+            norm = gradient_norm(job.run.owned, job.mesh, config, job.run.shares)
+            optimizer_step(job.run, config, step, norm)
+            drop_gradients(job.run)
+        assert job.run.draft.tensor is not None
+        placements = job.run.draft.tensor.placements
+        named = job.parameters()
+        found = {n: p.detach().clone() for n, p in named if placements[n].part is None}
     found["drawn next"] = torch.rand(3)
-    close_mesh()
     return first, found
 
 

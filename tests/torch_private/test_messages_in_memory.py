@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.models import tiny
+from support.opened import opened
 from support.world import run_world
-from titanlike.config.schema import Config, Schedule, SyntheticData
-from titanlike.data.loader import batches, open_data
+from titanlike.config.schema import Config, Schedule
 from titanlike.launch.worker import Worker
-from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.pipeline.order import Order
 from titanlike.pipeline.schedules import SCHEDULES
 from titanlike.torch_private import pipeline_runtime, pipeline_stage
 from titanlike.torch_private.pipeline_runtime import _lower, _received_after
-from titanlike.training.build import build
-from titanlike.training.feed import to_device
 
 RELEASES = not hasattr(pipeline_runtime._Kind, "WAIT_SEND_F")  # 2.15 releases by itself
 BUFFERS = pipeline_stage._TORCH_KEEPS_BUFFERS
@@ -36,9 +30,6 @@ MICROBATCHES = 16
 def most_in_memory(config: Config, worker: Worker, as_torch_does: bool) -> tuple[int, int, int]:
     """In a training step, at once: sent tensors, and buffers for received ones, that are in memory; and
     how many of those that it has received are at the last action."""
-    mesh = open_mesh(config, worker)
-    run = build(config, mesh)
-    stream = batches(open_data(config).train, config, dp_rank=0)
     if as_torch_does:
         pipeline_stage._free = lambda _: None
         pipeline_runtime.OrderRuntime._release = lambda self, received: lambda _: None
@@ -61,7 +52,7 @@ def most_in_memory(config: Config, worker: Worker, as_torch_does: bool) -> tuple
         most[0] = max(most[0], alive(sent))
         infos = [
             info
-            for stage in next(iter(run.pipeline._runtimes.values()))._stages
+            for stage in next(iter(job.run.pipeline._runtimes.values()))._stages
             for chunks in (stage.args_recv_info, stage.grad_recv_info)
             for chunk in chunks.values()
             for info in chunk
@@ -70,14 +61,14 @@ def most_in_memory(config: Config, worker: Worker, as_torch_does: bool) -> tuple
         most[2] = alive(received)
 
     pipeline_runtime._post, pipeline_stage._Stage.forward_one_chunk = send, forward
-    run.pipeline.on_action(count)
-    for _ in range(2):
-        sent.clear()
-        received.clear()
-        most[:] = [0, 0, 0]
-        run.pipeline.train(to_device(next(stream), mesh, config))
+    with opened(config, worker, again=str(as_torch_does)) as job:
+        job.run.pipeline.on_action(count)
+        for _ in range(2):
+            sent.clear()
+            received.clear()
+            most[:] = [0, 0, 0]
+            job.train()
     pipeline_runtime._post, pipeline_stage._Stage.forward_one_chunk = post, receive
-    close_mesh()
     return most[0], most[1], most[2]
 
 
@@ -86,35 +77,22 @@ def alive(tensors: list[weakref.ref[Any]]) -> int:
 
 
 def fenced_and_as_torch_does(config: Config, worker: Worker) -> list[tuple[int, int, int]]:
-    return [
-        most_in_memory(config, replace(worker, store=dist.PrefixStore(str(on), worker.store)), on)
-        for on in (False, True)
-    ]
-
-
-def config_of(schedule: str) -> Config:
-    schedule = Schedule(schedule, MICROBATCHES)
-    return tiny(2, 1, schedule, layers=4, data=SyntheticData(vocab_size=64))
+    return [most_in_memory(config, worker, as_torch_does) for as_torch_does in (False, True)]
 
 
 @pytest.fixture(scope="module")
 def counts(tmp_path_factory: pytest.TempPathFactory) -> list[list[tuple[int, int, int]]]:
     """Of each rank, with titanlike's fences and without."""
     folder = tmp_path_factory.mktemp("counts")
-    return run_world(fenced_and_as_torch_does, config_of("1f1b"), folder)
+    return run_world(
+        fenced_and_as_torch_does, tiny(2, 1, Schedule("1f1b", MICROBATCHES), layers=4), folder
+    )
 
 
 @pytest.mark.skipif(not RELEASES, reason="torch releases them itself")
 def test_what_is_sent_is_forgotten_when_it_is_received(counts: list) -> None:
     for (sent, buffers, _), _ in counts:
         assert 0 < sent <= 6 and (not BUFFERS or 0 < buffers <= 6), counts
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not RELEASES, reason="torch releases them itself")
-def test_what_is_sent_in_a_v_is_forgotten_when_it_is_received(tmp_path: Path) -> None:
-    for sent, buffers, _ in run_world(most_in_memory, config_of("zbvzerobubble"), tmp_path, False):
-        assert 0 < sent <= 6 and (not BUFFERS or 0 < buffers <= 6)
 
 
 @pytest.mark.skipif(not BUFFERS, reason="other stages cache what they received elsewhere")
