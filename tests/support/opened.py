@@ -38,7 +38,10 @@ class Opened:
         return self.run.pipeline.train(self.batch())[0]
 
     def step(
-        self, number: int, guard: Guard | None = None, before_update: Callable[[], Any] = int
+        self,
+        number: int,
+        guard: Guard | None = None,
+        before_update: Callable[[], Any] = lambda: None,
     ) -> StepResult:
         guard = guard or Guard(self.config, {})
         work = self.run, self.config, number, self.stream, guard, self.worker

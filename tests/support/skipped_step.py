@@ -8,9 +8,9 @@ from torch import Tensor
 
 from support.opened import opened
 from titanlike.config.schema import Config
+from titanlike.data.loader import open_data
 from titanlike.launch.worker import Worker
 from titanlike.training.guard import Guard, Verdict
-from titanlike.training.session import open_data_on_every_rank
 from titanlike.training.step import validate
 
 
@@ -28,8 +28,7 @@ def three_steps(config: Config, worker: Worker) -> tuple[list[dict[str, Tensor]]
     with opened(config, worker) as job:
         for step in (1, 2, 3):
             job.step(step, Skips(config, {}) if step == 2 else None)
-            data = open_data_on_every_rank(config, worker)
-            validate(job.run, config, data)  # which changes nothing of them
+            validate(job.run, config, open_data(config))  # which changes nothing of them
             named = (item for stage in job.run.stages for item in stage.named_buffers())
             buffers.append({name: buffer.clone() for name, buffer in named})
             loads.append(job.run.balance.loads)

@@ -231,21 +231,6 @@ def test_a_split_backward_still_loses_gradients_when_blocks_are_resharded(job: O
     assert result["exit_code"] == 1
 
 
-@job_of(tiny(2, 1, layers=2))
-def test_meshes_still_keep_the_groups_of_a_job_that_has_ended(job: Opened) -> None:
-    """If not, `forget_groups_of_meshes` may go."""
-
-    def kept() -> bool:
-        gc.collect()
-        meshes = [each for each in gc.get_objects() if type(each) is DeviceMesh]
-        return any(getattr(mesh, "_pg_registry", {}) for mesh in meshes if mesh is not now)
-
-    now = job.mesh.axes
-    assert kept()
-    forget_groups_of_meshes()
-    assert not kept()
-
-
 @job_of(tiny(2, 1, layers=2))  # the last: a rank leaves
 def test_a_message_of_another_dtype_is_refused_in_the_first_step(job: Opened) -> None:
     forward = pipeline_stage._Stage.forward_maybe_with_nosync
@@ -334,7 +319,27 @@ def on_two_ranks(_: Config, worker: Worker) -> dict[str, Any]:
         "gradient, fenced": gradient_of_rank_0(worker, True),
         "muon": muon_on_shards(worker),
         "batches": batches_of_one(worker),
+        "groups": groups_that_outlive_their_job(),
     }
+
+
+def groups_that_outlive_their_job() -> tuple[bool, bool]:
+    """Whether meshes have process groups when a job has ended; and when they are forgotten."""
+
+    def kept() -> bool:
+        gc.collect()
+        meshes = [each for each in gc.get_objects() if type(each) is DeviceMesh]
+        return any(getattr(mesh, "_pg_registry", {}) for mesh in meshes)
+
+    dist.destroy_process_group()
+    before = kept()
+    forget_groups_of_meshes()
+    return before, kept()
+
+
+def test_meshes_still_keep_the_groups_of_a_job_that_has_ended(two_ranks: Found) -> None:
+    """If not, `forget_groups_of_meshes` may go."""
+    assert two_ranks["groups"] == [(True, False)] * 2
 
 
 class OneForEachRank(nn.Module):
