@@ -75,6 +75,8 @@ def test_the_losses_are_those_of_the_last_steps_load_written_in_plain_torch(scor
         torch.manual_seed(0)
         losses = {} if written else {"balance_loss": 0.02, "z_loss": 0.01}
         model = Moe(**SIZES | {"layers": 2, "vocab_size": 64, "scores": scores} | losses)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
         layers = [m for m in model.modules() if isinstance(m, RoutedFeedForward)]
         routed: list[Tensor] = []
         for layer, load in zip(layers, loads, strict=True):
