@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from support.paths import ROOT
+
 ASKS = re.compile(
     r"""torch\.(cuda|xpu|mps)\b|\btype\s*[!=]=\s*["'](?!cpu|meta)\w+["']|["']cuda["']"""
 )

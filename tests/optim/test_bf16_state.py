@@ -1,4 +1,7 @@
-"""optimizer.state_dtype=bf16: AdamW's running means in half the memory."""
+"""optimizer.state_dtype=bf16: AdamW's running means in half the memory.
+
+Layouts of it: `test_muon.py` (packed shards of parts) and `tests/proof/test_layouts.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,38 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from support.cells import cells
 from support.models import tiny
-from support.proven import assert_proven
 from support.world import run_world
-from titanlike.config.schema import AdamW, Checkpoint, Config, ConstantLr, Fsdp, Muon, Precision
+from titanlike.config.schema import Checkpoint, Config, ConstantLr, Muon
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.optim.bf16_state import Bf16StateAdamW, Positions, random_bits, round_stochastically
 from titanlike.parallel.tp.part import Part
 from titanlike.training.train import train
-
-BF16 = AdamW(state_dtype="bf16")
-
-
-@pytest.mark.parametrize(
-    "config",
-    cells(
-        {"shards of parts": tiny(dp=2, tp=2, layers=2, optimizer=BF16)},
-        {
-            "shards": tiny(dp=2, optimizer=BF16),
-            "parts": tiny(tp=4, tied=True, optimizer=BF16),
-            "packed parts": tiny(dp=2, tp=2, family="gpt2", layers=2, optimizer=BF16),
-            "a pipeline of shards": tiny(2, 2, optimizer=BF16),
-            "tied, in a V": tiny(2, 2, "zbvzerobubble", tied=True, optimizer=BF16),
-            "CPU offload": tiny(dp=2, fsdp=Fsdp(cpu_offload=True), optimizer=BF16),
-            "uneven shards": tiny(dp=3, batch_size=12, optimizer=BF16),
-            "bf16": tiny(2, 2, precision=Precision("bf16"), optimizer=BF16),
-            "beside Muon": tiny(2, 2, optimizer=Muon(state_dtype="bf16")),
-        },
-    ),
-)
-def test_every_layout_rounds_as_one_process(config: Config, tmp_path: Path) -> None:
-    assert_proven(config, tmp_path)
 
 
 def test_rounding_is_exact_on_average_and_never_further_than_one_digit() -> None:
@@ -90,41 +68,14 @@ def test_a_mean_of_squares_falls_again_where_rounding_to_nearest_would_keep_it()
     optimizer = Bf16StateAdamW(groups, {parameter: 0}, **options)
     nearest = torch.zeros(64, 64, dtype=torch.bfloat16)
     exact = torch.zeros(64, 64)
-    for step in range(1000):
-        parameter.grad = torch.full((64, 64), 1.0 if step < 100 else 0.0)
+    for step in range(500):
+        parameter.grad = torch.full((64, 64), 1.0 if step < 50 else 0.0)
         optimizer.step()
         exact = 0.999 * exact + 0.001 * parameter.grad.square()
         nearest = (0.999 * nearest.float() + 0.001 * parameter.grad.square()).bfloat16()
     mean = optimizer.state[parameter]["exp_avg_sq"].float().mean()
     assert mean == pytest.approx(exact.mean().item(), rel=0.01)
-    assert nearest.float().mean() > 1.5 * exact.mean(), "else there is nothing to cure"
-
-
-def test_a_long_run_follows_torchs_adamw() -> None:
-    """A noisy regression, 400 steps: as near to the solution as with means in fp32."""
-    torch.manual_seed(0)
-    truth = torch.randn(16, 16)
-    ends = []
-    for bf16 in (True, False):
-        weight = nn.Parameter(torch.zeros(16, 16))
-        groups = [{"params": [weight], "weight_decay": 0.0}]
-        options = {"lr": 0.02, "betas": (0.9, 0.999), "eps": 1e-8}
-        optimizer = (
-            Bf16StateAdamW(groups, {weight: 1}, **options)
-            if bf16
-            else torch.optim.AdamW(groups, fused=True, **options)
-        )
-        generator = torch.Generator().manual_seed(1)
-        for step in range(400):
-            for group in optimizer.param_groups:
-                group["lr"] = 0.02 * (1 - step / 400)
-            inputs = torch.randn(32, 16, generator=generator)
-            noise = 0.1 * torch.randn(32, 16, generator=generator)
-            error = inputs @ (weight - truth) - noise
-            weight.grad = (inputs.T @ error / 32).detach()
-            optimizer.step()
-        ends.append((weight - truth).square().mean().sqrt().item())
-    assert ends[0] == pytest.approx(ends[1], rel=0.1)
+    assert nearest.float().mean() > 1.2 * exact.mean(), "else there is nothing to cure"
 
 
 def test_a_tensor_in_many_chunks_is_updated_as_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,54 +98,43 @@ def test_a_tensor_in_many_chunks_is_updated_as_in_one(monkeypatch: pytest.Monkey
     assert all(map(torch.equal, *results))
 
 
-def resumed(first: Config, then: Config, folder: Path) -> list[float]:
+SAVING = {"tied": True, "checkpoint": Checkpoint(every=3), "lr": ConstantLr(warmup=0)}
+BF16 = Muon(state_dtype="bf16")  # AdamW's, too
+
+
+def losses(folder: Path, first: Config, then: Config) -> list[float]:
+    """Of a run that stopped after three steps."""
     run_world(train, replace(first, steps=3), folder)
     run_world(train, replace(then, steps=6), folder)
     return [row["loss"] for row in read_jsonl(folder / "metrics.jsonl")]
 
 
-SAVING = {"checkpoint": Checkpoint(every=3), "lr": ConstantLr(warmup=0)}
-
-
 @pytest.mark.slow
-def test_a_resumed_run_rounds_as_one_that_was_not_stopped(tmp_path: Path) -> None:
-    config = tiny(dp=2, optimizer=BF16, **SAVING)
-    run_world(train, replace(config, steps=6), tmp_path / "whole")
+def test_a_run_resumes_in_another_layout_and_in_the_other_dtype(tmp_path: Path) -> None:
+    """In the same layout and dtype its losses are those of a run that was not stopped, to the last
+    bit."""
+    same, fp32 = (tiny(dp=2, optimizer=choice, **SAVING) for choice in (BF16, Muon()))
+    run_world(train, replace(same, steps=6), tmp_path / "whole")
     whole = [row["loss"] for row in read_jsonl(tmp_path / "whole" / "metrics.jsonl")]
-    assert resumed(config, config, tmp_path / "part") == whole
+    assert losses(tmp_path / "same", same, same) == whole
+    other = (tiny(*layout, optimizer=BF16, **SAVING) for layout in ((2, 2), (4, 1)))
+    assert losses(tmp_path / "other", *other) == pytest.approx(whole, abs=1e-5)
+    for name, pair in {"to bf16": (fp32, same), "to fp32": (same, fp32)}.items():
+        assert losses(tmp_path / name, *pair) == pytest.approx(whole, abs=1e-3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first, then", [("bf16", "bf16"), ("fp32", "bf16"), ("bf16", "fp32")])
-def test_a_run_resumes_in_another_layout_and_in_the_other_dtype(
-    first: str, then: str, tmp_path: Path
-) -> None:
-    settings = {"tied": True, **SAVING}
-    run_world(train, tiny(steps=6, optimizer=AdamW(state_dtype=then), **settings), tmp_path / "a")
-    whole = [row["loss"] for row in read_jsonl(tmp_path / "a" / "metrics.jsonl")]
-    before = tiny(2, 2, optimizer=AdamW(state_dtype=first), **settings)
-    after = tiny(2, tp=2, optimizer=AdamW(state_dtype=then), **settings)
-    tolerance = 1e-5 if first == then else 1e-3
-    assert resumed(before, after, tmp_path / "b") == pytest.approx(whole, abs=tolerance)
-
-
-def state_dtypes(config: Config, worker) -> set[torch.dtype]:
-    """Of the means, after a checkpoint was loaded."""
-    from titanlike.checkpoint.checkpointer import Checkpointer
-    from titanlike.data.loader import open_data
-    from titanlike.metrics.events import Events
-    from titanlike.parallel.mesh import open_mesh
-    from titanlike.training.build import build
-
-    run = build(config, open_mesh(config, worker))
-    Checkpointer(run.stage_states, config, open_data(config), Events(Path(), None)).resume()
-    states = [part.optimizer_state(p) for part in run.stage_states for _, p in part.parameters()]
-    assert all(states)
-    return {state[key].dtype for state in states for key in ("exp_avg", "exp_avg_sq")}
-
-
-def test_the_state_is_in_bf16_after_a_resume_too(tmp_path: Path) -> None:
+def test_the_state_is_in_bf16_after_a_resume_too() -> None:
     """torch's Optimizer.load_state_dict would make it fp32."""
-    config = tiny(optimizer=BF16, steps=1, checkpoint=Checkpoint(last=True))
-    run_world(train, config, tmp_path)
-    assert run_world(state_dtypes, config, tmp_path) == [{torch.bfloat16}]
+    parameter = nn.Parameter(torch.ones(3, 3))
+    options = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
+    optimizers = [
+        Bf16StateAdamW([{"params": [parameter], "weight_decay": 0.0}], {parameter: 0}, **options)
+        for _ in range(2)
+    ]
+    parameter.grad = torch.ones(3, 3)
+    optimizers[0].step()
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    for optimizer in optimizers:
+        state = optimizer.state[parameter]
+        assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.bfloat16
+        assert state["step"].dtype == torch.float32

@@ -1,13 +1,22 @@
-"""The learning rate over the steps."""
+"""The learning rate over the steps, and the norm by which each rank clips its gradients."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from titanlike.config.schema import ConstantLr, DecayLr, WsdLr
+from support.models import tiny
+from support.opened import opened
+from support.world import run_world
+from titanlike.config.schema import Config, ConstantLr, DecayLr, Sgd, WsdLr
+from titanlike.launch.worker import Worker
 from titanlike.optim.learning_rate import lr_factor
+from titanlike.optim.optimizer import clip_gradients, gradient_norm
 
 
 @given(
@@ -38,3 +47,40 @@ def test_wsd_keeps_its_peak_when_a_run_is_made_longer() -> None:
     lr = WsdLr(warmup=10, decay=0.2)
     before_decay = [lr_factor(lr, step, 100) for step in range(1, 80)]
     assert before_decay == [lr_factor(lr, step, 1000) for step in range(1, 80)]
+
+
+# --- the norm of all gradients --------------------------------------------------------------------
+
+
+def norms(config: Config, worker: Worker) -> tuple[float, float]:
+    """Of a step's gradients: that in the step's record, and that of `gradient_norm`."""
+    found: list[float] = []
+    with opened(config, worker) as job:
+
+        def keep() -> None:
+            found.append(gradient_norm(job.run.owned, job.mesh, config, job.run.shares).item())
+
+        return job.step(1, before_update=keep).record["grad_norm"], found[0]
+
+
+SIZES = {"layers": 2, "tied": True, "optimizer": Sgd()}
+
+
+def test_the_norm_is_that_of_the_whole_model_in_every_layout(tmp_path: Path) -> None:
+    """Replicas, shards, and what tensor-parallel ranks hold together or apart, count once."""
+    [(right, again)] = run_world(norms, tiny(**SIZES), tmp_path / "one")
+    assert right == pytest.approx(again, rel=1e-6) and right > 0
+    for layout in ({"dp": 2, "replicate": 2}, {"tp": 2}, {"pp": 2}):
+        name = "_".join(layout)
+        for found in run_world(norms, tiny(**layout, **SIZES), tmp_path / name):
+            assert found == pytest.approx((right, right), rel=1e-5), layout
+
+
+@pytest.mark.parametrize("limit, factor", [(2.0, 0.4), (10.0, 1.0)])
+def test_gradients_are_scaled_to_the_limit_and_never_up(limit: float, factor: float) -> None:
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    parameters[0].grad, parameters[1].grad = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])
+    clip_gradients(parameters, torch.tensor(5.0), limit)
+    assert torch.allclose(parameters[0].grad, torch.tensor([3.0, 0.0]) * factor)
+    assert torch.allclose(parameters[1].grad, torch.tensor([0.0, 4.0]) * factor)
+    assert parameters[2].grad is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,61 +11,37 @@ from torch import nn
 
 from support.cells import cells
 from support.models import tiny
+from support.opened import opened
 from support.proven import assert_proven
 from support.world import run_world
-from titanlike.config.schema import Checkpoint, Config, ConstantLr, Fsdp, Muon, Precision
+from titanlike.config.schema import Config, Muon, Precision
 from titanlike.launch.worker import Worker
-from titanlike.metrics.sinks import read_jsonl
 from titanlike.models.registry import build_model, resolve_model
 from titanlike.optim import muon, orthogonalize
 from titanlike.optim.learning_rate import set_lr
 from titanlike.optim.optimizer import build_optimizers
-from titanlike.proof.verification import verify
 from titanlike.training.draft import preflight
-from titanlike.training.guard import Guard
-from titanlike.training.train import train
 
 MUON = Muon()
 OTHER = Muon(adjust_lr="original", nesterov=False, ns_steps=3, momentum=0.8, adamw_lr=1e-3)
 
 
+PACKED = tiny(dp=2, tp=2, family="gpt2", layers=2, tied=True, optimizer=Muon(state_dtype="bf16"))
+UNEVEN = tiny(dp=3, batch_size=12, layers=2, optimizer=Muon(state_dtype="bf16"))
+HSDP = tiny(dp=4, replicate=2, layers=2, optimizer=OTHER)
+REPEATED = tiny(tp=4, tied=True, layers=2, optimizer=OTHER)
+
+
 @pytest.mark.parametrize(
     "config",
     cells(
-        {"shards of parts": tiny(dp=2, tp=2, layers=2, optimizer=MUON)},
-        {
-            "a pipeline of shards": tiny(2, 2, optimizer=MUON),
-            "parts, repeated heads": tiny(tp=4, tied=True, optimizer=OTHER),
-            "a pipeline of parts": tiny(2, tp=2, optimizer=MUON),
-            "packed parts, replicas": tiny(
-                dp=2, replicate=2, tp=2, family="gpt2", layers=2, optimizer=MUON
-            ),
-            "ZeRO 3": tiny(dp=2, fsdp=Fsdp(3), optimizer=OTHER),
-            "replicas": tiny(dp=2, replicate=2, optimizer=MUON),
-            "HSDP": tiny(dp=4, replicate=2, optimizer=OTHER),
-            "uneven shards": tiny(dp=3, batch_size=12, optimizer=MUON),
-            "tied, in a V": tiny(2, 2, "zbvzerobubble", tied=True, optimizer=OTHER),
-            "CPU offload": tiny(dp=2, fsdp=Fsdp(cpu_offload=True), optimizer=MUON),
-            "bf16": tiny(2, 2, precision=Precision("bf16"), optimizer=MUON),
-            "GPT-2": tiny(2, 2, family="gpt2", optimizer=MUON),
-        },
+        {"packed": PACKED},
+        {"uneven": UNEVEN, "repeated heads": REPEATED, "replicas of shards": HSDP},
     ),
 )
-def test_every_layout_updates_as_one_process(config: Config, tmp_path: Path) -> None:
+def test_shards_of_parts_are_updated_as_one_process_does(config: Config, tmp_path: Path) -> None:
+    """Also what is left to AdamW, whose state in bf16 is rounded as in one process."""
     assert_proven(config, tmp_path)
-
-
-def verify_on_shards_alone(config: Config, worker: Worker) -> dict:
-    """`verify`, where each rank orthogonalizes the rows that it has."""
-    muon.shard_group = lambda parameter: None
-    return verify(config, worker)
-
-
-@pytest.mark.slow
-def test_an_update_of_shards_alone_is_caught(tmp_path: Path) -> None:
-    results = run_world(verify_on_shards_alone, tiny(dp=2, optimizer=MUON), tmp_path)
-    assert {result["exit_code"] for result in results} == {1}
-    assert "update of layers.0.attention.wq.weight" in (tmp_path / "rank0.out").read_text()
 
 
 @pytest.mark.parametrize("settings", [Muon(), OTHER])
@@ -159,73 +134,17 @@ def test_work_is_dealt_evenly_and_each_matrix_is_orthogonalized_by_one_rank(
     costs = [min(shape) ** 2 * (2 * max(shape) + min(shape)) for shape in shapes]
     loads = [sum(c for c, owner in zip(costs, owners, strict=True) if owner == r) for r in (0, 1)]
     assert max(loads) < 1.25 * min(loads)
-    counts = run_world(count_work, tiny(2, 2, optimizer=MUON), tmp_path)
-    # a stage of four blocks with seven matrices each, over two ranks; two messages
-    assert [matrices for matrices, _ in counts] == [14] * 4
-    assert [messages for _, messages in counts] == [2] * 4
+    counts = run_world(count_work, tiny(dp=2, layers=2, optimizer=MUON), tmp_path)
+    # two blocks with seven matrices each, over two ranks; two messages
+    assert counts == [(7, 2), (7, 2)]
 
 
 def count_work(config: Config, worker: Worker) -> tuple[int, int]:
     """(matrices orthogonalized by this rank, all-to-alls) in a step."""
-    from titanlike.data.loader import batches, open_data
-    from titanlike.parallel.mesh import open_mesh
-    from titanlike.training.build import build
-    from titanlike.training.step import measured_step
-
     calls = []
     for module, name in ((orthogonalize, "newton_schulz"), (dist, "all_to_all_single")):
         right = getattr(module, name)
         setattr(module, name, lambda *a, n=name, f=right, **k: (calls.append(n), f(*a, **k))[1])
-    mesh = open_mesh(config, worker)
-    run = build(config, mesh)
-    batch = next(batches(open_data(config).train, config, dp_rank=mesh.dp_rank))
-    measured_step(run, config, 1, iter([batch]), Guard(config, {}), worker)
+    with opened(config, worker) as job:
+        job.step(1)
     return calls.count("newton_schulz"), calls.count("all_to_all_single")
-
-
-def weights_after_two_steps(config: Config, worker: Worker) -> tuple[int, dict]:
-    from titanlike.data.loader import batches, open_data
-    from titanlike.parallel.mesh import open_mesh
-    from titanlike.training.build import build
-    from titanlike.training.step import measured_step
-
-    mesh = open_mesh(config, worker)
-    run = build(config, mesh)
-    stream = batches(open_data(config).train, config, dp_rank=mesh.dp_rank)
-    for step in (1, 2):
-        measured_step(run, config, step, stream, Guard(config, {}), worker)
-    named = (pair for state in run.stage_states for pair in state.parameters())
-    return mesh.axes.get_local_rank("shard"), {
-        name: parameter.to_local().detach().numpy() for name, parameter in named
-    }
-
-
-@pytest.mark.slow
-def test_replicas_of_shards_stay_equal_to_the_last_bit(tmp_path: Path) -> None:
-    config = tiny(dp=4, replicate=2, optimizer=MUON)
-    results = run_world(weights_after_two_steps, config, tmp_path)
-    for shard in (0, 1):
-        first, second = (weights for at, weights in results if at == shard)
-        assert all((first[name] == second[name]).all() for name in first)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "first, then",
-    [
-        pytest.param(tiny(2, 2), tiny(), id="shards to one process"),
-        pytest.param(tiny(2, 2), tiny(4, 1), id="to a pipeline"),
-        pytest.param(tiny(dp=2, replicate=2), tiny(2, 2, "zbvzerobubble"), id="to a V"),
-        pytest.param(tiny(dp=2, tp=2), tiny(tp=4), id="to parts with repeated heads"),
-        pytest.param(tiny(2, tp=2), tiny(dp=2), id="parts to shards"),
-    ],
-)
-def test_a_run_resumes_in_another_layout(first: Config, then: Config, tmp_path: Path) -> None:
-    settings = {"checkpoint": Checkpoint(every=3), "lr": ConstantLr(warmup=0), "optimizer": MUON}
-    whole, part = tmp_path / "whole", tmp_path / "part"
-    run_world(train, tiny(steps=6, **settings), whole)
-    run_world(train, replace(first, steps=3, **settings), part)
-    run_world(train, replace(then, steps=6, **settings), part)
-    curves = [[row["loss"] for row in read_jsonl(f / "metrics.jsonl")] for f in (part, whole)]
-    assert len(curves[0]) == 6
-    assert curves[0] == pytest.approx(curves[1], abs=1e-5)

@@ -13,49 +13,49 @@ from torch import Tensor
 from support.bad_numbers import sample_of
 from support.cells import cells
 from support.models import tiny
+from support.opened import Opened, opened
 from support.world import run_world
 from titanlike.config.schema import AdamW, Config, Custom, Fsdp, Muon, OwnOptimizer, Sgd
-from titanlike.data.loader import batches, open_data
 from titanlike.launch.worker import Worker
-from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.torch_private.dtensor import local
-from titanlike.training.build import Run, build
 from titanlike.training.guard import Guard
-from titanlike.training.step import measured_step
 
 BAD = (1, 3)  # steps: also the first, in which state begins
 
 
-def bits(run: Run) -> dict[str, Tensor]:
+def bits(job: Opened) -> dict[str, Tensor]:
     """Everything that a step changes, as bytes. A state of zeros is as good as none."""
     found = {}
-    for state in run.stage_states:
+    for state in job.run.stage_states:
         for name, parameter in state.parameters():
-            kept = {
-                f"{name} {key}": value for key, value in state.optimizer_state(parameter).items()
-            }
-            for key, value in {name: parameter, **kept}.items():
+            kept = state.optimizer_state(parameter)
+            for key, value in {"": parameter, **kept}.items():
                 value = torch.atleast_1d(local(value.detach())).contiguous()
-                if key == name or value.any():
-                    found[key] = value.view(torch.uint8).clone()
+                if key == "" or value.any():
+                    found[f"{name} {key}"] = value.view(torch.uint8).clone()
     return found
 
 
-def changes(config: Config, worker: Worker) -> list[tuple[str | None, bool]]:
+Steps = list[tuple[str | None, bool]]
+
+
+def changes(config: Config, worker: Worker) -> Steps:
     """Of each step the kind of the verdict, and whether anything changed."""
-    data, mesh = open_data(config), open_mesh(config, worker)
-    run, guard = build(config, mesh), Guard(config, {})
-    stream = batches(data.train, config, dp_rank=mesh.dp_rank)
-    found: list[Any] = []
-    for step in range(1, 6):
-        before = bits(run)
-        verdict = measured_step(run, config, step, stream, guard, worker).verdict
-        after = bits(run)
-        same = before.keys() == after.keys()
-        same = same and all(torch.equal(value, after[name]) for name, value in before.items())
-        found.append((verdict and verdict.kind, not same))
-    close_mesh()
+    found: Steps = []
+    with opened(config, worker) as job:
+        guard = Guard(config, {})
+        for step in range(1, 6):
+            before, verdict, after = bits(job), job.step(step, guard).verdict, bits(job)
+            same = before.keys() == after.keys()
+            same = same and all(torch.equal(value, after[name]) for name, value in before.items())
+            found.append((verdict and verdict.kind, not same))
     return found
+
+
+def changes_with_each(config: Config, worker: Worker, optimizers: dict) -> dict[str, Steps]:
+    """One after the other in this process."""
+    configs = {name: replace(config, optimizer=choice) for name, choice in optimizers.items()}
+    return {name: changes(config, worker) for name, config in configs.items()}
 
 
 def spoiled(pp: int = 1, dp: int = 1, **changed: Any) -> Config:
@@ -67,29 +67,36 @@ def spoiled(pp: int = 1, dp: int = 1, **changed: Any) -> Config:
 
 MOMENTUM = Sgd(lr=0.1, momentum=0.9, weight_decay=0.1)
 OWN = OwnOptimizer("torch.optim.NAdam", {}, lr=0.01)
-LAYOUTS = {
-    "AdamW, shards": spoiled(dp=2),
-    "momentum": spoiled(optimizer=MOMENTUM),
-    "Muon": spoiled(optimizer=Muon()),
-    "state in bf16": spoiled(optimizer=AdamW(state_dtype="bf16")),
-    "the user's own": spoiled(optimizer=OWN),
+OPTIMIZERS = {
+    "AdamW": AdamW(),
+    "state in bf16": AdamW(state_dtype="bf16"),
+    "momentum": MOMENTUM,
+    "Muon": Muon(),
+    "the user's own": OWN,
 }
+KINDS = ["nonfinite" if step in BAD else None for step in range(1, 6)]
+EXPECTED = [(kind, kind is None) for kind in KINDS]
+
+
+def test_a_bad_step_changes_nothing_to_the_last_bit(tmp_path: Path) -> None:
+    [found] = run_world(changes_with_each, spoiled(), tmp_path, OPTIMIZERS)
+    assert found == dict.fromkeys(OPTIMIZERS, EXPECTED)
+
+
+LAYOUTS = {"AdamW, shards": spoiled(dp=2)}
 MORE_LAYOUTS = {
-    "AdamW": spoiled(),
     "AdamW, CPU offload": spoiled(dp=2, fsdp=Fsdp(cpu_offload=True)),
     "momentum, a pipeline": spoiled(2, optimizer=MOMENTUM),
-    "no momentum, shards": spoiled(dp=2, optimizer=Sgd(lr=0.1)),
-    "Muon, a pipeline of shards": spoiled(2, 2, optimizer=Muon()),
-    "Muon beside state in bf16, shards": spoiled(dp=2, optimizer=Muon(state_dtype="bf16")),
+    "Muon beside state in bf16, a pipeline of shards": spoiled(
+        2, 2, optimizer=Muon(state_dtype="bf16")
+    ),
     "the user's own, shards": spoiled(dp=2, optimizer=OWN),
 }
 
 
 @pytest.mark.parametrize("config", cells(LAYOUTS, MORE_LAYOUTS))
-def test_a_bad_step_changes_nothing_to_the_last_bit(config: Config, tmp_path: Path) -> None:
-    for steps in run_world(changes, config, tmp_path):
-        kinds = ["nonfinite" if step in BAD else None for step in range(1, 6)]
-        assert steps == [(kind, kind is None) for kind in kinds]
+def test_a_bad_step_changes_nothing_on_any_rank(config: Config, tmp_path: Path) -> None:
+    assert run_world(changes, config, tmp_path) == [EXPECTED] * config.world_size
 
 
 # --- torch's own ---------------------------------------------------------------------------------

@@ -10,12 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from support.models import tiny
 from support.skipped_step import three_steps
 from support.vision_configs import of_images
 from support.world import run_world
 from titanlike.config.errors import ConfigError
 from titanlike.config.schema import (
+    ActivationCheckpoint,
     Checkpoint,
+    Config,
     ConstantLr,
     Custom,
     PointSplit,
@@ -23,33 +26,39 @@ from titanlike.config.schema import (
     Schedule,
     Validation,
 )
+from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
-from titanlike.parallel.batchnorm import Moments
+from titanlike.parallel.batchnorm import BatchNorms
+from titanlike.parallel.mesh import open_mesh
 from titanlike.training.draft import draft
 from titanlike.training.train import train
 
-EVERY_STEP = {"validation": Validation(every=1, batches=1), "lr": ConstantLr(warmup=0)}
-# its second stage is a batch norm without weights: it has buffers alone
-BARE = {"split": PointSplit(points=["bn1", "relu"]), "batch_size": 12}
+
+def differences(config: Config, worker: Worker) -> list[float]:
+    """Of running statistics of parts in two microbatches from those of torch for the whole batch."""
+    x = 1e3 + torch.randn(12, 3, generator=torch.Generator().manual_seed(0)).double()
+    norm, right = nn.BatchNorm1d(3), nn.BatchNorm1d(3).double()
+    stage = nn.Sequential(norm)
+    norms = BatchNorms([stage], open_mesh(config, worker))
+    with norms.collecting():
+        for microbatch in x.chunk(2)[worker.rank].split([2, 4]):
+            stage(microbatch.float())
+    norms.update()
+    right(x)
+    pairs = ((norm.running_mean, right.running_mean), (norm.running_var, right.running_var))
+    return [(mine - other).abs().max().item() for mine, other in pairs]
 
 
-def test_moments_of_parts_are_those_of_the_whole_with_a_mean_far_away() -> None:
-    x = 1e3 + torch.randn(12, 3, 5, generator=torch.Generator().manual_seed(0))
-    parts = Moments(torch.zeros(3))
-    for part in x.split([1, 7, 4]):
-        parts.add(part)
-    variance, mean = torch.var_mean(x.double(), (0, 2), correction=0)
-    assert parts.count == 60
-    torch.testing.assert_close(parts.mean, mean, rtol=1e-7, atol=0)
-    torch.testing.assert_close(parts.squares / 60, variance, rtol=1e-4, atol=0)
+def test_statistics_are_those_of_the_whole_batch_on_every_rank(tmp_path: Path) -> None:
+    """With a mean far away, beside which the digits of the variance would be lost."""
+    for mean, variance in run_world(differences, tiny(dp=2), tmp_path):
+        assert mean < 1e-4 and variance < 1e-4
 
 
-# --- a step that is not applied ----------------------------------------------------------------
-
-
-def test_a_step_that_is_not_applied_moves_no_statistics(tmp_path: Path) -> None:
-    (buffers,) = run_world(three_steps, of_images("Tower", 1, 1), tmp_path)
-    first, second, third = buffers
+@pytest.mark.parametrize("recomputed", ["none", "full"])
+def test_a_step_that_is_not_applied_moves_no_statistics(recomputed: str, tmp_path: Path) -> None:
+    config = of_images("Tower", 1, 1, activation_checkpoint=ActivationCheckpoint(recomputed))
+    [((first, second, third), _)] = run_world(three_steps, config, tmp_path)
     for name in first:
         assert torch.equal(first[name], second[name])
         assert not torch.equal(second[name], third[name])
@@ -58,19 +67,19 @@ def test_a_step_that_is_not_applied_moves_no_statistics(tmp_path: Path) -> None:
     assert third["twice.num_batches_tracked"] == 4
 
 
-# --- checkpoints -------------------------------------------------------------------------------
-
-
 def curve(folder: Path) -> list[tuple[float, float]]:
     return [(row["loss"], row["val_loss"]) for row in read_jsonl(folder / "metrics.jsonl")]
 
 
 @pytest.mark.slow
 def test_statistics_continue_after_a_stop_in_the_same_layout_and_in_another(tmp_path: Path) -> None:
-    saving = {**EVERY_STEP, "checkpoint": Checkpoint(every=1)}
-    bare = of_images("ResNet", 3, 1, Schedule("1f1b", 6), **BARE, **saving)
+    saving = {"validation": Validation(every=1, batches=1), "lr": ConstantLr(warmup=0)}
+    saving |= {"checkpoint": Checkpoint(every=1), "batch_size": 12}
+    # its second stage is a batch norm without weights: it has buffers alone
+    split = PointSplit(points=["bn1", "relu"])
+    bare = of_images("ResNet", 3, 1, Schedule("1f1b", 6), split=split, **saving)
     # six groups of two rows here, too
-    other = of_images("ResNet", 1, 2, Schedule("1f1b", 3), batch_size=12, **saving)
+    other = of_images("ResNet", 1, 2, Schedule("1f1b", 3), **saving)
     whole, part = tmp_path / "whole", tmp_path / "part"
     run_world(train, replace(bare, steps=3), whole)
     run_world(train, replace(bare, steps=1), part)
@@ -97,22 +106,6 @@ class Instances(nn.Sequential):
         super().__init__(nn.Conv2d(3, 4, 1), norm, nn.Flatten(), nn.Linear(256, 4))
 
 
-@pytest.mark.parametrize(
-    "model, changes, reason",
-    [
-        ("Synced", {}, "its 1 is a SyncBatchNorm.*; nn.BatchNorm2d"),
-        ("Instances", {}, "its 1 is an instance norm.*write track_running_stats=False"),
-        ("ResNet", {"precision": Precision("bf16")}, "precision=bf16: its bn1.*precision=fp32"),
-    ],
-)
-def test_norms_that_cannot_be_right_are_refused(model: str, changes: dict, reason: str) -> None:
-    config = of_images(model, 2, 1, **changes)
-    if model != "ResNet":
-        config.model.name = f"test_batchnorm.{model}"
-    with pytest.raises(ConfigError, match=reason):
-        draft(config)
-
-
 class Again(nn.Module):
     """Its first norm is used again at the end."""
 
@@ -124,10 +117,25 @@ class Again(nn.Module):
         return self.head(self.norm(self.conv(self.norm(x))).mean((2, 3)))
 
 
-def test_a_norm_that_two_stages_would_call_is_refused() -> None:
-    config = of_images("ResNet", 2, 1, split=PointSplit(points=["conv"]))
-    with pytest.raises(ConfigError, match="two stages call norm.*; .*a module for each"):
-        draft(replace(config, model=Custom("test_batchnorm.Again", {})))
-    draft(
-        replace(config, split=PointSplit(points=["head"]), model=Custom("test_batchnorm.Again", {}))
-    )
+CONV = {"split": PointSplit(points=["conv"])}
+
+
+@pytest.mark.parametrize(
+    "model, changes, reason",
+    [
+        (Synced, {}, "its 1 is a SyncBatchNorm.*; nn.BatchNorm2d"),
+        (Instances, {}, "its 1 is an instance norm.*write track_running_stats=False"),
+        (None, {"precision": Precision("bf16")}, "precision=bf16: its bn1.*precision=fp32"),
+        (Again, CONV, "two stages call norm.*; .*a module for each"),
+    ],
+)
+def test_norms_that_cannot_be_right_are_refused(
+    model: type | None, changes: dict, reason: str
+) -> None:
+    config = of_images("ResNet", 2, 1, **changes)
+    if model is not None:
+        config = replace(config, model=Custom(f"{__name__}.{model.__name__}", {}))
+    with pytest.raises(ConfigError, match=reason):
+        draft(config)
+    if model is Again:
+        draft(replace(config, split=PointSplit(points=["head"])))

@@ -1,8 +1,11 @@
-"""compile=true: the same numbers, one graph for equal blocks, compiled before the first message."""
+"""compile=true: the same numbers, one graph for equal blocks, compiled before the first message.
+
+Which numbers each layout gives is proven in `tests/proof/test_layouts.py`.
+"""
 
 from __future__ import annotations
 
-import itertools
+import functools
 import re
 from pathlib import Path
 
@@ -11,28 +14,12 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 
-from support.cells import cells, slow
-from support.hf_tiny import model_of, tiny_hf
-from support.models import schedule_of, tiny
+from support.cells import slow
+from support.models import tiny
 from support.proven import assert_proven
 from support.world import run_world
 from titanlike.config.errors import ConfigError
-from titanlike.config.groups import (
-    ActivationCheckpoint,
-    EveryActivationCheckpoint,
-    FitActivationCheckpoint,
-    SelectiveActivationCheckpoint,
-    ZeroBubbleSchedule,
-)
-from titanlike.config.schema import (
-    Checkpoint,
-    Config,
-    Custom,
-    Fsdp,
-    Precision,
-    Schedule,
-    Validation,
-)
+from titanlike.config.schema import Custom, Schedule
 from titanlike.job.check import problems
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.parallel import compiled_blocks
@@ -43,117 +30,24 @@ from titanlike.torch_private.compiler import graph_count
 from titanlike.training.train import train
 
 PATIENCE = 300  # seconds: the first one compiles, the others find it on disk
-HOW = {
-    "none": ActivationCheckpoint("none"),
-    "full": ActivationCheckpoint("full"),
-    "selective": SelectiveActivationCheckpoint(),
-    "every": EveryActivationCheckpoint(every=3),
-    "fit": FitActivationCheckpoint(memory=700_000),
-}
-SCHEDULES = ("1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev")
-# each schedule and each choice twice, in other company
-COVER = [
-    ("1f1b", "none", 1),
-    ("1f1b", "selective", 2),
-    ("interleaved1f1b", "full", 1),
-    ("interleaved1f1b", "every", 2),
-    ("interleavedzerobubble", "fit", 1),
-    ("interleavedzerobubble", "none", 2),
-    ("zbvzerobubble", "selective", 1),
-    ("zbvzerobubble", "full", 1),
-    ("zbvzerobubble", "full", 2),
-    ("dualpipev", "every", 1),
-    ("dualpipev", "fit", 2),
-]
-# the rest of the grid takes half an hour and is no part of .ci/run
-REST = [case for case in itertools.product(SCHEDULES, HOW, (1, 2)) if case not in COVER]
-
-
-def compiled(schedule: str, how: str, dp: int, folder: Path) -> Config:
-    changes = {"layers": 4, "compile": True, "activation_checkpoint": HOW[how]}
-    return tiny(2, dp, schedule_of(schedule, 2, folder), **changes)
-
-
-@pytest.mark.parametrize("schedule, how, dp", slow(*COVER))
-def test_every_schedule_with_every_recomputation_is_exact_when_compiled(
-    schedule: str, how: str, dp: int, tmp_path: Path
-) -> None:
-    assert_proven(compiled(schedule, how, dp, tmp_path), tmp_path, PATIENCE)
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("schedule, how, dp", slow(*REST))
-def test_the_rest_of_the_grid_is_exact_when_compiled(
-    schedule: str, how: str, dp: int, tmp_path: Path
-) -> None:
-    assert_proven(compiled(schedule, how, dp, tmp_path), tmp_path, PATIENCE)
-
-
-@pytest.mark.parametrize("how", slow(*HOW))
-@pytest.mark.parametrize("compile", [False, True])
-def test_fully_sharded_ranks_with_every_recomputation_are_exact(
-    how: str, compile: bool, tmp_path: Path
-) -> None:
-    changes = {"layers": 2, "compile": compile, "activation_checkpoint": HOW[how]}
-    assert_proven(tiny(1, 2, fsdp=Fsdp(3), **changes), tmp_path, PATIENCE)
-
-
-TOGETHER = ZeroBubbleSchedule(weight_gradients="together")
-WAYS = {
-    "sharded parameters, without a pipeline": tiny(1, 2, compile=True, layers=2),
-    "gradients together": tiny(2, 1, TOGETHER, compile=True, layers=4),
-    "GPT-2, tied, with biases": tiny(
-        2, 1, ZeroBubbleSchedule(), family="gpt2", tied=True, compile=True, layers=4
-    ),
-    "sharded parameters": tiny(2, 2, fsdp=Fsdp(3), compile=True, layers=4),
-    "CPU offload": tiny(1, 2, fsdp=Fsdp(cpu_offload=True), compile=True, layers=2),
-    "HSDP": tiny(1, 4, replicate=2, compile=True, layers=2),
-    "bf16": tiny(2, 2, ZeroBubbleSchedule(), precision=Precision("bf16"), compile=True, layers=4),
-    "experts that are not reached": tiny(
-        1, 2, model=Custom("support.unreached.Net", {}), compile=True, fsdp=Fsdp(3)
-    ),
-    "branches that alternate from step to step": tiny(
-        2,
-        1,
-        Schedule("gpipe", 1),
-        model=Custom("support.unreached.Net", {"block": "Alternating"}),
-        compile=True,
-    ),
-    "HF Llama": tiny_hf(model_of("llama"), 2, 1, compile=True),
-    "HF Qwen3": tiny_hf(
-        model_of("qwen3"), 2, 1, "zbvzerobubble", compile=True, activation_checkpoint=HOW["full"]
-    ),
-}
-
-
-@pytest.mark.parametrize("config", cells({}, WAYS))
-def test_every_compiled_layout_is_exact(config: Config, tmp_path: Path) -> None:
-    assert_proven(config, tmp_path, PATIENCE)
-
-
-# --- graphs -------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_compiled_blocks_are_exact_equal_ones_share_a_graph_and_no_step_compiles_again(
-    tmp_path: Path,
-) -> None:
-    config, plain = (tiny(compile=on, layers=4, validation=Validation(2)) for on in (True, False))
+def test_branches_that_alternate_from_step_to_step_are_exact(tmp_path: Path) -> None:
+    model = Custom("support.unreached.Net", {"block": "Alternating"})
+    config = tiny(2, 1, Schedule("gpipe", 1), model=model, compile=True)
+    assert_proven(config, tmp_path, PATIENCE)
+
+
+@pytest.mark.slow
+def test_batches_of_many_lengths_share_a_graph(tmp_path: Path) -> None:
+    data = Custom("support.samples.phrases", {})
+    config = tiny(2, 1, compile=True, layers=4, data=data, steps=8)
     run_world(train, config, tmp_path, timeout=PATIENCE)
-    run_world(train, plain, tmp_path / "plain")
-    (event,) = read_jsonl(tmp_path / "events.jsonl")
-    # one for training, one for evaluation
-    assert re.match(r"compiled the blocks: 2 graphs, [\d.]+ s$", event["text"])
-    assert "compiling the blocks" in (tmp_path / "rank0.out").read_text()
-    mine, truth = (
-        read_jsonl(folder / "metrics.jsonl") for folder in (tmp_path, tmp_path / "plain")
-    )
-    assert len(mine) == len(truth) == 5
-    for key in ("loss", "grad_norm", "val_loss"):
-        expected = [record[key] for record in truth if key in record]
-        assert [record[key] for record in mine if key in record] == pytest.approx(
-            expected, rel=1e-5
-        )
+    (event,) = read_jsonl(tmp_path / "events.jsonl")  # no step compiled again
+    assert re.match(r"compiled the blocks: \d graphs, [\d.]+ s$", event["text"])
+    # of a block behind a message and of one behind a block, in training and in evaluation
+    assert int(event["text"].split()[3]) <= 4
 
 
 class Twice(nn.Module):
@@ -225,10 +119,20 @@ def gradients(blocks: nn.ModuleList, deferred: DeferredWeightGradients | None) -
     return found
 
 
-@pytest.mark.parametrize("kind", slow(Twice, Shared, InPlace, Looks))
-@pytest.mark.parametrize("save", [None, [], ["aten.*mm"]])
-def test_weight_gradients_that_wait_are_exact_in_compiled_blocks(kind: type, save: list) -> None:
+@pytest.fixture(params=["aot_eager", *slow("inductor")])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Torch's compiler but for its last stage, which makes C++ of graphs, or all of it."""
     torch._dynamo.reset()
+    compile_with = functools.partial(torch.compile, backend=request.param)
+    monkeypatch.setattr(torch, "compile", compile_with)
+    return request.param
+
+
+@pytest.mark.parametrize("kind", [Twice, Shared, InPlace, Looks])
+@pytest.mark.parametrize("save", [None, [], ["aten.*mm"]], ids=["kept", "recomputed", "selective"])
+def test_weight_gradients_that_wait_are_exact_in_compiled_blocks(
+    kind: type, save: list | None, backend: str
+) -> None:
     torch.manual_seed(0)
     blocks = nn.ModuleList([kind(), kind()])
     truth = gradients(blocks, None)
@@ -249,31 +153,6 @@ def test_weight_gradients_that_wait_are_exact_in_compiled_blocks(kind: type, sav
         assert "0 and 1 more not compiled as a whole: " in note and "test_compile.py" in note
     else:
         assert graph_count() - before == 1 and not compiled.notes
-
-
-@pytest.mark.slow
-def test_batches_of_many_lengths_share_a_graph(tmp_path: Path) -> None:
-    data = Custom("support.samples.phrases", {})
-    config = tiny(2, 1, compile=True, layers=4, data=data, steps=8)
-    run_world(train, config, tmp_path, timeout=PATIENCE)
-    (event,) = read_jsonl(tmp_path / "events.jsonl")  # no step compiled again
-    # of a block behind a message and of one behind a block, in training and in evaluation
-    assert int(event["text"].split()[3]) <= 4
-
-
-# --- runs ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_run_resumes_compiled_and_back(tmp_path: Path) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run_world(train, tiny(steps=6, layers=4), whole)
-    for steps, layout in ((2, {}), (4, {"compile": True, "pp": 2}), (6, {"dp": 2})):
-        config = tiny(steps=steps, layers=4, checkpoint=Checkpoint(every=2), **layout)
-        run_world(train, config, parts, timeout=PATIENCE)
-    expected = [record["loss"] for record in read_jsonl(whole / "metrics.jsonl")]
-    losses = [record["loss"] for record in read_jsonl(parts / "metrics.jsonl")]
-    assert losses == pytest.approx(expected, rel=1e-5)
 
 
 def test_what_is_missing_to_compile_is_said_before_anything_starts(monkeypatch) -> None:

@@ -1,18 +1,19 @@
-"""Balance of experts: over the global batch, once a step, the same in every layout."""
+"""Experts: their balance over the global batch, once a step, the same in every layout; and ep, which
+gives each rank a part of every layer's experts."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
 
-from support.cells import cells, slow
+from support.cells import cells
+from support.families import hf, moe
 from support.models import tiny
 from support.proven import assert_proven
 from support.skipped_step import three_steps
@@ -20,79 +21,43 @@ from support.world import run_world
 from titanlike.config.schema import (
     ActivationCheckpoint,
     AdamW,
-    Checkpoint,
     Config,
     ConstantLr,
     Custom,
-    EveryActivationCheckpoint,
     Fsdp,
     Model,
-    Precision,
-    SelectiveActivationCheckpoint,
 )
-from titanlike.data.loader import batches, open_data
-from titanlike.launch.worker import Worker
+from titanlike.config.validate import problems
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.models.moe import Moe, RoutedFeedForward
-from titanlike.models.registry import initial_weights_of, resolve_model
-from titanlike.parallel import expert_balance
-from titanlike.parallel.expert_balance import ExpertBalance
-from titanlike.parallel.initialize import initialize
-from titanlike.parallel.mesh import close_mesh, open_mesh
-from titanlike.proof.verification import verify
-from titanlike.training.build import build
-from titanlike.training.guard import Guard
-from titanlike.training.step import measured_step
+from titanlike.training.draft import draft, preflight
 from titanlike.training.train import train
 
 SIZES = {"vocab_size": None, "dim": 32, "heads": 4, "kv_heads": 2, "experts": 8, "expert_dim": 32}
-ALL = {"bias_rate": 0.01, "balance_loss": 0.02, "z_loss": 0.01}
-FULL = ActivationCheckpoint("full")
+ALL = {"layers": 2, "bias_rate": 0.01, "balance_loss": 0.02, "z_loss": 0.01}
+DEEPSEEK = {"scores": "sigmoid", "groups": 4, "groups_chosen": 2, "shared_experts": 1, "scale": 2.5}
+DEEPSEEK |= {"dense_layers": 1, "qk_norm": True, "head_dim": 16, "layers": 4}
+FULL = {"activation_checkpoint": ActivationCheckpoint("full")}
 
 
 def mixture(pp: int = 1, dp: int = 1, schedule: Any = "1f1b", **changes: Any) -> Config:
-    args = {**SIZES, "layers": 4 * pp, **ALL, **changes.pop("args", {})}
-    return tiny(pp, dp, schedule, model=Model("moe", args), **changes)
+    model = Model("moe", {**SIZES, **ALL, **changes.pop("args", {})})
+    return tiny(pp, dp, schedule, model=model, **changes)
 
 
-DEEPSEEK = {"scores": "sigmoid", "groups": 4, "groups_chosen": 2, "shared_experts": 1, "scale": 2.5}
-DEEPSEEK |= {"dense_layers": 1, "qk_norm": True, "head_dim": 16}
-
-
-@pytest.mark.parametrize(
-    "config",
-    cells(
-        {
-            "parts of the sequence": mixture(tp=2, args={"layers": 2}),
-        },
-        {
-            "FSDP": mixture(dp=4, fsdp=Fsdp(3)),
-            "ZeRO 1": mixture(dp=2, fsdp=Fsdp(1)),
-            "replicas": mixture(dp=2, replicate=2),
-            "interleaved": mixture(
-                2, 2, "interleaved1f1b", activation_checkpoint=SelectiveActivationCheckpoint()
-            ),
-            "every second block": mixture(
-                2, 2, activation_checkpoint=EveryActivationCheckpoint(), args=DEEPSEEK
-            ),
-            "whole sequences on each rank": mixture(tp=2, tp_sequence=False, args=DEEPSEEK),
-            "a pipeline of parts": mixture(2, tp=2, args=DEEPSEEK),
-            "bf16": mixture(dp=2, precision=Precision("bf16")),
-            "compiled": mixture(compile=True, args={"layers": 2}),
-            "compiled, recomputed": mixture(
-                2, 1, "zbvzerobubble", compile=True, activation_checkpoint=FULL, args={"layers": 4}
-            ),
-            "sizes that no grouped product takes": mixture(
-                dp=2, args={"expert_dim": 30, "dim": 40, "experts": 5}
-            ),
-        },
-        {
-            "recomputed, in a V": mixture(
-                2, 2, "zbvzerobubble", activation_checkpoint=FULL, args={"layers": 4}
-            ),
-        },
+LAYOUTS = {"parts of the sequence": mixture(tp=2)}
+MORE_LAYOUTS = {
+    "a pipeline of parts": mixture(2, tp=2, args=DEEPSEEK),
+    "compiled, recomputed": mixture(
+        2, 1, "zbvzerobubble", compile=True, args={"layers": 4}, **FULL
     ),
-)
+    "sizes that no grouped product takes": mixture(
+        dp=2, args={"expert_dim": 30, "dim": 40, "experts": 5}
+    ),
+}
+
+
+@pytest.mark.parametrize("config", cells(LAYOUTS, MORE_LAYOUTS))
 def test_every_layout_trains_and_balances_as_one_process(config: Config, tmp_path: Path) -> None:
     assert_proven(config, tmp_path, timeout=300)
 
@@ -100,214 +65,133 @@ def test_every_layout_trains_and_balances_as_one_process(config: Config, tmp_pat
 # --- what the losses are --------------------------------------------------------------------------
 
 
-class Written:
-    """The losses of a step, written down: what each router gives, and the choices."""
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_the_losses_are_those_of_the_last_steps_load_written_in_plain_torch(scores: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(64, (4, 17), generator=generator)
+    loads = torch.rand(2, 8, generator=generator).softmax(-1)
 
-    def __init__(self, model: Moe) -> None:
-        self.logits: dict[nn.Module, Tensor] = {}
-        self.counts: dict[nn.Module, Tensor] = {}
-        self.layers = [m for m in model.modules() if isinstance(m, RoutedFeedForward)]
-        for layer in self.layers:
-            layer.router.register_forward_hook(lambda m, _, out: self.logits.update({m: out}))
-            layer.experts.register_forward_pre_hook(lambda m, a: self.counts.update({m: a[1]}))
+    def gradients(written: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        losses = {} if written else {"balance_loss": 0.02, "z_loss": 0.01}
+        model = Moe(**SIZES | {"layers": 2, "vocab_size": 64, "scores": scores} | losses)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+        layers = [m for m in model.modules() if isinstance(m, RoutedFeedForward)]
+        routed: list[Tensor] = []
+        for layer, load in zip(layers, loads, strict=True):
+            layer.router.register_forward_hook(lambda m, _, out: routed.append(out.flatten(0, -2)))
+            if not written:
+                layer.load.copy_(load)
+        total = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+        for logits, load in zip(routed, loads, strict=True) if written else ():
+            odds = logits.softmax(-1) if scores == "softmax" else logits.sigmoid()
+            mean = (odds / odds.sum(-1, keepdim=True)).mean(0)
+            total = total + 0.02 * 8 * (load * mean).sum()
+            total = total + 0.01 * logits.logsumexp(-1).square().mean()
+        total.backward()
+        return [parameter.grad for parameter in model.parameters()]
 
-    def loss(self, load: list[Tensor]) -> Tensor:
-        """load: of each layer, the share of tokens of each expert in the step before."""
-        total = torch.zeros(())
-        for layer, shares in zip(self.layers, load, strict=True):
-            logits = self.logits[layer.router]
-            probabilities = logits.softmax(-1).mean(0)
-            total += 0.02 * len(shares) * (shares * probabilities).sum()
-            total += 0.01 * logits.logsumexp(-1).square().mean()
-        return total
-
-    def load(self) -> list[Tensor]:
-        return [
-            self.counts[layer.experts] / sum(self.counts[layer.experts]) for layer in self.layers
-        ]
-
-
-def gradients_of_two_steps(config: Config, worker: Worker) -> list[dict[str, Tensor]]:
-    data = open_data(config)
-    mesh = open_mesh(config, worker)
-    run = build(config, mesh, data)
-    stream = batches(data.train, config, dp_rank=mesh.dp_rank)
-    found: list[dict[str, Tensor]] = []
-
-    def keep() -> None:
-        named = (item for state in run.stage_states for item in state.parameters())
-        found.append({n: expert_balance_full(p.grad) for n, p in named})
-
-    for step in (1, 2):
-        measured_step(run, config, step, stream, Guard(config, {}), worker, before_update=keep)
-    close_mesh()
-    return found
-
-
-def expert_balance_full(gradient: Any) -> Tensor:
-    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient.clone()
+    for mine, right in zip(gradients(False), gradients(True), strict=True):
+        torch.testing.assert_close(mine, right)
 
 
 @pytest.mark.slow
-def test_the_losses_are_those_of_the_global_batch_with_the_last_steps_load(tmp_path: Path) -> None:
-    """Written down in plain torch, for two steps of a pipeline in microbatches."""
-    config = mixture(2, 2, args={"layers": 4}, lr=ConstantLr(warmup=0), optimizer=AdamW(clip=None))
-    ranks = run_world(gradients_of_two_steps, config, tmp_path)
-    plain = {**SIZES, "layers": 4, "vocab_size": 64, "bias_rate": 0.01}
-    model = Moe(**plain)
-    initialize(model, initial_weights_of(resolve_model(config), config.seed), torch.device("cpu"))
-    written, data = Written(model), open_data(config)
-    stream = batches(data.train, replace(config, pp=1, dp=1), dp_rank=0)
-    load = [torch.full((8,), 1 / 8) for _ in written.layers]
-    from titanlike.optim.optimizer import build_optimizers
+def test_on_skewed_text_the_busiest_expert_comes_near_the_mean_in_every_layout(
+    tmp_path: Path,
+) -> None:
+    def trained(name: str, steps: int, rate: float = 0.001, **layout: int) -> list[dict[str, Any]]:
+        settings = {"data": Custom("support.skewed.zipf"), "seq_len": 32}
+        settings |= {"lr": ConstantLr(warmup=0), "optimizer": AdamW(lr=1e-3), "steps": steps}
+        model = Model("moe", {**SIZES, "layers": 2, "bias_rate": rate})
+        run_world(train, tiny(model=model, **settings, **layout), tmp_path / name)
+        return read_jsonl(tmp_path / name / "metrics.jsonl")
 
-    optimizers = build_optimizers(dict(model.named_parameters()), model, config)
-    for step in (0, 1):
-        batch = next(stream)
-        logits = model(batch["inputs"])
-        text = nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
-        (text + written.loss(load)).backward()
-        for rank in ranks:
-            for name, mine in rank[step].items():
-                right = dict(model.named_parameters())[name].grad
-                assert (mine - right).norm() < 1e-5 * right.norm(), (step, name)
-        for layer in written.layers:
-            layer.balance(written.counts[layer.experts])
-        load = written.load()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-# --- skewed text ----------------------------------------------------------------------------------
-
-
-def skewed(pp: int = 1, dp: int = 1, steps: int = 60, rate: float = 0.001, **more: Any) -> Config:
-    args = {**SIZES, "layers": 2, "bias_rate": rate}
-    settings = {"data": Custom("support.skewed.zipf"), "seq_len": 32, "lr": ConstantLr(warmup=0)}
-    settings |= {"model": Model("moe", args), "optimizer": AdamW(lr=1e-3), "steps": steps}
-    return tiny(pp, dp, **settings, **more)
-
-
-def trained(config: Config, folder: Path) -> list[dict[str, Any]]:
-    run_world(train, config, folder)
-    return read_jsonl(folder / "metrics.jsonl")
-
-
-KEYS = ("loss", "busiest_expert", "idlest_expert")
-
-
-@pytest.fixture(scope="module")
-def balanced(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return trained(skewed(), tmp_path_factory.mktemp("balanced"))
-
-
-def test_on_skewed_text_the_busiest_expert_comes_near_the_mean(balanced: list[dict]) -> None:
+    balanced = trained("balanced", 60)
     busiest = [record["busiest_expert"] for record in balanced]
     assert busiest[0] > 1.4
     assert sum(busiest[-10:]) / 10 < 1.2
-    assert all(record["dropped"] == 0 for record in balanced)
-
-
-@pytest.mark.parametrize(
-    "config",
-    cells(
-        {},
-        {"FSDP": skewed(dp=4, steps=20), "parts": skewed(tp=2, steps=20)},
-        {"a pipeline, recomputed": skewed(2, steps=20, activation_checkpoint=FULL)},
-    ),
-)
-def test_it_does_so_in_the_same_numbers_in_every_layout(
-    config: Config, balanced: list[dict], tmp_path: Path
-) -> None:
-    for mine, right in zip(trained(config, tmp_path), balanced, strict=False):
-        assert mine["dropped"] == 0
-        for key in KEYS:  # a token or two of 1024 choices may go elsewhere by rounding
+    unbalanced = trained("unbalanced", 90, rate=0.0)
+    assert sum(record["busiest_expert"] for record in unbalanced[-10:]) / 10 > 1.8
+    for mine, right in zip(trained("divided", 20, dp=2, tp=2), balanced, strict=False):
+        assert mine["dropped"] == right["dropped"] == 0
+        for key in ("loss", "busiest_expert", "idlest_expert"):
+            # a token or two of 1024 choices may go elsewhere by rounding
             assert mine[key] == pytest.approx(right[key], abs=0.02), (mine["step"], key)
 
 
-@pytest.mark.slow
-def test_without_balance_it_gets_worse(tmp_path: Path) -> None:
-    busiest = [record["busiest_expert"] for record in trained(skewed(rate=0.0, steps=90), tmp_path)]
-    assert sum(busiest[-10:]) / 10 > 1.8
+# --- a step that is not applied -------------------------------------------------------------------
 
 
-# --- faults ---------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict], list[Tensor]]:
+    """What `three_steps` returns of a recomputed mixture."""
+    return run_world(three_steps, mixture(**FULL), tmp_path_factory.mktemp("steps"))[0]
 
 
-def train_counting_twice(config: Config, worker: Worker) -> Any:
-    """As if a recomputed forward counted."""
-    expert_balance.in_backward = lambda: False
-    return train(config, worker)
+def test_a_recomputed_block_counts_its_tokens_once(steps: tuple) -> None:
+    """Else the metric `dropped` is -1: twice as many choices were computed as made."""
+    _, loads = steps
+    for busiest, idlest, dropped in loads:
+        assert dropped == 0 and busiest > 1 > -idlest >= 0
 
 
-def test_tokens_that_are_counted_twice_are_seen_as_dropped(tmp_path: Path) -> None:
-    config = skewed(steps=2, activation_checkpoint=FULL)
-    run_world(train_counting_twice, config, tmp_path)
-    assert [record["dropped"] for record in read_jsonl(tmp_path / "metrics.jsonl")] == [-1, -1]
-
-
-def verify_with_one_rank_behind(config: Config, worker: Worker) -> Any:
-    if worker.rank == 1:
-        RoutedFeedForward.balance = lambda self, counts, skip=None: None
-    return verify(config, worker)
-
-
-def verify_with_counts_of_each_rank(config: Config, worker: Worker) -> Any:
-    update = ExpertBalance.update
-
-    def alone(balance: ExpertBalance, skip: Tensor | None = None) -> None:
-        balance._mesh = replace(balance._mesh, dp=1)
-        update(balance, skip)
-
-    ExpertBalance.update = alone
-    return verify(config, worker)
-
-
-@pytest.mark.parametrize(
-    "fault", [verify_with_one_rank_behind, *slow(verify_with_counts_of_each_rank)]
-)
-def test_ranks_that_come_apart_are_found_by_verify(fault: Any, tmp_path: Path) -> None:
-    config = mixture(dp=2, args={"layers": 2})
-    assert {result["exit_code"] for result in run_world(fault, config, tmp_path)} == {1}
-    assert re.search(r"buffer .*moe\.bias.* DIFFERS", (tmp_path / "rank0.out").read_text())
-
-
-# --- a step that is not applied, and a run that moves ----------------------------------------------
-
-
-def test_a_step_that_is_not_applied_moves_no_balance(tmp_path: Path) -> None:
-    ((first, second, third),) = run_world(three_steps, mixture(args={"layers": 2}), tmp_path)
+def test_a_step_that_is_not_applied_moves_no_balance(steps: tuple) -> None:
+    (first, second, third), _ = steps
     assert {"layers.0.moe.bias", "layers.1.moe.load"} <= first.keys()
     for name in first:
         assert first[name].abs().max() > 0
         assert torch.equal(first[name], second[name])
         assert not torch.equal(second[name], third[name])
         if name.endswith("bias"):
-            assert first[name].sum().abs() < 1e-7 and first[name].abs().max() < 0.02
+            bias, load = first[name], first[name.replace("bias", "load")]
+            assert bias.sum().abs() < 1e-7 and bias.abs().max() < 0.02
+            assert (bias * (load - load.mean())).sum() < 0  # the busy ones are chosen less
 
 
-@pytest.mark.slow
-def test_a_run_that_moves_keeps_its_balance(tmp_path: Path) -> None:
-    """From a pipeline to FSDP to one process."""
-    saving = {"checkpoint": Checkpoint(every=2), "lr": ConstantLr(warmup=0)}
-    layouts = {2: (2, 1), 4: (1, 2), 6: (1, 1)}
-    moved, truth = tmp_path / "moved", tmp_path / "truth"
-    for steps, layout in layouts.items():
-        run_world(train, mixture(*layout, args={"layers": 4}, steps=steps, **saving), moved)
-    run_world(train, mixture(args={"layers": 4}, steps=6, **saving), truth)
-    mine, right = (read_jsonl(folder / "metrics.jsonl") for folder in (moved, truth))
-    assert len(mine) == len(right) == 6
-    for row, expected in zip(mine, right, strict=True):
-        assert row["loss"] == pytest.approx(expected["loss"], abs=1e-5)
-        assert row["busiest_expert"] == pytest.approx(expected["busiest_expert"], abs=0.01)
-    biases = [saved_biases(folder / "checkpoints" / "step-00000006") for folder in (moved, truth)]
-    for mine, right in zip(*biases, strict=True):
-        assert right.abs().max() > 0
-        torch.testing.assert_close(mine, right, rtol=0, atol=1e-6)
+# --- ep: a rank has a part of the experts ----------------------------------------------------------
 
 
-def saved_biases(checkpoint: Path) -> list[Tensor]:
-    state = {f"model.layers.{layer}.moe.bias": torch.zeros(8) for layer in range(4)}
-    dcp.load(state, checkpoint_id=checkpoint)
-    return [*state.values()]
+def of(model: Any, **layout: Any) -> Config:
+    return tiny(model=model, batch_size=8, seq_len=16, steps=3, **layout)
+
+
+MOE = moe(shared_experts=1, balance_loss=0.01, z_loss=0.001)
+# ranks have other tokens, other experts and other shards of them
+EXCHANGED = {"moe": of(MOE, dp=2, cp=2, ep=2, fsdp=Fsdp(2))}
+MORE_EXCHANGED = {
+    "hf mixtral": of(hf("mixtral", num_hidden_layers=2), dp=2, cp=2, ep=4),
+    "hf qwen3 moe": of(hf("qwen3_moe", num_hidden_layers=2), dp=4, ep=2, fsdp=Fsdp(3)),
+}
+
+
+@pytest.mark.parametrize("config", cells(EXCHANGED, MORE_EXCHANGED))
+def test_a_mixture_trains_as_one_process_does(config: Config, tmp_path: Path) -> None:
+    assert preflight(config) == []
+    assert_proven(config, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "layout, model, reason, fix",
+    [
+        ({"dp": 2, "ep": 4}, MOE, "does not divide the ranks that share weights, dp = 2", "ep=2"),
+        ({"dp": 3, "ep": 3}, MOE, "does not divide the 4 experts of a layer", "ep=1"),
+        ({"dp": 2, "ep": 2}, tiny().model, "the model has no experts", "ep=1"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(
+    layout: dict[str, int], model: Any, reason: str, fix: str
+) -> None:
+    config = replace(of(model, **layout), batch_size=12)
+    found = problems(config, config.world_size) or preflight(config)
+    [problem] = [one for one in found if one.key == "ep"]
+    assert (problem.value, problem.fix) == (layout["ep"], fix)
+    assert reason in problem.reason
+
+
+def test_a_rank_has_a_part_of_the_experts() -> None:
+    whole, divided = (
+        sum(draft(of(MOE, dp=4, ep=ep)).stage_parameters[0].values()) for ep in (1, 4)
+    )
+    experts = 2 * 3 * 4 * 32 * 32
+    assert whole - divided == experts * 3 // 4

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from support.cells import cells, slow
+from support.cells import cells
 from support.models import tiny
 from support.proven import assert_proven
 from support.records import numbers
@@ -23,9 +23,6 @@ from titanlike.config.schema import (
     Schedule,
     Sgd,
 )
-from titanlike.launch.worker import Worker
-from titanlike.parallel.reached import Reached
-from titanlike.proof.verification import verify
 from titanlike.training.train import train
 
 DECAYING = {"optimizer": AdamW(lr=1e-2, weight_decay=1.0), "lr": ConstantLr(warmup=0)}
@@ -41,62 +38,29 @@ def sparse(
 
 ALTERNATING = {"block": "Alternating"}
 LAYOUTS = {
-    "one process, gradient accumulation": sparse(schedule=Schedule("1f1b", 4)),
     "ZeRO 2": sparse(dp=2, fsdp=Fsdp(2), schedule=Schedule("1f1b", 2)),
     "a branch in every other step": sparse(1, 2, ONE, ALTERNATING),
 }
 MORE_LAYOUTS = {
+    "one process, gradient accumulation": sparse(schedule=Schedule("1f1b", 4)),
     "HSDP, ZeRO 3, several microbatches": sparse(
         dp=4, replicate=2, fsdp=Fsdp(3), schedule=Schedule("1f1b", 2)
     ),
-    "ZeRO 3": sparse(dp=2),
     "tied weights in a V": sparse(2, 2, "zbvzerobubble", {"shared": True}),
-    "bf16": sparse(2, 2, precision=Precision("bf16")),
-    "replication": sparse(dp=2, replicate=2),
-    "momentum": sparse(2, 2, optimizer=Sgd(lr=0.1, momentum=0.9, weight_decay=0.1)),
-    "a pipeline": sparse(2, 2),
-    "ZeRO 1": sparse(dp=2, fsdp=Fsdp(1)),
-    "CPU offload": sparse(2, 2, fsdp=Fsdp(cpu_offload=True)),
-    "tied weights, replicated": sparse(2, 2, model={"shared": True}, replicate=2),
-    "tied weights in one process": sparse(1, 1, "interleaved1f1b", {"shared": True}),
-    "stages in turns": sparse(2, 2, "interleaved1f1b", fsdp=Fsdp(3)),
-    "a branch in every other step, replicated": sparse(1, 2, ONE, ALTERNATING, replicate=2),
-    "tied weights without data parallelism": sparse(2, 1, model={"shared": True}),
-}
-REST = {  # left out by .ci/run
-    "zero bubble": sparse(2, 2, "zbvzerobubble"),
+    "a pipeline in bf16, momentum": sparse(
+        2,
+        2,
+        precision=Precision("bf16"),
+        optimizer=Sgd(lr=0.1, momentum=0.9, weight_decay=0.1),
+    ),
+    "CPU offload": sparse(1, 2, fsdp=Fsdp(cpu_offload=True)),
     "a branch in every other step of a pipeline": sparse(2, 2, ONE, ALTERNATING, fsdp=Fsdp(1)),
 }
 
 
-@pytest.mark.parametrize("config", cells(LAYOUTS, MORE_LAYOUTS, REST))
+@pytest.mark.parametrize("config", cells(LAYOUTS, MORE_LAYOUTS))
 def test_parameters_that_no_rank_reaches_are_left_alone(config: Config, tmp_path: Path) -> None:
     assert_proven(config, tmp_path)
-
-
-def verify_with_zeros(config: Config, worker: Worker) -> dict:
-    """`verify` where a gradient that no rank has counts as zero."""
-    Reached.unreached = lambda self, counts: {}
-    return verify(config, worker)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        sparse(dp=2),
-        *slow(
-            sparse(dp=2, replicate=2, fsdp=Fsdp(1)),
-            sparse(2, 2, "zbvzerobubble"),
-            sparse(2, 2, fsdp=Fsdp(2)),
-        ),
-    ],
-)
-def test_verify_finds_that_zeros_are_no_missing_gradients(config: Config, tmp_path: Path) -> None:
-    results = run_world(verify_with_zeros, config, tmp_path)
-    assert {result["exit_code"] for result in results} == {1}
-    shown = (tmp_path / "rank0.out").read_text()
-    assert "update of blocks.0.experts" in shown.splitlines()[-1]  # decayed
-    assert " step " in shown and "DIFFERS" in shown  # and a step counted
 
 
 @pytest.mark.slow

@@ -9,24 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from support.models import tiny
+from support.opened import opened
 from support.world import run_world
 from support.wrong_plans import PLAN
 from titanlike.config.groups import ActivationCheckpoint
 from titanlike.config.keys import Model
-from titanlike.config.schema import Checkpoint, Config, Schedule, Verify
-from titanlike.data.loader import batches
+from titanlike.config.schema import Checkpoint, Config, Schedule
 from titanlike.launch.worker import Worker
 from titanlike.optim.optimizer import gradient_norm
-from titanlike.parallel.mesh import Mesh, close_mesh, open_mesh
-from titanlike.proof.verification import verify
-from titanlike.training.build import build
 from titanlike.training.draft import draft, preflight
-from titanlike.training.session import open_data_on_every_rank, open_session
+from titanlike.training.session import open_session
 from titanlike.training.step import drop_gradients, optimizer_step
 from titanlike.training.train import train
 
@@ -66,8 +62,9 @@ def test_a_plan_says_which_masks_are_for_parts() -> None:
 
 
 def steps(config: Config, worker: Worker) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """(the masks of the first step, parameters that each rank has as a whole after three)."""
+    """(the masks of the first step, parameters that each rank has as a whole after two)."""
     masks: list[Tensor] = []
+    first: list[Tensor] = []
     real = F.dropout
 
     def dropout(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -78,25 +75,21 @@ def steps(config: Config, worker: Worker) -> tuple[list[Tensor], dict[str, Tenso
         return x * kept
 
     F.dropout = dropout
-    data = open_data_on_every_rank(config, worker)
-    mesh = open_mesh(config, worker)
-    run = build(config, mesh, data)
-    stream = batches(data.train, config, dp_rank=0)
-    first: list[Tensor] = []
-    for step in (1, 2, 3):
-        batch = next(stream)
-        if step == 2:  # a length that tp does not divide: activations are whole in it
-            batch = {name: field[:, :-1].contiguous() for name, field in batch.items()}
-        run.pipeline.train(batch)
-        first = first or list(masks)
-        optimizer_step(run, config, step, gradient_norm(run.owned, run.mesh, config, run.shares))
-        drop_gradients(run)
-    assert run.draft.tensor is not None
-    placements = run.draft.tensor.placements
-    (state,) = run.stage_states
-    found = {n: p.detach().clone() for n, p in state.parameters() if placements[n].part is None}
+    with opened(config, worker) as job:
+        whole = next(job.stream)
+        # a length that tp does not divide: activations are whole in it
+        shorter = {name: field[:, :-1].contiguous() for name, field in next(job.stream).items()}
+        for step, batch in enumerate((whole, shorter), 1):
+            job.run.pipeline.train(batch)
+            first = first if step > 1 else list(masks)
+            norm = gradient_norm(job.run.owned, job.mesh, config, job.run.shares)
+            optimizer_step(job.run, config, step, norm)
+            drop_gradients(job.run)
+        assert job.run.draft.tensor is not None
+        placements = job.run.draft.tensor.placements
+        named = job.parameters()
+        found = {n: p.detach().clone() for n, p in named if placements[n].part is None}
     found["drawn next"] = torch.rand(3)
-    close_mesh()
     return first, found
 
 
@@ -128,25 +121,6 @@ def test_ranks_that_share_layers_draw_alike_after_a_checkpoint_of_ranks_that_do_
     run_world(train, replace(case, tp=1, dp=2), tmp_path)
     (step, mine), (_, other) = run_world(drawn_after_resume, replace(case, steps=2), tmp_path)
     assert step == 1 and torch.equal(mine, other)
-
-
-def other_masks(config: Config, worker: Worker) -> Any:
-    """Verify, where each rank has a generator of its own."""
-    Mesh.layers_rank = property(lambda _: dist.get_rank())  # type: ignore[misc, assignment]
-    return verify(config, worker)
-
-
-@pytest.mark.slow
-def test_verify_tells_masks_that_differ_where_they_should_not(tmp_path: Path) -> None:
-    case = replace(config(tp_sequence=False), verify=Verify(steps=2))
-    told = {}
-    for job in (verify, other_masks):
-        run_world(job, case, tmp_path / job.__name__)
-        lines = (tmp_path / job.__name__ / "rank0.out").read_text().splitlines()
-        told[job] = [line for line in lines if line.strip(" │|").startswith("tp ")]
-        assert told[job]
-    assert not any("DIFFERS" in line for line in told[verify])
-    assert any("DIFFERS" in line for line in told[other_masks])
 
 
 MIXED = "draws random numbers both for whole activations and for a rank's part"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,36 +15,46 @@ from titanlike.launch.worker import Worker
 from titanlike.parallel.mesh import open_mesh
 from titanlike.parallel.tied import tie
 
-PLACE = (0, 1, 2, 3)  # pipeline rank of each stage
-STAGES = {"embedding": (0, 3), "scale": (1, 2), "bias": (0, 1, 3)}
+PP, DP = 3, 2
+PLACE = (0, 1, 2, 2, 1, 0)  # pipeline rank of each stage: a V
+STAGES = {"embedding": (0, 5), "scale": (1, 2), "bias": (0, 1, 4, 5), "alone": (3,)}
+GROUPS = 2  # of the ranks 1 and 2, of 0 and 1; both copies of the embedding are on one rank
 
 
-def tied(config: Config, worker: Worker) -> tuple[int, dict[str, float]]:
-    """How many groups this rank made; the gradients of its copies, of which each had rank + 1."""
+def tied(config: Config, worker: Worker) -> tuple[int, dict[int, dict[str, float]]]:
+    """How many groups this rank made; stage -> the gradients of its copies."""
     mesh = open_mesh(config, worker)
-    stage = mesh.pp_rank
-    mine = {name: nn.Parameter(torch.zeros(1)) for name, at in STAGES.items() if stage in at}
+    mine = {
+        stage: {name: nn.Parameter(torch.zeros(1)) for name, at in STAGES.items() if stage in at}
+        for stage, rank in enumerate(PLACE)
+        if rank == mesh.pp_rank
+    }
     made = []
     c10d = dist.distributed_c10d
     make = c10d._new_process_group_helper
     c10d._new_process_group_helper = lambda *a, **k: made.append(a) or make(*a, **k)
-    weights = tie(STAGES, PLACE, {stage: mine}, mesh, 30)
-    for parameter in mine.values():
-        parameter.grad = torch.full((1,), 1.0 + worker.rank)
+    weights = tie(STAGES, PLACE, mine, mesh, 30)
+    for stage, parameters in mine.items():
+        for name, parameter in parameters.items():
+            if name != "bias" or stage != 5:  # which its backward did not reach
+                parameter.grad = torch.full((1,), gradient_of(stage, mesh.dp_rank))
     weights.add_gradients()
     c10d._new_process_group_helper = make
     dist.barrier(dist.new_group())  # torch still counts groups alike on all ranks
-    return len(made), {name: parameter.grad.item() for name, parameter in mine.items()}
+    found = {s: {n: p.grad.item() for n, p in named.items()} for s, named in mine.items()}
+    return len(made), found
 
 
-@pytest.mark.parametrize("dp", [1, 2])
-def test_a_rank_makes_one_group_for_each_set_of_holders(tmp_path: Path, dp: int) -> None:
-    results = run_world(tied, tiny(4, dp), tmp_path, timeout=40)
+def gradient_of(stage: int, dp_rank: int) -> float:
+    return 10.0**stage * (1 + dp_rank)
+
+
+def test_a_rank_makes_one_group_for_each_set_of_holders(tmp_path: Path) -> None:
+    results = run_world(tied, tiny(PP, DP), tmp_path)
     for rank, (made, gradients) in enumerate(results):
-        assert made == len(STAGES), "whatever dp is"
-        pipeline = [pp_rank * dp + rank % dp for pp_rank in PLACE]
-        assert gradients == {
-            name: sum(1.0 + pipeline[stage] for stage in at)
-            for name, at in STAGES.items()
-            if rank // dp in at
-        }
+        assert made == GROUPS, "whatever dp is"
+        for stage, found in gradients.items():
+            assert PLACE[stage] == rank // DP
+            for name, gradient in found.items():
+                reached = [s for s in STAGES[name] if (name, s) != ("bias", 5)]
+                assert gradient == sum(gradient_of(s, rank % DP) for s in reached), (name, stage)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from support.cells import slow
 from support.models import tiny
 from support.proven import assert_proven
 from titanlike.config.groups import LoopedZeroBubbleSchedule, ZeroBubbleSchedule
@@ -17,19 +18,20 @@ from titanlike.parallel.weight_gradients import DeferredWeightGradients
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "schedule",
+    "pp, schedule",
     [
-        LoopedZeroBubbleSchedule(microbatches=2),
-        pytest.param(ZeroBubbleSchedule(microbatches=1), marks=pytest.mark.slow),
+        (1, LoopedZeroBubbleSchedule(microbatches=2)),
+        *slow(
+            (2, LoopedZeroBubbleSchedule(microbatches=2)), (2, ZeroBubbleSchedule(microbatches=1))
+        ),
     ],
 )
 def test_weight_gradients_may_all_come_after_the_last_backward(
-    schedule: object, dp: int, tmp_path: Path
+    pp: int, schedule: object, tmp_path: Path
 ) -> None:
     """With so few microbatches: FSDP has brought none of them to fp32 by then."""
-    assert_proven(tiny(2, dp, schedule, layers=4, precision=Precision("bf16")), tmp_path)
+    assert_proven(tiny(pp, 2, schedule, layers=2 * pp, precision=Precision("bf16")), tmp_path)
 
 
 def test_only_plain_linear_layers_queue_their_gradients() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch._inductor.config as inductor
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from support.models import tiny
 from support.world import run_world
 from titanlike.config.schema import Config
 from titanlike.launch.worker import Worker
+from titanlike.parallel.exchanges import Peers, exchange
+from titanlike.parallel.mesh import open_mesh
 from titanlike.torch_private import functional_collectives
 
 
@@ -37,8 +40,37 @@ def patterns(config: Config, worker: Worker) -> tuple[int, int]:
     return found
 
 
-def test_torchs_pass_recognizes_what_a_divided_layer_exchanges(tmp_path) -> None:
-    assert run_world(patterns, tiny(), tmp_path) == [(1, 1)]
+def differences(config: Config, worker: Worker) -> tuple[tuple[int, int], dict[str, float]]:
+    """What `patterns` returns; operation -> how far its result is from that of other blocks."""
+    found = patterns(config, worker)
+    open_mesh(config, worker)
+    peers, x = Peers(2, worker.rank, dist.group.WORLD), torch.arange(24.0).view(2, 4, 3)
+    x = x * (1 + worker.rank)
+    differences = {}
+    for name, dim in (
+        ("all_reduce", 0),
+        ("all_gather", 1),
+        ("reduce_scatter", 1),
+        ("all_to_all", 0),
+    ):
+        mine = functional_collectives.run(name, x, dim, peers.group)
+        right = exchange(x, peers, name, "copy", dim)
+        differences[name] = (mine - right).abs().max().item()
+    return found, differences
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[tuple]:
+    return run_world(differences, tiny(2), tmp_path_factory.mktemp("ranks"))
+
+
+def test_torchs_pass_recognizes_what_a_divided_layer_exchanges(found: list[tuple]) -> None:
+    assert [recognized for recognized, _ in found] == [(1, 1)] * 2
+
+
+def test_collectives_of_compiled_blocks_are_those_of_others(found: list[tuple]) -> None:
+    for _, differences in found:
+        assert max(differences.values()) == 0, differences
 
 
 def test_asynchronous_tensor_parallelism_has_no_public_switch() -> None:

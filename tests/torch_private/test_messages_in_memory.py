@@ -4,159 +4,118 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from support.models import tiny
+from support.opened import opened
 from support.world import run_world
-from titanlike.config.schema import Config, Schedule, SyntheticData
-from titanlike.data.loader import batches, open_data
+from titanlike.config.schema import Config, Schedule
 from titanlike.launch.worker import Worker
-from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.pipeline.order import Order
 from titanlike.pipeline.schedules import SCHEDULES
-from titanlike.proof.verification import verify
 from titanlike.torch_private import pipeline_runtime, pipeline_stage
 from titanlike.torch_private.pipeline_runtime import _lower, _received_after
-from titanlike.training.build import build
-from titanlike.training.feed import to_device
 
 RELEASES = not hasattr(pipeline_runtime._Kind, "WAIT_SEND_F")  # 2.15 releases by itself
 BUFFERS = pipeline_stage._TORCH_KEEPS_BUFFERS
 
 
-def verified_with_one_buffer(config: Config, worker: Worker) -> dict[str, Any]:
-    """Verify, where all microbatches are received into the same memory, as if it were free again."""
-    buffers: dict[tuple[int, ...], Tensor] = {}
-
-    def allocate(infos: Sequence[Any], device: torch.device) -> None:
-        for at, info in enumerate(infos):
-            if getattr(info, "tensor_meta", None) is not None:
-                shape = info.tensor_meta.shape
-                info.buffer = buffers.setdefault((at, *shape), torch.empty(shape, device=device))
-
-    pipeline_stage._allocate = allocate
-    return verify(config, worker)
+MICROBATCHES = 16
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not BUFFERS, reason="torch 2.13 alone keeps buffers")
-def test_a_buffer_that_is_used_again_too_early_is_found_by_verify(tmp_path: Path) -> None:
-    results = run_world(verified_with_one_buffer, tiny(2, 1, "gpipe", layers=2), tmp_path)
-    assert [result["exit_code"] for result in results] == [1, 1]
-    assert "gradient of layers.0" in (tmp_path / "rank0.out").read_text()
-
-
-def most_in_memory(config: Config, worker: Worker, as_torch_does: bool) -> tuple[int, int]:
-    """(sent tensors, buffers for received ones) that are in memory at once, in a training step."""
-    mesh = open_mesh(config, worker)
-    run = build(config, mesh)
-    stream = batches(open_data(config).train, config, dp_rank=0)
+def most_in_memory(config: Config, worker: Worker, as_torch_does: bool) -> tuple[int, int, int]:
+    """In a training step, at once: sent tensors, and buffers for received ones, that are in memory; and
+    how many of those that it has received are at the last action."""
     if as_torch_does:
         pipeline_stage._free = lambda _: None
         pipeline_runtime.OrderRuntime._release = lambda self, received: lambda _: None
+        pipeline_runtime.OrderRuntime._forget_graph = lambda self, action: None
     sent: list[weakref.ref[Any]] = []
-    most = [0, 0]
-    post = pipeline_runtime._post
+    received: list[weakref.ref[Any]] = []
+    most = [0, 0, 0]
+    post, receive = pipeline_runtime._post, pipeline_stage._Stage.forward_one_chunk
 
     def send(operations: list[Any]) -> list[Any]:
         sent.extend(weakref.ref(o.tensor) for o in operations if o.op.__name__ == "isend")
         return post(operations)
-
-    pipeline_runtime._post = send
-
-    def count(_: Any) -> None:
-        most[0] = max(most[0], sum(tensor() is not None for tensor in sent))
-        infos = [
-            info
-            for stage in runtime()._stages
-            for chunks in (stage.args_recv_info, stage.grad_recv_info)
-            for chunk in chunks.values()
-            for info in chunk
-        ]
-        most[1] = max(most[1], sum(getattr(info, "buffer", None) is not None for info in infos))
-
-    def runtime() -> Any:
-        return next(iter(run.pipeline._runtimes.values()))
-
-    run.pipeline.on_action(count)
-    run.pipeline.train(to_device(next(stream), mesh, config))
-    sent.clear()
-    most[:] = [0, 0]
-    run.pipeline.train(to_device(next(stream), mesh, config))
-    close_mesh()
-    return most[0], most[1]
-
-
-def received_alive(config: Config, worker: Worker, as_torch_does: bool) -> int:
-    """How many of the tensors that this rank has received are in memory at the step's last action."""
-    mesh = open_mesh(config, worker)
-    run = build(config, mesh)
-    if as_torch_does:
-        pipeline_runtime.OrderRuntime._forget_graph = lambda self, action: None
-    received: list[weakref.ref[Any]] = []
-    alive = [0]
-    receive = pipeline_stage._Stage.forward_one_chunk
 
     def forward(stage: Any, chunk: int, *args: Any, **kwargs: Any) -> Any:
         result = receive(stage, chunk, *args, **kwargs)
         received.extend(weakref.ref(value) for value in stage.fwd_cache[chunk][1])
         return result
 
-    pipeline_stage._Stage.forward_one_chunk = forward
-
     def count(_: Any) -> None:
-        alive[0] = sum(tensor() is not None for tensor in received)
+        most[0] = max(most[0], alive(sent))
+        infos = [
+            info
+            for stage in next(iter(job.run.pipeline._runtimes.values()))._stages
+            for chunks in (stage.args_recv_info, stage.grad_recv_info)
+            for chunk in chunks.values()
+            for info in chunk
+        ]
+        most[1] = max(most[1], sum(getattr(info, "buffer", None) is not None for info in infos))
+        most[2] = alive(received)
 
-    run.pipeline.on_action(count)
-    stream = batches(open_data(config).train, config, dp_rank=0)
-    run.pipeline.train(to_device(next(stream), mesh, config))
-    close_mesh()
-    return alive[0]
+    pipeline_runtime._post, pipeline_stage._Stage.forward_one_chunk = send, forward
+    with opened(config, worker, again=str(as_torch_does)) as job:
+        job.run.pipeline.on_action(count)
+        for _ in range(2):
+            sent.clear()
+            received.clear()
+            most[:] = [0, 0, 0]
+            job.train()
+    pipeline_runtime._post, pipeline_stage._Stage.forward_one_chunk = post, receive
+    return most[0], most[1], most[2]
 
 
-def config_of(schedule: str) -> Config:
-    return tiny(2, 1, Schedule(schedule, 16), data=SyntheticData(vocab_size=64))
+def alive(tensors: list[weakref.ref[Any]]) -> int:
+    return sum(tensor() is not None for tensor in tensors)
+
+
+def fenced_and_as_torch_does(config: Config, worker: Worker) -> list[tuple[int, int, int]]:
+    return [most_in_memory(config, worker, as_torch_does) for as_torch_does in (False, True)]
+
+
+@pytest.fixture(scope="module")
+def counts(tmp_path_factory: pytest.TempPathFactory) -> list[list[tuple[int, int, int]]]:
+    """Of each rank, with titanlike's fences and without."""
+    folder = tmp_path_factory.mktemp("counts")
+    return run_world(
+        fenced_and_as_torch_does, tiny(2, 1, Schedule("1f1b", MICROBATCHES), layers=4), folder
+    )
 
 
 @pytest.mark.skipif(not RELEASES, reason="torch releases them itself")
-@pytest.mark.parametrize(
-    "schedule", ["1f1b", pytest.param("zbvzerobubble", marks=pytest.mark.slow)]
-)
-def test_what_is_sent_is_forgotten_when_it_is_received(schedule: str, tmp_path) -> None:
-    counts = run_world(most_in_memory, config_of(schedule), tmp_path, False)
-    assert all(0 < sent <= 6 for sent, _ in counts), counts
-    assert not BUFFERS or all(0 < buffers <= 6 for _, buffers in counts), counts
+def test_what_is_sent_is_forgotten_when_it_is_received(counts: list) -> None:
+    for (sent, buffers, _), _ in counts:
+        assert 0 < sent <= 6 and (not BUFFERS or 0 < buffers <= 6), counts
 
 
-@pytest.mark.skipif(not RELEASES, reason="torch releases them itself")
-def test_torchs_runtime_keeps_what_it_has_sent_to_the_end_of_a_step(tmp_path) -> None:
-    """If it does not, `OrderRuntime._send` may go, and with BUFFERS the buffers of `_Stage`."""
-    counts = run_world(most_in_memory, config_of("1f1b"), tmp_path, True)
-    assert all(sent >= 16 for sent, _ in counts), counts
-    assert not BUFFERS or all(buffers >= 16 for _, buffers in counts), counts
-
-
-@pytest.mark.slow  # as test_memory_does_not_grow_with_the_number_of_microbatches, which is quick
 @pytest.mark.skipif(not BUFFERS, reason="other stages cache what they received elsewhere")
-def test_what_the_last_stage_received_is_forgotten_after_its_backward(tmp_path) -> None:
-    assert run_world(received_alive, config_of("1f1b"), tmp_path, False)[-1] <= 1
+def test_what_the_last_stage_received_is_forgotten_after_its_backward(counts: list) -> None:
+    (_, _, received), _ = counts[-1]
+    assert received <= 1
+
+
+@pytest.mark.skipif(not RELEASES, reason="torch releases them itself")
+def test_torchs_runtime_keeps_what_it_has_sent_to_the_end_of_a_step(counts: list) -> None:
+    """If it does not, `OrderRuntime._send` may go, and with BUFFERS the buffers of `_Stage`."""
+    for _, (sent, buffers, _) in counts:
+        assert sent >= MICROBATCHES and (not BUFFERS or buffers >= MICROBATCHES), counts
 
 
 @pytest.mark.skipif(not RELEASES, reason="its stage caches what it received elsewhere")
-def test_torchs_losses_keep_what_the_last_stage_received(tmp_path) -> None:
+def test_torchs_losses_keep_what_the_last_stage_received(counts: list) -> None:
     """If they do not, `OrderRuntime._forget_graph` may go."""
-    assert run_world(received_alive, config_of("1f1b"), tmp_path, True)[-1] == 16
+    _, (_, _, received) = counts[-1]
+    assert received == MICROBATCHES
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 5), st.integers(1, 12), st.booleans())
 def test_nothing_is_forgotten_before_it_is_received(
     name: str, pp: int, microbatches: int, forward_only: bool

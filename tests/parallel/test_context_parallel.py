@@ -1,0 +1,252 @@
+"""Context parallelism: attention of a rank's tokens with those of all ranks is that of whole sequences,
+in any model whose attention is scaled_dot_product_attention; a model that mixes tokens otherwise is
+refused with the call.
+
+Layouts of our own models are in `tests/proof/test_layouts.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from support.cells import cells
+from support.families import hf
+from support.models import tiny
+from support.proven import assert_proven
+from support.world import run_world
+from titanlike.config.keys import Model
+from titanlike.config.schema import Config, Custom, Sample, TextData
+from titanlike.config.validate import problems
+from titanlike.launch.worker import Worker
+from titanlike.parallel.cp.attention import ContextAttention
+from titanlike.parallel.cp.context_parallel import IGNORED, ContextParallel
+from titanlike.parallel.cp.tokens import ContextRanks
+from titanlike.parallel.mesh import open_mesh
+from titanlike.training.draft import draft, preflight
+
+METHODS = ("gather", "ulysses", "ring")
+RANKS = 3  # of two, the rank before and the rank behind are one
+TOKENS = 18
+HEADS = ((6, 2), (6, 6), (6, 1))  # of queries, of keys and values
+
+
+def masks(heads: int) -> dict[str, Tensor]:
+    """Of each kind that a model may give: bool, or added to scores."""
+    itself = torch.eye(TOKENS, dtype=torch.bool)
+    any_key = torch.rand(2, 1, 1, TOKENS) < 0.7
+    any_key[..., 0] = True
+    return {
+        "of the batch": (torch.rand(2, 1, TOKENS, TOKENS) < 0.7) | itself,
+        "of each head": (torch.rand(1, heads, TOKENS, TOKENS) < 0.7) | itself,
+        "two dimensions": (torch.rand(TOKENS, TOKENS) < 0.7) | itself,
+        "added": torch.randn(1, heads, TOKENS, TOKENS),
+        "keys alone": any_key,
+        "queries alone": torch.randn(2, 1, TOKENS, 1),
+    }
+
+
+def differences(config: Config, worker: Worker) -> dict[str, dict[str, float]]:
+    """Method -> case -> largest difference from whole sequences, of results and gradients."""
+    mesh = open_mesh(config, worker)
+    return {
+        method: _differences(ContextRanks(mesh.cp, mesh.cp_rank, dist.group.WORLD, method=method))
+        for method in METHODS
+    }
+
+
+def _differences(ranks: ContextRanks) -> dict[str, float]:
+    found: dict[str, float] = {}
+    torch.manual_seed(0)
+    for heads, kv_heads in HEADS:
+        q, k, v = (
+            torch.randn(2, n, TOKENS, 8).requires_grad_() for n in (heads, kv_heads, kv_heads)
+        )
+        gradient = torch.randn(2, heads, TOKENS, 8)
+        given: dict[str, dict] = {"causal": {"is_causal": True}, "all tokens": {}}
+        if ranks.method != "ring":
+            given |= {name: {"attn_mask": mask} for name, mask in masks(heads).items()}
+        for name, options in given.items():
+            expected = F.scaled_dot_product_attention(q, k, v, **options, enable_gqa=True)
+            truth = torch.autograd.grad(expected, (q, k, v), gradient)
+            mask = options.get("attn_mask")
+            alone = mask is not None and 1 in mask.shape[-2:]
+            if mask is not None and (ranks.method == "gather" or alone):  # as graphs do
+                dim = mask.dim() - (1 if mask.shape[-2] == 1 else 2)
+                options = {"attn_mask": ranks.take(mask, dim)}
+            mine = [ranks.take(x.detach(), 2).requires_grad_() for x in (q, k, v)]
+            with ContextAttention(ranks):
+                result = F.scaled_dot_product_attention(*mine, **options, enable_gqa=True)
+            own = torch.autograd.grad(result, mine, ranks.take(gradient, 2))
+            pairs = zip((result, *own), (expected, *truth), strict=True)
+            worst = max((a - ranks.take(b, 2)).abs().max().item() for a, b in pairs)
+            found[f"{name}, {heads} and {kv_heads} heads"] = worst
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, float]]]:
+    """Of each rank."""
+    config = tiny(cp=RANKS, batch_size=RANKS, seq_len=TOKENS)
+    return run_world(differences, config, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_it_is_that_of_whole_sequences(method: str, found: list) -> None:
+    for of_rank in found:
+        assert max(of_rank[method].values()) < 1e-5, of_rank[method]
+
+
+def test_ranks_have_each_token_once_and_equal_shares_of_causal_attention() -> None:
+    tokens = torch.arange(24)
+    for size in (2, 3, 4):
+        for method in METHODS:
+            ranks = [ContextRanks(size, rank, method=method) for rank in range(size)]
+            parts = [one.take(tokens, 0) for one in ranks]
+            assert torch.equal(torch.cat(parts).sort().values, tokens)
+            assert torch.equal(ranks[0].in_order(torch.cat(parts), 0), tokens)
+            if method != "ulysses":  # which attends with whole sequences
+                assert len({int(part.sum()) for part in parts}) == 1
+
+
+@pytest.mark.parametrize("tp, length", [(1, 20), (4, 24)])
+def test_a_batch_is_padded_with_what_does_not_count(tp: int, length: int) -> None:
+    """To what two ranks can share, whose tokens tp ranks divide once more."""
+    ranks = ContextRanks(2, 1)
+    context = ContextParallel(ranks, ContextAttention(ranks), tp)
+    batch = {
+        "inputs": torch.ones(3, 17, dtype=torch.int64),
+        "targets": torch.ones(3, 17, dtype=torch.int64),
+        "document_ids": torch.ones(3, 17, dtype=torch.int64),
+        "attn_mask": torch.ones(3, 17, 17, dtype=torch.bool),
+        "label": torch.ones(3, 2),
+    }
+    padded = context.padded(batch)
+    assert padded["inputs"].shape == (3, length) and padded["attn_mask"].shape[1:] == (length,) * 2
+    assert padded["targets"][:, 17:].eq(IGNORED).all()
+    assert padded["document_ids"][:, 17:].eq(-1).all()
+    assert not padded["attn_mask"][:, 17:].any() and not padded["attn_mask"][..., 17:].any()
+    assert torch.equal(padded["label"], batch["label"])
+    assert context.batch(batch)["targets"].shape == (3, length // 2)
+    assert context.padded(padded) is padded
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def own(**changes: Any) -> Model:
+    return Model("support.token_models.Own", {"vocab_size": None, **changes})
+
+
+def divided(model: Model, method: str, **layout: Any) -> Config:
+    sizes = {"batch_size": 8, "seq_len": 16, "steps": 3}
+    return tiny(model=model, cp=2, context_parallel=method, **sizes, **layout)
+
+
+BIASED = {"own, bias of attention": divided(own(positions="bias"), "gather")}
+OTHERS = {
+    "own, weights of positions": divided(own(positions="weights"), "ring", dp=2),
+    "own, embedded positions": divided(own(positions="embedding"), "ulysses", pp=2),
+    "own, not causal": divided(own(kind="encoder"), "ring"),
+    "hf mistral, a window": divided(hf("mistral"), "gather"),
+    "hf gpt2": divided(hf("gpt2"), "ulysses"),
+}
+
+
+@pytest.mark.parametrize("config", cells(BIASED, OTHERS))
+def test_a_model_trains_as_one_process_does(config: Config, tmp_path: Path) -> None:
+    assert preflight(config) == []
+    assert_proven(config, tmp_path)
+
+
+MIXED = {
+    "by hand": "with cp a token sees others by scaled_dot_product_attention alone",
+    "convolution": "convolves over a rank's part of the tokens",
+    "lstm": "layers.0.more calls",
+    "cumsum": "calls cumsum: it cumulates over a rank's part of the tokens",
+    "shift": "a rank's part of the tokens",
+    "mean": "calls mean: it reduces over a rank's part of the tokens",
+    "first": "a rank's part of the tokens",
+    "flip": "calls flip: it reverses over a rank's part of the tokens",
+    "loop": "it makes other calls for shorter sequences",
+    "rows of a table": "calls slice: it takes as many as the rank has of another tensor",
+    "a list of positions": "layers.0",
+    "chance of a sequence": "draws random numbers for whole sequences",
+    "bias of pairs": "its mask is not that of the rank's tokens",
+    "a mask that is cut": "layers.0",
+}
+
+
+@pytest.mark.parametrize("kind", MIXED)
+def test_a_model_that_mixes_tokens_otherwise_is_refused_with_the_call(kind: str) -> None:
+    method = ("gather", "ulysses")[len(kind) % 2]
+    config = tiny(dp=2, cp=2, context_parallel=method, model=own(kind=kind, layers=1))
+    [problem] = preflight(config)
+    assert (problem.key, problem.value, problem.fix) == ("cp", 2, "cp=1 dp=4")
+    assert MIXED[kind] in problem.reason
+
+
+@pytest.mark.slow
+def test_attention_with_a_softcap_is_no_call_of_torchs() -> None:
+    [problem] = preflight(tiny(cp=2, model=hf("gemma2", num_hidden_layers=1)))
+    assert "model.layers.0.self_attn" in problem.reason
+    assert MIXED["by hand"] in problem.reason
+
+
+def shifted(output: Tensor, targets: Tensor) -> Tensor:
+    """As transformers' models compute theirs: each token is held against the next target."""
+    return F.cross_entropy(output[:, :-1].mT, targets[:, 1:], reduction="none")
+
+
+def of_sequences(output: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output.mT, targets, reduction="none").mean(1)
+
+
+ITS_OWN = "each must have its own"
+SHARED = "4 heads and 2 key/value heads cannot be shared by 8 ranks"
+OF_8 = {"cp": 8, "seq_len": 32, "context_parallel": "ulysses"}
+TEXT = {"data": TextData(documents=True), "context_parallel": "ring"}
+
+
+@pytest.mark.parametrize(
+    "changes, key, said, fix",
+    [
+        ({"model": own(result="mean")}, "loss.name", "", ""),
+        ({"loss": Custom(f"{__name__}.shifted")}, "loss.name", ITS_OWN, ""),
+        ({"loss": Custom(f"{__name__}.of_sequences")}, "loss.name", ITS_OWN, ""),
+        ({"seq_len": 18, "cp": 4}, "seq_len", "no multiple of 2 x cp = 8", "seq_len=24"),
+        (OF_8, "context_parallel", SHARED, "context_parallel=ring"),
+        (TEXT, "context_parallel", "a ring takes no mask, and", "context_parallel=ulysses"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(
+    changes: dict[str, Any], key: str, said: str, fix: str
+) -> None:
+    [problem] = preflight(replace(tiny(cp=2, layers=1), **changes))
+    assert problem.key == key and said in problem.reason and fix in problem.fix
+
+
+def test_samples_are_refused() -> None:
+    config = tiny(cp=2, data=TextData(), sample=Sample(every=5, prompts=["def"]))
+    [problem] = problems(config)
+    assert (problem.key, problem.fix) == ("sample.every", "sample.every=0")
+
+
+def test_the_method_is_chosen_by_heads_and_masks() -> None:
+    def chosen(**changes: Any) -> tuple[str, str]:
+        context = draft(tiny(layers=1, **changes)).context
+        assert context is not None
+        return context.ranks.method, context.why
+
+    assert chosen(cp=2)[0] == "ulysses"
+    assert chosen(cp=8, seq_len=32) == ("ring", SHARED)
+    documents = TextData(documents=True)
+    assert chosen(cp=2, data=documents)[0] == "ulysses"
+    assert chosen(cp=8, seq_len=32, data=documents)[0] == "gather"
