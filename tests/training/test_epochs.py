@@ -18,15 +18,15 @@ from titanlike.training.report import epochs, warmup
         (48, "100 of 48 sequences by step 300; WARNING"),
     ],
 )
-def test_epochs_are_said_and_many_are_a_warning(sequences: int, said: str) -> None:
-    config = Config(steps=300, batch_size=16)
-    assert epochs(config, sequences).replace(" k ", "k ").startswith(said.replace(" k ", "k "))
-
-
-def test_the_steps_that_a_warning_names_are_fewer_epochs() -> None:
-    config = Config(steps=300, batch_size=16)
-    steps = int(epochs(config, 48).rpartition("steps=")[2])
-    assert "WARNING" not in epochs(Config(steps=steps - 1, batch_size=16), 48)
+@pytest.mark.parametrize("dp", [1, 2])
+def test_epochs_are_said_and_many_are_a_warning(dp: int, sequences: int, said: str) -> None:
+    """However many ranks share a batch."""
+    config = Config(steps=300, batch_size=16, dp=dp)
+    text = epochs(config, sequences)
+    assert text.replace(" k ", "k ").startswith(said.replace(" k ", "k "))
+    if "WARNING" in said:  # with fewer steps there is none
+        steps = int(text.rpartition("steps=")[2])
+        assert "WARNING" not in epochs(Config(steps=steps - 1, batch_size=16), sequences)
 
 
 def test_a_warm_up_beyond_the_run_is_a_warning_with_numbers_that_work() -> None:
