@@ -7,12 +7,7 @@ import torch
 
 from support.models import tiny
 from titanlike.config.errors import ConfigError
-from titanlike.config.schema import (
-    BalanceSplit,
-    Custom,
-    Fsdp,
-    LoopedSchedule,
-)
+from titanlike.config.schema import BalanceSplit, Config, Custom, Fsdp, LoopedSchedule
 from titanlike.graph.cut import message
 from titanlike.graph.stage import Stage
 from titanlike.models.registry import build_model, initial_weights_of
@@ -27,11 +22,9 @@ def test_stages_run_one_after_another_are_the_model(family: str) -> None:
     assert [name for names in plan.stages for name in names] == [
         u.name for u in plan.model_graph.units
     ]
-    start, canonical = (
-        initial_weights_of(plan.model, config.seed),
-        plan.model_graph.canonical_names(),
-    )
-    whole = build_model(plan.model)
+    start = initial_weights_of(plan.model, config.seed)
+    canonical = plan.model_graph.canonical_names()
+    whole, parts = build_model(plan.model), []
     initialize(whole, start, torch.device("cpu"))
     ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
     arrived = (ids,)
@@ -39,19 +32,12 @@ def test_stages_run_one_after_another_are_the_model(family: str) -> None:
         stage = Stage(build_model(plan.model), graph.units, graph.weights)
         initialize(stage, start, torch.device("cpu"), canonical)
         stage.add_forwards("a shape", {True: graph}, index, torch.device("cpu"))
+        parts += [name for name, _ in stage.named_parameters()]
         sent = stage(*arrived, inputs=ids)
         arrived = sent if isinstance(sent, tuple) else (sent,)
         assert [message(node).shape[1:] for node in graph.sends] == [t.shape[1:] for t in arrived]
     assert torch.equal(arrived[0], whole(ids))
-
-
-def test_names_in_a_stage_are_names_in_the_whole_model() -> None:
-    plan = draft(tiny(2, 1))
-    whole = {name for name, _ in build_model(plan.model).named_parameters()}
-    graphs = plan.model_graph.graphs(plan.fields, True)
-    stages = [Stage(build_model(plan.model), graph.units, graph.weights) for graph in graphs]
-    parts = [name for stage in stages for name, _ in stage.named_parameters()]
-    assert sorted(parts) == sorted(whole)
+    assert sorted(parts) == sorted(name for name, _ in whole.named_parameters())
 
 
 def test_a_405b_model_is_drafted_in_seconds() -> None:
@@ -65,25 +51,29 @@ def test_a_405b_model_is_drafted_in_seconds() -> None:
     assert biggest < 1.1 * plan.whole_numel / 16
 
 
+def own(name: str = "llama", **sizes: object) -> Config:
+    return tiny(model=Custom(name, {"vocab_size": None, **sizes}))
+
+
 @pytest.mark.parametrize(
     "config, expected",
     [
-        (tiny(model=Custom("llama", {"vocab_size": None, "dim": 30, "heads": 4})), r"model.dim=32"),
-        (tiny(model=Custom("llama", {"vocab_size": None, "heads": 6, "dim": 48, "kv_heads": 4})), r"model.kv_heads=3"),
-        (tiny(model=Custom("llama", {"vocab_size": None, "width": 4})), r"width"),
-        (tiny(model=Custom("llama", {"vocab_size": None, "dimm": 64})), r"model.dim=64"),
-        (tiny(model=Custom("lama", {})), r"llama"),
-        (tiny(model=Custom("no.such.module", {})), r"no\.such"),
-        (tiny(model=Custom("llama", {"vocab_size": 10})), r"model.vocab_size=null"),
-        (tiny(model=Custom("gpt2", {"vocab_size": None, "max_seq_len": 8})), r"seq_len=8"),
-        (tiny(2, 2, "zbvzerobubble", fsdp=Fsdp(3)), r"fsdp.zero=1"),
+        (own(dim=30, heads=4), "model.dim=32"),
+        (own(heads=6, dim=48, kv_heads=4), "model.kv_heads=3"),
+        (own(width=4), "width"),
+        (own(dimm=64), "model.dim=64"),
+        (own("lama"), "llama"),
+        (own("no.such.module"), "no.such"),
+        (own(vocab_size=10), "model.vocab_size=null"),
+        (own("gpt2", max_seq_len=8), "seq_len=8"),
+        (tiny(2, 2, "zbvzerobubble", fsdp=Fsdp(3)), "fsdp.zero=1"),
+        (tiny(2, 1, split=BalanceSplit(balance=[4, 3])), "sums to 7"),
     ],
-)  # fmt: skip
-def test_a_model_that_cannot_be_laid_out_is_refused_with_one_that_can(config, expected) -> None:
-    problems = preflight(config)
-    assert problems and expected.replace("\\", "") in "\n".join(map(str, problems))
-
-
-def test_draft_raises_what_preflight_lists() -> None:
-    with pytest.raises(ConfigError, match="sums to 7"):
-        draft(tiny(2, 1, split=BalanceSplit(balance=[4, 3])))
+)
+def test_a_model_that_cannot_be_laid_out_is_refused_with_one_that_can(
+    config: Config, expected: str
+) -> None:
+    """By the launcher, and by a rank that drafts it."""
+    assert expected in "\n".join(map(str, preflight(config)))
+    with pytest.raises((ConfigError, ImportError, ValueError), match=expected.replace(".", r"\.")):
+        draft(config)
