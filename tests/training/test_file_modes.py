@@ -27,7 +27,8 @@ COMMANDS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("names", "umask"), [(["train", "resume"], 0o007), (["train", "sweep", "verify", "export"], 0o077)]
+    ("names", "umask"),
+    [(["train", "resume"], 0o007), (["train", "sweep", "verify", "export"], 0o077)],
 )
 def test_every_file_of_a_run_follows_the_umask(
     names: list[str], umask: int, tmp_path: Path

@@ -48,42 +48,56 @@ def loss(name: str) -> Custom:
 A_LITTLE = {"share": 1e-3}
 ROUTED = Custom("support.forwards.Routed")
 # what is refused, and what trains; each table in one world
-ONE_PROCESS = {
-    "experts of limited capacity": net("Capacity", batch_size=3),
-    "a loss that divides by the batch size": net("Plain", 1, 1, SINGLE, loss=loss("by_batch_size")),
-    "a loss in chunks": net("Centered", loss=CHUNKED, args={"share": 1e-2}),
-    "a mean, in training only": net("CenteredInTraining"),
-}, {
-    "bf16, one sample a microbatch": net("Plain", 1, 1, SINGLE, precision=BF16),
-    "batch norm without running statistics": net("BatchNormed", args={"tracked": False}),
-    "a loss in chunks": net("Plain", loss=CHUNKED),
-    "a loss in columns": net("Plain", loss=loss("transposed")),
-}
-PIPELINE = {
-    "a loss": net("Plain", 2, loss=loss("balanced")),
-    "a mean": net("Centered", 2),
-}, {
-    "experts of any capacity": tiny(2, model=ROUTED, steps=1),
-}
-DATA_PARALLEL = {
-    "a mean, one sample a rank": net("Centered", 1, 2, batch_size=2),
-    "the norm of a batch": net("Normed", 1, 2),
-}, {
-    "different lengths": net("Plain", 1, 2, data=Custom("support.samples.phrases")),
-}
-MORE_OF_ONE_PROCESS = {
-    "a thousandth of a mean in bf16": net("Centered", precision=BF16, args=A_LITTLE),
-    "attention over samples": net("Attention"),
-    "a mean beside dropout": net("DroppingAndCentered"),
-    "neighbours": net("Shifted"),
-    "a mean, one sample a microbatch": net("Centered", 1, 1, SINGLE, args=A_LITTLE),
-}, {
-    "attention over tokens": net("Attention", args={"batch_first": True}, precision=BF16),
-    "torch's encoder": tiny(model=Custom("support.forwards.TorchEncoder"), steps=1),
-    "transformers' experts": tiny(model=model_of("mixtral"), steps=1),
-    "images in bottlenecks": of_images("ResNet", 1, 1, steps=1),
-    "images": of_images("UNet", 1, 1, steps=1),
-}
+ONE_PROCESS = (
+    {
+        "experts of limited capacity": net("Capacity", batch_size=3),
+        "a loss that divides by the batch size": net(
+            "Plain", 1, 1, SINGLE, loss=loss("by_batch_size")
+        ),
+        "a loss in chunks": net("Centered", loss=CHUNKED, args={"share": 1e-2}),
+        "a mean, in training only": net("CenteredInTraining"),
+    },
+    {
+        "bf16, one sample a microbatch": net("Plain", 1, 1, SINGLE, precision=BF16),
+        "batch norm without running statistics": net("BatchNormed", args={"tracked": False}),
+        "a loss in chunks": net("Plain", loss=CHUNKED),
+        "a loss in columns": net("Plain", loss=loss("transposed")),
+    },
+)
+PIPELINE = (
+    {
+        "a loss": net("Plain", 2, loss=loss("balanced")),
+        "a mean": net("Centered", 2),
+    },
+    {
+        "experts of any capacity": tiny(2, model=ROUTED, steps=1),
+    },
+)
+DATA_PARALLEL = (
+    {
+        "a mean, one sample a rank": net("Centered", 1, 2, batch_size=2),
+        "the norm of a batch": net("Normed", 1, 2),
+    },
+    {
+        "different lengths": net("Plain", 1, 2, data=Custom("support.samples.phrases")),
+    },
+)
+MORE_OF_ONE_PROCESS = (
+    {
+        "a thousandth of a mean in bf16": net("Centered", precision=BF16, args=A_LITTLE),
+        "attention over samples": net("Attention"),
+        "a mean beside dropout": net("DroppingAndCentered"),
+        "neighbours": net("Shifted"),
+        "a mean, one sample a microbatch": net("Centered", 1, 1, SINGLE, args=A_LITTLE),
+    },
+    {
+        "attention over tokens": net("Attention", args={"batch_first": True}, precision=BF16),
+        "torch's encoder": tiny(model=Custom("support.forwards.TorchEncoder"), steps=1),
+        "transformers' experts": tiny(model=model_of("mixtral"), steps=1),
+        "images in bottlenecks": of_images("ResNet", 1, 1, steps=1),
+        "images": of_images("UNet", 1, 1, steps=1),
+    },
+)
 
 
 def refusals(_: Config, worker: Worker, configs: list[Config]) -> list[str]:

@@ -15,7 +15,6 @@ import pytest
 
 from support.models import tiny
 from support.records import numbers
-from support.runs import train_each
 from support.world import RankError, run_world
 from titanlike.config.profile import MemoryProfile, TraceProfile
 from titanlike.config.schema import Checkpoint, Config, Schedule, Validation
@@ -137,17 +136,6 @@ def test_without_a_profile_nothing_is_called_and_the_numbers_are_the_same(
         run_world(train_without_ranges, short(2), tmp_path / "on")
 
 
-@pytest.mark.slow
-def test_a_split_backward_has_ranges_of_input_and_weight_gradients(tmp_path: Path) -> None:
-    run_world(train, short(2, 2, "zbvzerobubble"), tmp_path)
-    assert files(tmp_path) == [trace_of(tmp_path, rank).name for rank in (0, 2)]
-    first, last = (ranges_in(trace_of(tmp_path, rank)) for rank in (0, 2))
-    for microbatch in range(2):
-        for action in ("input gradient stage 0", "weight gradient stage 3"):
-            assert first[f"{action} microbatch {microbatch}"] == 2, action
-        assert last[f"weight gradient stage 2 microbatch {microbatch}"] == 2
-
-
 # --- the run around it ----------------------------------------------------------------------------
 
 
@@ -208,25 +196,6 @@ def test_a_folder_that_cannot_be_written_is_told_and_the_run_goes_on(tmp_path: P
     assert len(numbers(tmp_path)) == 4
     assert told(tmp_path) == ["profile: could not be written by rank 1, see their logs"]
     assert "could not be written\nTraceback" in (tmp_path / "rank1.out").read_text()
-
-
-@pytest.mark.slow
-def test_runs_in_one_process_have_a_profile_each_where_its_steps_are_not_over(
-    tmp_path: Path,
-) -> None:
-    configs = [replace(short(), run_dir=str(tmp_path / name)) for name in "ab"]
-    configs += [replace(short(profile=OFF), run_dir=str(tmp_path / "c"))]
-    configs += [replace(configs[-1], steps=5, profile=TRACE)]
-    for config in configs[:3]:
-        Path(config.run_dir).mkdir()
-    run_world(train_each, short(), tmp_path / "world", configs)
-    for name in "ab":
-        found = ranges_in(trace_of(tmp_path / name, 0))
-        assert found["step 2"] == found["step 3"] == 1
-    assert "none: steps 2, 3 are over at step 3, from which the run goes on" in (
-        (tmp_path / "world" / "rank0.out").read_text()
-    )
-    assert not (tmp_path / "c" / "profile").exists()
 
 
 @pytest.mark.gpu

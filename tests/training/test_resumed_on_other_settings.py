@@ -52,9 +52,7 @@ def test_other_data_are_refused_unless_they_are_meant(run: Config, tmp_path: Pat
     assert {name: (folder / name).read_bytes() for name in kept} == kept
     meant = replace(run, data=replace(data, changed=True), steps=9)
     meant = replace(meant, checkpoint=replace(run.checkpoint, last=True))
-    once, then, back = train_all(
-        meant, replace(run, data=data, steps=10), replace(run, steps=11)
-    )
+    once, then, back = train_all(meant, replace(run, data=data, steps=10), replace(run, steps=11))
     assert (once, then) == ("", ""), "the new data are saved"
     assert "data.changed=true" in back
     [event] = events(folder, "data_changed")

@@ -39,7 +39,16 @@ def test_the_main_job_learns_and_prints_how_to_continue(tmp_path: Path) -> None:
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     assert records[0]["loss"] == pytest.approx(5.6, abs=0.2)  # nats a byte, knowing nothing
     assert records[-1]["val_loss"] < 2.0
-    keys = "step loss grad_norm lr tokens time tokens_per_second step_seconds memory_bytes".split()
+    keys = [
+        "step",
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "time",
+        "tokens_per_second",
+        "step_seconds",
+    ]
     assert list(records[0])[: len(keys)] == keys
     found = result(tmp_path / "run")
     assert (found["status"], found["value"]) == ("completed", records[-1]["val_loss"])
@@ -86,16 +95,6 @@ def test_a_folder_that_cannot_be_written_is_a_mistake_of_one_line(tmp_path: Path
     done = command(*TINY, "run_dir=file", cwd=tmp_path)
     assert done.returncode == 2
     assert "run_dir=" in done.stderr and "Traceback" not in done.stderr
-
-
-@pytest.mark.slow
-def test_torchrun_with_its_default_of_one_process_starts_the_others(
-    finished: tuple[Path, str], tmp_path: Path
-) -> None:
-    words = [*TINY, "model.layers=2", "pp=2", "schedule=interleaved1f1b", "run_dir=two"]
-    two = command("torchrun", *words, cwd=tmp_path)
-    assert two.returncode == 0, two.stderr
-    assert losses(tmp_path / "two") == pytest.approx(losses(finished[0]), abs=1e-5)
 
 
 @pytest.mark.slow
@@ -164,27 +163,6 @@ def test_a_signal_stops_a_run_after_its_step_with_a_checkpoint(
     assert result(tmp_path)["status"] == "stopped" and "SIGINT" in result(tmp_path)["error"]
     assert result(tmp_path)["value"] == numbers(tmp_path)[-1][1]
     assert_uninterrupted(tmp_path)
-
-
-@pytest.mark.slow
-def test_a_killed_rank_is_restarted_and_the_run_resumes(
-    tmp_path: Path, assert_uninterrupted: Callable[[Path], None]
-) -> None:
-    """Also with checkpoint.resume=never, a restart resumes from the run's own checkpoint."""
-    words = ["launch.max_restarts=3", "checkpoint.resume=never", f"run_dir={tmp_path}"]
-    launched = started(*words, steps=20, every=5)
-    until(lambda: newest(tmp_path))
-    rank(launched, 1).kill()
-    code, _, err = launched.wait()
-    assert code == 0, err
-    assert launched.all_exit()
-    events = [json.loads(line) for line in (tmp_path / "events.jsonl").open()]
-    (restart,) = (event for event in events if event["event"] == "restart")
-    assert restart["step"] >= 5 and restart["text"] in err
-    assert restart["text"].startswith("rank 1 failed: killed by SIGKILL")
-    assert restart["text"].endswith(f"; restart 1 of 3 from step {restart['step']}")
-    assert result(tmp_path)["status"] == "completed"
-    assert len(numbers(tmp_path)) == 20
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from support.models import tiny
-from support.slow_stages import train_with_a_slow_stage
 from support.world import run_world
 from titanlike.config.schema import Checkpoint, Config, Launch, Schedule, Validation
 from titanlike.launch.worker import Worker
@@ -55,15 +54,6 @@ def test_a_slow_rank_is_named_once_with_its_machine(tmp_path: Path) -> None:
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["busiest_rank"] == 1
     assert (last["busy_seconds"], last["busiest_seconds"]) == (0.625, 0.75)
-
-
-@pytest.mark.slow
-def test_a_stage_that_sleeps_in_each_forward_is_named(tmp_path: Path) -> None:
-    with mock.patch.object(stragglers, "_STEPS", 3):
-        run_world(train_with_a_slow_stage, short(2, 1), tmp_path, (1,))
-    (event,) = told(tmp_path)
-    assert event["rank"] == 1 and event["share"] > 0.3
-    assert "longer than the other ranks, for 3 steps; its stages may be heavier" in event["text"]
 
 
 def watched(share: float, steps: list[list[float]]) -> list[int]:

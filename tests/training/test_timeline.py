@@ -15,7 +15,6 @@ import pytest
 from support.cells import cells
 from support.live_memory import Live
 from support.models import tiny
-from support.slow_stages import train_with_a_slow_stage
 from support.world import RankError, run_world
 from titanlike.command.timeline import main
 from titanlike.config.parse import to_plain
@@ -227,13 +226,6 @@ def test_a_rank_that_is_slower_than_its_copies_is_named(tmp_path: Path) -> None:
     recorded(tmp_path, config, equal_stages(draft(config).order), slower=1.5)
     (first, *_) = report_of(tmp_path).sentences()
     assert first.startswith("rank 1 (machine 1, cpu) computes 50% longer than the ranks with")
-
-
-@pytest.mark.slow
-def test_a_stage_that_sleeps_in_each_forward_is_named(tmp_path: Path) -> None:
-    run_world(train_with_a_slow_stage, short(2, layers=8), tmp_path, (1,))
-    report = report_of(tmp_path)
-    assert report.heaviest()[0] == 1 and report.ranks[0].waits_for == 1
 
 
 def test_who_was_waited_for_is_told_where_a_gather_comes_first() -> None:
