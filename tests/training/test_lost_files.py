@@ -1,10 +1,12 @@
-"""Files of a run that are deleted, moved or replaced while it trains."""
+"""Files of a run: deleted, moved or replaced while it trains; and who may read them."""
 
 from __future__ import annotations
 
 import errno
 import os
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -161,3 +163,38 @@ def test_a_write_is_tried_again(
     file.write("a line")
     file.close()
     assert (tmp_path / "metrics.jsonl").read_text() == "a line\n"
+
+
+# --- and how they may be read --------------------------------------------------------------------
+
+TRAIN = [*TINY, "model.layers=2", "steps=2", "validation.every=2", "checkpoint.every=2"]
+WANDB = ["logger=wandb", "logger.mode=offline"]
+TITANLIKE = [sys.executable, "-m", "titanlike"]
+COMMANDS = {
+    "train": [sys.executable, str(ROOT / "train.py"), *TRAIN, "run_dir=all/run"],
+    "resume": [*TITANLIKE, "train", *TRAIN, "steps=4", "run_dir=all/run"],
+    "sweep": [*TITANLIKE, "train", "-m", *TRAIN, *WANDB, "pp=2", "seed=1,2", "run_dir=all/sweep"],
+    "verify": [sys.executable, str(ROOT / "tools/verify.py"), *TINY, "pp=2", "run_dir=all/verify"],
+    "export": [*TITANLIKE, "checkpoint", "consolidate", "all/run", "all/model.safetensors"],
+}
+
+
+@pytest.mark.slow
+def test_every_file_of_a_run_follows_the_umask_of_the_shell(tmp_path: Path) -> None:
+    umask = 0o027  # of the three kinds of users each has other rights
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    settings = {"cwd": tmp_path, "env": env, "capture_output": True, "text": True, "timeout": 240}
+    for words in COMMANDS.values():
+        done = subprocess.run(words, umask=umask, **settings)
+        assert done.returncode == 0, done.stderr
+    written = [path for path in (tmp_path / "all").rglob("*") if not path.is_symlink()]
+    assert {"metrics.jsonl", "COMMITTED", "state.json", "config.yaml", "result.json"} <= {
+        path.name for path in written
+    }
+    wrong = [
+        f"{path.stat().st_mode & 0o777:o} {path.relative_to(tmp_path)}"
+        for path in written
+        if path.stat().st_mode & 0o777 != (0o777 if path.is_dir() else 0o666) & ~umask
+    ]
+    shutil.rmtree(tmp_path / "all")
+    assert not wrong

@@ -15,6 +15,7 @@ import pytest
 
 from support.models import tiny
 from support.records import numbers
+from support.saved_runs import events
 from support.world import RankError, run_world
 from titanlike.config.profile import MemoryProfile, TraceProfile
 from titanlike.config.schema import Checkpoint, Config, Schedule, Validation
@@ -54,9 +55,7 @@ def files(run_dir: Path) -> list[str]:
 
 
 def told(run_dir: Path) -> list[str]:
-    """The events of the profile in events.jsonl."""
-    lines = (run_dir / "events.jsonl").read_text().splitlines()
-    return [e["text"] for e in map(json.loads, lines) if e["event"] == "profile"]
+    return [event["text"] for event in events(run_dir, "profile")]
 
 
 # --- a trace --------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from support.models import tiny
+from support.saved_runs import events
 from support.world import run_world
 from titanlike.config.schema import Checkpoint, Config, Launch, Schedule, Validation
 from titanlike.launch.worker import Worker
@@ -29,12 +30,6 @@ def short(pp: int, dp: int, share: float = 0.3) -> Config:
     return tiny(pp, dp, Schedule("1f1b", 4), steps=5, layers=2, **more)
 
 
-def told(run_dir: Path) -> list[dict]:
-    path = run_dir / "events.jsonl"  # of a run without events there is none
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [event for event in map(json.loads, lines) if event["event"] == "straggler"]
-
-
 def train_in_steps_of_a_second(config: Config, worker: Worker, waited: list[float]) -> None:
     """Each rank waits so many seconds of each; three steps in a row are many."""
     with (
@@ -47,7 +42,7 @@ def train_in_steps_of_a_second(config: Config, worker: Worker, waited: list[floa
 
 def test_a_slow_rank_is_named_once_with_its_machine(tmp_path: Path) -> None:
     run_world(train_in_steps_of_a_second, short(1, 2), tmp_path, [0.5, 0.25])
-    (event,) = told(tmp_path)
+    (event,) = events(tmp_path, "straggler")
     assert (event["rank"], event["host"]) == (1, socket.gethostname())
     assert event["share"] == pytest.approx(0.5) and event["step"] == 3
     assert "longer than the ranks with the same stages, for 3 steps" in event["text"]

@@ -15,6 +15,7 @@ import pytest
 from support.cells import cells
 from support.live_memory import Live
 from support.models import tiny
+from support.saved_runs import events
 from support.world import RankError, run_world
 from titanlike.command.timeline import main
 from titanlike.config.parse import to_plain
@@ -50,8 +51,7 @@ def short(pp: int = 1, dp: int = 1, schedule: Any = "1f1b", **changes: Any) -> C
 
 
 def told(run_dir: Path) -> list[str]:
-    lines = (run_dir / "events.jsonl").read_text().splitlines()
-    return [e["text"] for e in map(json.loads, lines) if e["event"] == "timeline"]
+    return [event["text"] for event in events(run_dir, "timeline")]
 
 
 # --- what is recorded ------------------------------------------------------------------------------
