@@ -50,58 +50,43 @@ def loss(name: str) -> Custom:
 
 
 A_LITTLE = {"share": 1e-3}
-ROUTED = Custom("support.forwards.Routed")
-# what is refused, and what trains; each table in one world
-ONE_PROCESS = (
-    {
-        "experts of limited capacity": net("Capacity", batch_size=3),
-        "a loss that divides by the batch size": net(
-            "Plain", 1, 1, SINGLE, loss=loss("by_batch_size")
-        ),
-        "a loss in chunks": net("Centered", loss=CHUNKED, args={"share": 1e-2}),
-        "a mean, in training only": net("CenteredInTraining"),
-    },
-    {
-        "bf16, one sample a microbatch": net("Plain", 1, 1, SINGLE, precision=BF16),
-        "batch norm without running statistics": net("BatchNormed", args={"tracked": False}),
-        "a loss in chunks": net("Plain", loss=CHUNKED),
-        "a loss in columns": net("Plain", loss=loss("transposed")),
-    },
-)
-PIPELINE = (
-    {
-        "a loss": net("Plain", 2, loss=loss("balanced")),
-        "a mean": net("Centered", 2),
-    },
-    {
-        "experts of any capacity": tiny(2, model=ROUTED, steps=1),
-    },
-)
-DATA_PARALLEL = (
-    {
-        "a mean, one sample a rank": net("Centered", 1, 2, batch_size=2),
-        "the norm of a batch": net("Normed", 1, 2),
-    },
-    {
-        "different lengths": net("Plain", 1, 2, data=Custom("support.samples.phrases")),
-    },
-)
-MORE_OF_ONE_PROCESS = (
-    {
-        "a thousandth of a mean in bf16": net("Centered", precision=BF16, args=A_LITTLE),
-        "attention over samples": net("Attention"),
-        "a mean beside dropout": net("DroppingAndCentered"),
-        "neighbours": net("Shifted"),
-        "a mean, one sample a microbatch": net("Centered", 1, 1, SINGLE, args=A_LITTLE),
-    },
-    {
-        "attention over tokens": net("Attention", args={"batch_first": True}, precision=BF16),
-        "torch's encoder": tiny(model=Custom("support.forwards.TorchEncoder"), steps=1),
-        "transformers' experts": tiny(model=model_of("mixtral"), steps=1),
-        "images in bottlenecks": of_images("ResNet", 1, 1, steps=1),
-        "images": of_images("UNet", 1, 1, steps=1),
-    },
-)
+# what is refused, and what trains; each world has one of its layouts
+WORLDS = {
+    "one process": ([
+        net("Capacity", batch_size=3),
+        net("Plain", 1, 1, SINGLE, loss=loss("by_batch_size")),
+        net("Centered", loss=CHUNKED, args={"share": 1e-2}),
+        net("CenteredInTraining"),
+    ], [
+        net("Plain", 1, 1, SINGLE, precision=BF16),
+        net("BatchNormed", args={"tracked": False}),
+        net("Plain", loss=CHUNKED),
+        net("Plain", loss=loss("transposed")),
+    ]),
+    "pp=2": (
+        [net("Plain", 2, loss=loss("balanced")), net("Centered", 2)],
+        [tiny(2, model=Custom("support.forwards.Routed"), steps=1)],
+    ),
+    "dp=2": (
+        [net("Centered", 1, 2, batch_size=2), net("Normed", 1, 2)],
+        [net("Plain", 1, 2, data=Custom("support.samples.phrases"))],
+    ),
+}  # fmt: skip
+MORE_WORLDS = {
+    "more of one process": ([
+        net("Centered", precision=BF16, args=A_LITTLE),
+        net("Attention"),
+        net("DroppingAndCentered"),
+        net("Shifted"),
+        net("Centered", 1, 1, SINGLE, args=A_LITTLE),
+    ], [
+        net("Attention", args={"batch_first": True}, precision=BF16),
+        tiny(model=Custom("support.forwards.TorchEncoder"), steps=1),
+        tiny(model=model_of("mixtral"), steps=1),
+        of_images("ResNet", 1, 1, steps=1),
+        of_images("UNet", 1, 1, steps=1),
+    ])
+}  # fmt: skip
 
 
 def refusals(_: Config, worker: Worker, configs: list[Config]) -> list[str]:
@@ -118,25 +103,18 @@ def refusals(_: Config, worker: Worker, configs: list[Config]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    "mixed, separate",
-    [
-        *(pytest.param(*table, id=name) for name, table in (
-            ("one process", ONE_PROCESS), ("pp=2", PIPELINE), ("dp=2", DATA_PARALLEL)
-        )),
-        pytest.param(*MORE_OF_ONE_PROCESS, id="more", marks=pytest.mark.slow),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("world", cells(WORLDS, MORE_WORLDS))
 def test_what_mixes_samples_is_refused_and_nothing_else_is(
-    mixed: dict[str, Config], separate: dict[str, Config], tmp_path: Path
+    world: tuple[list[Config], list[Config]], tmp_path: Path
 ) -> None:
+    mixed, separate = world
     configs = []
-    for number, config in enumerate((*mixed.values(), *separate.values())):
+    for number, config in enumerate((*mixed, *separate)):
         configs.append(replace(config, run_dir=str(tmp_path / f"{number}")))
         Path(configs[-1].run_dir).mkdir()
     found = run_world(refusals, configs[0], tmp_path / "world", configs)[0]
-    for name, text in zip(mixed, found, strict=False):
-        assert "mixes_samples=false: " in text and "mixes the samples of a batch" in text, name
+    for config, text in zip(mixed, found, strict=False):
+        assert "mixes_samples=false: " in text and "mixes the samples of a batch" in text, config
     assert found[len(mixed) :] == [""] * len(separate)
     trained = [bool(numbers(Path(config.run_dir))) for config in configs]
     assert trained == [False] * len(mixed) + [True] * len(separate)
