@@ -6,14 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 from support.cells import slow
+from support.command_lines import examined
 from support.commands import command
-from titanlike.config.parse import parse
-from titanlike.config.program import conf_dir
-from titanlike.config.schema import Config
 from titanlike.job.check import problems
 from titanlike.proof import gpu_cells, gpu_check
 from titanlike.proof.gpu_cells import run_cell
@@ -31,16 +27,6 @@ def test_on_the_gpus_of_this_machine(cell: Cell, tmp_path: Path) -> None:
     assert outcome.status == "ok", f"{outcome.text}\n{outcome.command}\n{outcome.output}"
 
 
-def config_of(cell: Cell, folder: Path) -> Config:
-    gpus_alone = ("device=", "tp_async=")
-    words = [word for word in cell.overrides if not word.startswith(gpus_alone)]
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        plain = OmegaConf.to_container(compose("config", words), resolve=True)
-    config, found = parse(plain | {"device": "cpu", "run_dir": str(folder)})
-    assert found == []
-    return config
-
-
 @pytest.mark.parametrize("devices, cpu", [(1, True), *slow((2, True), (8, False))])
 def test_every_cell_of_the_plan_can_start(devices: int, cpu: bool, tmp_path: Path) -> None:
     cells = plan(devices, cpu=cpu)
@@ -48,9 +34,11 @@ def test_every_cell_of_the_plan_can_start(devices: int, cpu: bool, tmp_path: Pat
         {"hangs", "kills"} if devices == 1 else set()
     )
     for cell in cells:
-        config = config_of(cell, tmp_path)
-        assert config.world_size == cell.ranks <= devices
-        assert problems(config) == [], cell.name
+        words = [w for w in cell.overrides if not w.startswith(("device=", "tp_async="))]
+        checked = examined(*words, "device=cpu", f"run_dir={tmp_path}")
+        assert checked.problems == [] and checked.config is not None
+        assert checked.config.world_size == cell.ranks <= devices
+        assert problems(checked.config) == [], cell.name
 
 
 def test_the_plan_for_eight_gpus_has_every_schedule_level_and_precision() -> None:

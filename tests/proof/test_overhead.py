@@ -57,7 +57,7 @@ def test_a_step_computes_exchanges_waits_and_holds_as_a_plain_loop_does(
             for found in (ours, plain)
         ]
         assert operations[0] <= operations[1] + 80  # of thousands, whatever the model
-        assert held <= 1.01 * held_there
+        assert held <= 1.02 * held_there
 
 
 @pytest.mark.parametrize(

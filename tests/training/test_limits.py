@@ -26,7 +26,7 @@ DROPOUT = Custom("support.data.Dropping", {"dim": 32, "layers": 4, "vocab_size":
 
 
 def test_max_tokens_completes_the_run_at_the_first_step_that_has_them(tmp_path: Path) -> None:
-    config = tiny(max_tokens=3 * 16 * 16 - 5, checkpoint=SAVING)
+    config = tiny(layers=1, max_tokens=3 * 16 * 16 - 5, checkpoint=SAVING)
     (result,) = run_world(train, config, tmp_path)
     assert "exit_code" not in result
     assert [step for step, *_ in numbers(tmp_path)] == [1, 2, 3]

@@ -57,6 +57,7 @@ WORLDS = {
         net("Plain", 1, 1, SINGLE, loss=loss("by_batch_size")),
         net("Centered", loss=CHUNKED, args={"share": 1e-2}),
         net("CenteredInTraining"),
+        net("Normed"),
     ], [
         net("Plain", 1, 1, SINGLE, precision=BF16),
         net("BatchNormed", args={"tracked": False}),
@@ -67,12 +68,12 @@ WORLDS = {
         [net("Plain", 2, loss=loss("balanced")), net("Centered", 2)],
         [tiny(2, model=Custom("support.forwards.Routed"), steps=1)],
     ),
+}  # fmt: skip
+MORE_WORLDS = {
     "dp=2": (
         [net("Centered", 1, 2, batch_size=2), net("Normed", 1, 2)],
         [net("Plain", 1, 2, data=Custom("support.samples.phrases"))],
     ),
-}  # fmt: skip
-MORE_WORLDS = {
     "more of one process": ([
         net("Centered", precision=BF16, args=A_LITTLE),
         net("Attention"),
@@ -193,14 +194,12 @@ def test_mixing_that_is_meant_trains_as_one_process_with_the_same_microbatches(
     assert_proven(replace(config, steps=2, mixes_samples=True), tmp_path)
 
 
-@pytest.mark.parametrize(
-    "tool", ["train.py", pytest.param("tools/verify.py", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
 def test_the_command_ends_with_the_cause_and_the_exit_code_of_a_wrong_config(
-    tool: str, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     words = ["model=own", "model.name=support.mixing.Net", "+model.block=Centered"]
     words += ["data=synthetic", "data.vocab_size=64", "seq_len=8", "logger=none", "run_dir=run"]
-    done = command(*words, cwd=tmp_path, tool=tool)
+    done = command(*words, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert "write mixes_samples=true" in done.stderr

@@ -131,8 +131,6 @@ def test_without_a_profile_nothing_is_called_and_the_numbers_are_the_same(
     run_world(train_without_ranges, short(2, profile=OFF), tmp_path)
     assert numbers(tmp_path) == numbers(traced) and len(numbers(traced)) == 4
     assert not (tmp_path / "profile").exists()
-    with pytest.raises(RankError, match="AssertionError"):  # and it can fail
-        run_world(train_without_ranges, short(2), tmp_path / "on")
 
 
 # --- the run around it ----------------------------------------------------------------------------
@@ -189,12 +187,11 @@ def test_a_run_that_fails_keeps_its_last_step_and_the_profile_that_it_has(tmp_pa
 
 
 def test_a_folder_that_cannot_be_written_is_told_and_the_run_goes_on(tmp_path: Path) -> None:
-    config = short(1, 2, profile=TraceProfile(steps=[2, 3], ranks=[1]))
     (tmp_path / "profile").write_text("a file in its place")
-    run_world(train, config, tmp_path)
+    run_world(train, short(), tmp_path)
     assert len(numbers(tmp_path)) == 4
-    assert told(tmp_path) == ["profile: could not be written by rank 1, see their logs"]
-    assert "could not be written\nTraceback" in (tmp_path / "rank1.out").read_text()
+    assert told(tmp_path) == ["profile: could not be written by rank 0, see their logs"]
+    assert "could not be written\nTraceback" in (tmp_path / "rank0.out").read_text()
 
 
 @pytest.mark.gpu

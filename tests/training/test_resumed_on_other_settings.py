@@ -135,7 +135,7 @@ def test_a_start_names_the_commit_of_the_code_and_writes_no_secret(
 def test_the_way_on_that_the_refusal_names_is_valid_for_data_that_do_not_list_the_key(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.chdir(ROOT / "examples")
+    monkeypatch.syspath_prepend(ROOT / "examples")
     words = ["--config-dir", str(ROOT / "examples" / "my_models" / "conf"), "data=echo"]
     assert problems_of([*words, "data.changed=true"]) == []
     assert problems_of([*words, "data.chnged=true"]) != []

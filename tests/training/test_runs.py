@@ -7,7 +7,6 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -39,17 +38,7 @@ def test_the_main_job_learns_and_prints_how_to_continue(tmp_path: Path) -> None:
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     assert records[0]["loss"] == pytest.approx(5.6, abs=0.2)  # nats a byte, knowing nothing
     assert records[-1]["val_loss"] < 2.0
-    keys = [
-        "step",
-        "loss",
-        "grad_norm",
-        "lr",
-        "tokens",
-        "time",
-        "tokens_per_second",
-        "step_seconds",
-    ]
-    assert list(records[0])[: len(keys)] == keys
+    assert [*records[0]][:5] == ["step", "loss", "grad_norm", "lr", "tokens"]
     found = result(tmp_path / "run")
     assert (found["status"], found["value"]) == ("completed", records[-1]["val_loss"])
     assert (tmp_path / "run" / "checkpoints" / "step-00000300" / "COMMITTED").exists()
@@ -114,11 +103,7 @@ def test_verify_leaves_a_runs_files_alone_and_ends_with_a_verdict(
 STEPS, EVERY = 60, 10
 SHORT = [*TINY, "model.layers=4", "batch_size=8", "device=cpu", "data=synthetic"]
 SHORT += ["data.vocab_size=64", "checkpoint.last=true", "checkpoint.keep=2", "pp=2"]
-
-
-def started(*words: str, steps: int = STEPS, every: int = EVERY, **how) -> Launched:
-    words = (*SHORT, f"steps={steps}", f"checkpoint.every={every}", *words)
-    return Launched(*words, program=TRAIN, real=True, **how)
+SHORT += [f"steps={STEPS}", f"checkpoint.every={EVERY}"]
 
 
 def newest(run_dir: Path) -> int:
@@ -132,46 +117,40 @@ def rank(launched: Launched, number: int) -> psutil.Process:
     return process
 
 
-@pytest.fixture
-def assert_uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], None]:
-    """Ends a run, and compares its metrics with those of one that had no interruption."""
-
-    def ends_alike(run_dir: Path) -> None:
-        config, whole = config_of(run_dir), tmp_path_factory.mktemp("uninterrupted")
-        run_world(train, config, run_dir)
-        run_world(train, config, whole)
-        assert numbers(run_dir) == numbers(whole)
-
-    return ends_alike
+def assert_goes_on_as_if_uninterrupted(run_dir: Path, whole: Path) -> None:
+    config = config_of(run_dir)
+    for folder in (run_dir, whole):
+        run_world(train, config, folder)
+    assert numbers(run_dir) == numbers(whole)
 
 
 @pytest.mark.slow
-def test_a_signal_stops_a_run_after_its_step_with_a_checkpoint(
-    tmp_path: Path, assert_uninterrupted: Callable[[Path], None]
-) -> None:
+def test_a_signal_stops_a_run_after_its_step_with_a_checkpoint(tmp_path: Path) -> None:
     """A signal to the driver of two workers."""
-    launched = started(f"run_dir={tmp_path}")
-    until(lambda: last_step(tmp_path) > 2)
+    run_dir = tmp_path / "run"
+    launched = Launched(*SHORT, f"run_dir={run_dir}", program=TRAIN, real=True)
+    until(lambda: last_step(run_dir) > 2)
     launched.process.send_signal(signal.SIGINT)
     code, out, err = launched.wait(60)
     assert launched.all_exit()
     text = "stopping after the next step with a checkpoint; a second signal stops immediately"
     assert code == 75 and err.splitlines() == ["", f"SIGINT: {text}"], "that, and no traceback"
-    last = last_step(tmp_path)
-    assert 2 < last < STEPS and newest(tmp_path) == last
+    last = last_step(run_dir)
+    assert 2 < last < STEPS and newest(run_dir) == last
     assert f"stopped at step {last} (SIGINT)" in out
-    assert result(tmp_path)["status"] == "stopped" and "SIGINT" in result(tmp_path)["error"]
-    assert result(tmp_path)["value"] == numbers(tmp_path)[-1][1]
-    assert_uninterrupted(tmp_path)
+    assert result(run_dir)["status"] == "stopped" and "SIGINT" in result(run_dir)["error"]
+    assert result(run_dir)["value"] == numbers(run_dir)[-1][1]
+    assert_goes_on_as_if_uninterrupted(run_dir, tmp_path / "whole")
 
 
 @pytest.mark.slow
 def test_under_torchrun_a_killed_rank_resumes_in_the_same_folder_and_a_signal_stops_all(
-    tmp_path: Path, assert_uninterrupted: Callable[[Path], None]
+    tmp_path: Path,
 ) -> None:
     """The folder has the time of the first start in its name."""
     options = ("--max-restarts", "1", "--signals-to-handle", "SIGTERM,SIGUSR1")
-    launched = started(torchrun=2, options=options, cwd=tmp_path)
+    how = {"torchrun": 2, "options": options, "cwd": tmp_path}
+    launched = Launched(*SHORT, program=TRAIN, real=True, **how)
     until(lambda: list(tmp_path.rglob("COMMITTED")))
     (run_dir,) = (path.parent for path in tmp_path.rglob("metrics.jsonl"))
     rank(launched, 1).kill()
@@ -184,4 +163,4 @@ def test_under_torchrun_a_killed_rank_resumes_in_the_same_folder_and_a_signal_st
     assert "resuming from step" in out and f"stopped at step {last} (SIGUSR1)" in out
     assert EVERY < last < STEPS and newest(run_dir) == last
     assert result(run_dir)["status"] == "stopped"
-    assert_uninterrupted(run_dir)
+    assert_goes_on_as_if_uninterrupted(run_dir, tmp_path / "whole")
