@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 from support.models import LLAMA, tiny
@@ -21,45 +20,15 @@ from titanlike.config.schema import (
     Config,
     Custom,
     Fsdp,
-    LoopedSchedule,
     Model,
     Schedule,
     SyntheticData,
 )
 from titanlike.graph.cut import message
-from titanlike.graph.stage import Stage
 from titanlike.job.check import problems
-from titanlike.models.registry import build_model, initial_weights_of
-from titanlike.parallel.initialize import initialize
 from titanlike.training import tensor_draft
 from titanlike.training.draft import draft, preflight
 from titanlike.training.report import epochs, tensor_parallel, warmup
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_stages_run_one_after_another_are_the_model(family: str) -> None:
-    config = tiny(4, 1, LoopedSchedule("interleaved1f1b", None, 2), family=family)
-    plan = draft(config)
-    assert [name for names in plan.stages for name in names] == [
-        u.name for u in plan.model_graph.units
-    ]
-    start = initial_weights_of(plan.model, config.seed)
-    canonical = plan.model_graph.canonical_names()
-    whole, parts = build_model(plan.model), []
-    initialize(whole, start, torch.device("cpu"))
-    ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
-    arrived = (ids,)
-    for index, graph in enumerate(plan.model_graph.graphs(plan.fields, True)):
-        stage = Stage(build_model(plan.model), graph.units, graph.weights)
-        initialize(stage, start, torch.device("cpu"), canonical)
-        stage.add_forwards("a shape", {True: graph}, index, torch.device("cpu"))
-        parts += [name for name, _ in stage.named_parameters()]
-        sent = stage(*arrived, inputs=ids)
-        arrived = sent if isinstance(sent, tuple) else (sent,)
-        assert [message(node).shape[1:] for node in graph.sends] == [t.shape[1:] for t in arrived]
-    assert torch.equal(arrived[0], whole(ids))
-    every = whole.named_parameters(remove_duplicate=False)  # a tied one, too
-    assert sorted(parts) == sorted(name for name, _ in every)
 
 
 def test_a_405b_model_is_drafted_in_seconds() -> None:
