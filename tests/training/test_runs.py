@@ -33,7 +33,7 @@ def losses(run_dir: Path) -> list[float]:
 @pytest.mark.slow
 def test_the_main_job_learns_and_prints_how_to_continue(tmp_path: Path) -> None:
     words = [sys.executable, str(TRAIN), "run_dir=run"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     assert records[0]["loss"] == pytest.approx(5.6, abs=0.2)  # nats a byte, knowing nothing
