@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from support.cells import slow
 from support.commands import command
 from support.live_memory import Live
 from support.models import tiny
@@ -37,7 +38,7 @@ def third_steps(config: Config, worker: Worker) -> list[tuple[dict[str, int], in
     return found
 
 
-@pytest.mark.parametrize("pp, dp", [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("pp, dp", [(1, 1), (2, 1), *slow((1, 2))])
 def test_a_step_computes_exchanges_waits_and_holds_as_a_plain_loop_does(
     pp: int, dp: int, tmp_path: Path
 ) -> None:

@@ -94,6 +94,7 @@ def test_every_action_of_the_order_is_there_on_one_clock_and_a_rank_is_busy_or_i
     assert text.startswith("timeline: ") and text.endswith(f"{tmp_path} shows steps 3 to 4")
 
 
+@pytest.mark.slow
 def test_gathers_and_reductions_are_told_from_computing(tmp_path: Path) -> None:
     """FSDP does both inside of forwards and backwards where it shards parameters."""
     run_world(train, short(1, 2, fsdp=Fsdp(zero=3)), tmp_path)
