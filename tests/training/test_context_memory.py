@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from support.cells import slow
 from support.live_memory import measured
 from support.models import tiny
 from support.world import run_world
@@ -25,23 +24,14 @@ def config_of(tokens: int, cp: int, method: str = "auto") -> Config:
     return tiny(model=MODEL, seq_len=tokens, cp=cp, batch_size=1, context_parallel=method)
 
 
-@pytest.mark.parametrize("method, ranks", slow(("ulysses", 8), ("ring", 8)))
-def test_a_longer_sequence_takes_no_more_on_as_many_ranks(
-    method: str, ranks: int, tmp_path: Path
-) -> None:
-    short = {"seq_len": 256, "batch_size": 1}
-    [alone] = run_world(measured, tiny(model=MODEL, **short), tmp_path / "alone")
-    # weights sharded as they are with cp: what differs is the sequence
-    of_batches = tiny(model=MODEL, **short | {"dp": ranks, "batch_size": ranks})
-    apart = run_world(measured, of_batches, tmp_path / "apart", timeout=200)
-    config = config_of(256 * ranks, ranks, method)
-    together = run_world(measured, config, tmp_path / "together", timeout=200)
-    peaks = [one.peak for one in together]
-    print(
-        f"{method}: 1 rank {alone.peak:,}, dp={ranks} {apart[0].peak:,}, cp={ranks} {max(peaks):,} B"
-    )
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ulysses", "ring"])
+def test_a_longer_sequence_takes_no_more_on_as_many_ranks(method: str, tmp_path: Path) -> None:
+    [alone] = run_world(measured, config_of(256, 1), tmp_path / "alone")
+    ranks = run_world(measured, config_of(256 * 8, 8, method), tmp_path / "cp", timeout=200)
+    peaks = [one.peak for one in ranks]
+    print(f"{method}: 1 rank {alone.peak:,}, cp=8 {max(peaks):,} B")
     assert max(peaks) <= alone.peak
-    assert max(peaks) <= 1.02 * apart[0].peak
     assert min(peaks) > 0.98 * max(peaks)  # all have as much to do
 
 
@@ -52,4 +42,4 @@ def test_it_is_known_before(method: str) -> None:
         assert costs is not None
         return costs.saved_bytes()
 
-    assert saved(1024, 8) == saved(128, 1)
+    assert saved(512, 4) == saved(128, 1)

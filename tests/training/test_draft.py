@@ -1,57 +1,34 @@
-"""What a config decides before anything is allocated: stages, names, and what is refused."""
+"""What a config decides, says and refuses before anything is allocated: stages, names, and what tp divides."""
 
 from __future__ import annotations
 
-import pytest
-import torch
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from support.models import tiny
+import pytest
+from torch import Tensor, nn
+
+from support.models import LLAMA, tiny
+from support.vision_configs import of_images
 from titanlike.config.errors import ConfigError
+from titanlike.config.groups import ConstantLr
 from titanlike.config.schema import (
     BalanceSplit,
+    ChunkedCrossEntropy,
+    Config,
     Custom,
     Fsdp,
-    LoopedSchedule,
+    Model,
+    Schedule,
+    SyntheticData,
 )
 from titanlike.graph.cut import message
-from titanlike.graph.stage import Stage
-from titanlike.models.registry import build_model, initial_weights_of
-from titanlike.parallel.initialize import initialize
+from titanlike.job.check import problems
+from titanlike.training import tensor_draft
 from titanlike.training.draft import draft, preflight
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_stages_run_one_after_another_are_the_model(family: str) -> None:
-    config = tiny(4, 1, LoopedSchedule("interleaved1f1b", None, 2), family=family)
-    plan = draft(config)
-    assert [name for names in plan.stages for name in names] == [
-        u.name for u in plan.model_graph.units
-    ]
-    start, canonical = (
-        initial_weights_of(plan.model, config.seed),
-        plan.model_graph.canonical_names(),
-    )
-    whole = build_model(plan.model)
-    initialize(whole, start, torch.device("cpu"))
-    ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
-    arrived = (ids,)
-    for index, graph in enumerate(plan.model_graph.graphs(plan.fields, True)):
-        stage = Stage(build_model(plan.model), graph.units, graph.weights)
-        initialize(stage, start, torch.device("cpu"), canonical)
-        stage.add_forwards("a shape", {True: graph}, index, torch.device("cpu"))
-        sent = stage(*arrived, inputs=ids)
-        arrived = sent if isinstance(sent, tuple) else (sent,)
-        assert [message(node).shape[1:] for node in graph.sends] == [t.shape[1:] for t in arrived]
-    assert torch.equal(arrived[0], whole(ids))
-
-
-def test_names_in_a_stage_are_names_in_the_whole_model() -> None:
-    plan = draft(tiny(2, 1))
-    whole = {name for name, _ in build_model(plan.model).named_parameters()}
-    graphs = plan.model_graph.graphs(plan.fields, True)
-    stages = [Stage(build_model(plan.model), graph.units, graph.weights) for graph in graphs]
-    parts = [name for stage in stages for name, _ in stage.named_parameters()]
-    assert sorted(parts) == sorted(whole)
+from titanlike.training.report import epochs, tensor_parallel, warmup
 
 
 def test_a_405b_model_is_drafted_in_seconds() -> None:
@@ -65,25 +42,194 @@ def test_a_405b_model_is_drafted_in_seconds() -> None:
     assert biggest < 1.1 * plan.whole_numel / 16
 
 
+def named(name: str = "llama", **sizes: object) -> Config:
+    return tiny(model=Custom(name, {"vocab_size": None, **sizes}))
+
+
 @pytest.mark.parametrize(
     "config, expected",
     [
-        (tiny(model=Custom("llama", {"vocab_size": None, "dim": 30, "heads": 4})), r"model.dim=32"),
-        (tiny(model=Custom("llama", {"vocab_size": None, "heads": 6, "dim": 48, "kv_heads": 4})), r"model.kv_heads=3"),
-        (tiny(model=Custom("llama", {"vocab_size": None, "width": 4})), r"width"),
-        (tiny(model=Custom("llama", {"vocab_size": None, "dimm": 64})), r"model.dim=64"),
-        (tiny(model=Custom("lama", {})), r"llama"),
-        (tiny(model=Custom("no.such.module", {})), r"no\.such"),
-        (tiny(model=Custom("llama", {"vocab_size": 10})), r"model.vocab_size=null"),
-        (tiny(model=Custom("gpt2", {"vocab_size": None, "max_seq_len": 8})), r"seq_len=8"),
-        (tiny(2, 2, "zbvzerobubble", fsdp=Fsdp(3)), r"fsdp.zero=1"),
+        (named(dim=30, heads=4), "model.dim=32"),
+        (named(heads=6, dim=48, kv_heads=4), "model.kv_heads=3"),
+        (named(width=4), "width"),
+        (named(dimm=64), "model.dim=64"),
+        (named("lama"), "llama"),
+        (named("no.such.module"), "no.such"),
+        (named(vocab_size=10), "model.vocab_size=null"),
+        (named("gpt2", max_seq_len=8), "seq_len=8"),
+        (tiny(2, 2, "zbvzerobubble", fsdp=Fsdp(3)), "fsdp.zero=1"),
+        (tiny(2, 1, split=BalanceSplit(balance=[4, 3])), "sums to 7"),
+    ],
+)
+def test_a_model_that_cannot_be_laid_out_is_refused_with_one_that_can(
+    config: Config, expected: str
+) -> None:
+    """By the launcher, and by a rank that drafts it."""
+    assert expected in "\n".join(map(str, preflight(config)))
+    with pytest.raises((ConfigError, ImportError, ValueError), match=expected.replace(".", r"\.")):
+        draft(config)
+
+
+# --- what is said of data and of the learning rate ---------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sequences, said",
+    [
+        (1 << 40, ""),  # synthetic data never end
+        (9600, "0.5 of 9.6 k sequences by step 300"),
+        (2400, "2 of 2.4 k sequences by step 300: each is read again"),
+        (48, "100 of 48 sequences by step 300; WARNING"),
+    ],
+)
+@pytest.mark.parametrize("dp", [1, 2])
+def test_epochs_are_said_and_many_are_a_warning(dp: int, sequences: int, said: str) -> None:
+    """However many ranks share a batch."""
+    config = Config(steps=300, batch_size=16, dp=dp)
+    text = epochs(config, sequences)
+    assert text.replace(" k ", "k ").startswith(said.replace(" k ", "k "))
+    if "WARNING" in said:  # with fewer steps there is none
+        steps = int(text.rpartition("steps=")[2])
+        assert "WARNING" not in epochs(Config(steps=steps - 1, batch_size=16), sequences)
+
+
+def test_a_warm_up_beyond_the_run_is_a_warning_with_numbers_that_work() -> None:
+    config = Config(steps=50, lr=ConstantLr(warmup=1000))
+    said = warmup(config)
+    assert said.startswith("WARNING: the learning rate reaches 0.05 of its peak at step 50")
+    steps, warm = said.split("steps=")[1].split()[0], said.rpartition("lr.warmup=")[2]
+    assert not warmup(Config(steps=int(steps), lr=ConstantLr(warmup=1000)))
+    assert not warmup(Config(steps=50, lr=ConstantLr(warmup=int(warm))))
+    assert not warmup(Config(steps=20)), "the default's warm-up fits a short trial"
+
+
+# --- tensor parallelism ------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """A model of one's own without a plan."""
+
+    def __init__(self, vocab_size: int = 64) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab_size, 8)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2)
+        )
+        self.head = nn.Linear(8, vocab_size)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x = self.tokens(inputs)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+PLAN = {"layers.*.0": "colwise", "layers.*.2": "rowwise"}
+
+
+def own(plan: Any, **changes: Any) -> Config:
+    """tp=2 of the model above with a plan in its YAML."""
+    model = Model(f"{__name__}.Wide", {"vocab_size": 64}, tp_plan=plan)
+    return tiny(tp=2, model=model, **changes)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (tiny(tp=3, layers=1), r"wq has 4 heads, which 3 ranks cannot share \(nor \d more.*write tp=2"),
+        (own(None, dp=2), r"tp=2: .*Wide has no tensor-parallel plan; write tp=1 dp=4, or a plan \(docs/"),
+        (own({}), "tp=2: .* has no tensor-parallel plan"),
+        (own({"layers.*.1": "colwise"}), r"layers.0.1 is of class GELU; model.tp_plan.layers.\*.1=replicate"),
+        (own({"tokens": "colwise"}), "tokens is of class Embedding; write model.tp_plan.tokens=vocab"),
+        (own({"layers.*.0": {"colwise": "x"}}), "needs the size of a head; {colwise: 64}"),
+        (own({**PLAN, "layers.1.0": "colwise"}), "layers.1.0 is also named by"),
+        (own({**PLAN, "head": "rowwise_split"}, loss=ChunkedCrossEntropy(chunk=16)),
+         "divides its last linear layer as rowwise_split; vocab in its tp_plan, or loss=cross"),
+        (tiny(tp=4, layers=1, data=SyntheticData(vocab_size=9)),
+         "embedding has 9 rows, which leave a rank none .*write tp=2"),
+        (own(["colwise"]), "must map names of modules to styles; {'layers"),
+        (of_images("ResNet", 1, 1, tp=2), "tp=2: its .* keeps running statistics.*write tp=1 dp=2"),
     ],
 )  # fmt: skip
-def test_a_model_that_cannot_be_laid_out_is_refused_with_one_that_can(config, expected) -> None:
-    problems = preflight(config)
-    assert problems and expected.replace("\\", "") in "\n".join(map(str, problems))
+def test_what_cannot_be_divided_is_refused_in_words_with_what_can(
+    config: Config, said: str
+) -> None:
+    found = preflight(config)
+    assert len(found) == 1
+    assert re.search(said, str(found[0])), str(found[0])
 
 
-def test_draft_raises_what_preflight_lists() -> None:
-    with pytest.raises(ConfigError, match="sums to 7"):
-        draft(tiny(2, 1, split=BalanceSplit(balance=[4, 3])))
+def test_messages_flops_and_parameters_are_those_of_one_tensor_parallel_rank() -> None:
+    sizes = {**LLAMA, "kv_heads": 4, "layers": 2, "vocab_size": 64}
+    whole = tiny(2, model=Model("llama", sizes))
+    one = draft(whole)
+    flops, tokens, parameters = {}, {}, {}
+    for tp in (1, 2, 4):
+        plan = one if tp == 1 else draft(replace(whole, tp=tp))
+        (sent,) = plan.model_graph.graphs(plan.fields, True)[0].sends
+        tokens[tp] = message(sent).shape[1]
+        flops[tp] = sum(plan.memory().unit_costs.flops())
+        norms = sum(n for s in plan.stage_parameters for name, n in s.items() if "norm" in name)
+        parameters[tp] = sum(map(plan.stage_numel, (0, 1))) - norms
+        assert plan.whole_numel == one.whole_numel
+        assert plan.flops_per_token == one.flops_per_token, "of the whole model, for MFU"
+    assert tokens == {1: 16, 2: 8, 4: 4}
+    assert flops[1] == 2 * flops[2] == 4 * flops[4]
+    assert parameters[1] == 2 * parameters[2] == 4 * parameters[4]
+
+
+def test_a_plan_that_was_checked_is_not_compared_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is found is the same, in other microbatches and with other stages, too."""
+    config = tiny(tp=2, layers=4, batch_size=8)
+    other = replace(config, pp=2, schedule=Schedule("1f1b", 4))
+    before, alone = draft(config), draft(other)
+    monkeypatch.setattr(tensor_draft, "Comparison", None)
+    again = draft(other, checked=before.tensor)
+    assert again.tensor is not before.tensor
+    assert replace(again.tensor, like=alone.tensor.like) == alone.tensor
+    assert again.tensor.like.sequence == alone.tensor.like.sequence is True
+    assert again.stage_parameters == alone.stage_parameters
+    blocks = alone.recomputed.blocks
+    assert again.memory().of_ranks(blocks) == alone.memory().of_ranks(blocks)
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "support.losses.Smoothed"])
+def test_a_loss_of_ones_own_is_given_all_logits_of_all_tokens(loss: str) -> None:
+    config = tiny(tp=2, layers=1)
+    if loss != "cross_entropy":
+        config = replace(config, loss=Custom(loss, {"amount": 0.1}))
+    plan = draft(config)
+    output = plan.model_graph.meta_output(plan.fields, True)
+    assert list(output.shape[1:]) == [16, 32 if loss == "cross_entropy" else 64]
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (tiny(tp=2, layers=1), "embedding, wq, wk, wv, wo, gate, up, down, head; activations between them divided"),
+        (tiny(tp=4, layers=1), ", and wk, wv with each head on 2 ranks; activations"),
+        (tiny(tp=2, layers=1, tp_sequence=False), "activations between them whole (tp_sequence=false)"),
+        (tiny(tp=2, layers=1, seq_len=15), "whole: 2 does not divide 15 tokens (it would 16)"),
+        (own(PLAN), "divided: 0, 2; activations between them whole: the plan has no style sequence"),
+    ],
+    ids=["tp=2", "tp=4", "tp_sequence=false", "15 tokens", "a plan without sequence"],
+)  # fmt: skip
+def test_the_opening_table_says_what_is_divided(config: Config, said: str) -> None:
+    text = tensor_parallel(config, draft(config))
+    assert said in text and "% of the parameters divided" in text
+    alone = replace(config, tp=1)
+    assert tensor_parallel(alone, draft(alone)) == ""
+
+
+def test_groups_over_machines_are_a_warning_and_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    config = tiny(tp=4, layers=1, run_dir=str(tmp_path))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert problems(config, 4, said.append) == []
+    assert said == [
+        "tp=4 on machines of 2 ranks: the activations of every layer go over the network; "
+        "pp=1 dp=2 tp=2 keeps them within a machine"
+    ]
+    assert problems(config, None, said.append) == [] and len(said) == 1, "all on this machine"

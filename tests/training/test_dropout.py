@@ -8,21 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from support.cells import slow
 from support.models import tiny
-from support.records import numbers
 from support.vision_configs import of_images
 from support.world import run_world
-from titanlike.config.schema import Checkpoint, Config, Custom
+from titanlike.config.schema import Config, Custom
 from titanlike.data.loader import batches, open_data
 from titanlike.launch.worker import Worker
 from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.training.build import build
 from titanlike.training.feed import to_device
-from titanlike.training.train import train
 
 
 class Masking(nn.Module):
@@ -63,14 +61,16 @@ def a_step(config: Config, worker: Worker) -> tuple[list[Tensor], dict[str, Tens
     run.pipeline.train(to_device(batch, mesh, config))
     run.norms.update()
     masks = [m for stage in run.stages for x in stage.modules() for m in getattr(x, "masks", ())]
-    held = (
-        {n: p.grad for part in run.stage_states for n, p in part.parameters()}
-        if mesh.dp == 1
-        else {}
-    )
+    held = {n: p.grad for part in run.stage_states for n, p in part.parameters()}
     held |= {name: buffer for stage in run.stages for name, buffer in stage.named_buffers()}
     close_mesh()
-    return masks, held
+    return masks, held if mesh.dp == 1 else {}
+
+
+def a_step_of_each(_: Config, worker: Worker, configs: list[Config]) -> list[dict[str, Tensor]]:
+    stores = [dist.PrefixStore(f"{number}", worker.store) for number in range(len(configs))]
+    each = zip(configs, stores, strict=True)
+    return [a_step(config, replace(worker, store=store))[1] for config, store in each]
 
 
 def test_no_two_masks_are_equal(tmp_path: Path) -> None:
@@ -81,28 +81,13 @@ def test_no_two_masks_are_equal(tmp_path: Path) -> None:
     assert not any(torch.equal(one, other) for one, other in combinations(masks, 2))
 
 
-@pytest.mark.parametrize("schedule", ["zbvzerobubble", *slow("1f1b")])
-def test_recomputation_changes_no_gradient_and_no_statistics(schedule: str, tmp_path: Path) -> None:
-    found = []
-    for recompute in (False, True):
-        args = {"dropout": 0.3, "recompute": recompute}
-        config = of_images("Tower", 2, 1, schedule, args=args)
-        results = run_world(a_step, config, tmp_path / str(recompute))
-        found.append({name: value for _, held in results for name, value in held.items()})
-    right, recomputed = found
+@pytest.mark.slow
+def test_recomputation_changes_no_gradient_and_no_statistics(tmp_path: Path) -> None:
+    how = ({"dropout": 0.3}, {"dropout": 0.3, "recompute": True}, {})
+    configs = [of_images("Tower", 2, 1, "zbvzerobubble", args=args) for args in how]
+    ranks = run_world(a_step_of_each, configs[0], tmp_path, configs)
+    right, recomputed, plain = ({**one, **other} for one, other in zip(*ranks, strict=True))
     assert right.keys() == recomputed.keys() and len(right) > 20
     for name, value in right.items():
         torch.testing.assert_close(recomputed[name], value, rtol=0, atol=1e-6, msg=name)
-    without = of_images("Tower", 2, 1, schedule)
-    (_, plain), _ = run_world(a_step, without, tmp_path / "without")
     assert not torch.allclose(plain["stem.weight"], right["stem.weight"])  # dropout was on
-
-
-@pytest.mark.slow
-def test_masks_continue_after_a_stop(tmp_path: Path) -> None:
-    saving = {"checkpoint": Checkpoint(every=1), "args": {"dropout": 0.3, "recompute": True}}
-    config = of_images("Tower", 2, 1, **saving)
-    for steps, folder in ((2, "whole"), (1, "part"), (2, "part")):
-        run_world(train, replace(config, steps=steps), tmp_path / folder)
-    assert len(numbers(tmp_path / "whole")) == 2
-    assert numbers(tmp_path / "part") == numbers(tmp_path / "whole")

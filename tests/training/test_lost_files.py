@@ -1,24 +1,29 @@
-"""Files of a run that are deleted, moved or replaced while it trains."""
+"""Files of a run: deleted, moved or replaced while it trains; and who may read them."""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
-import re
 import shutil
+import subprocess
+import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from support.commands import TINY
 from support.launched import Launched
+from support.models import tiny
 from support.paths import ROOT
 from support.waiting import until
+from support.world import RankError, run_world
+from titanlike.config.schema import Config
+from titanlike.launch.worker import Worker
 from titanlike.metrics.events import Events
-from titanlike.metrics.run_files import AppendedFile, FailedWrite, LostFiles, RunFiles
+from titanlike.metrics.run_files import _PAUSES, AppendedFile, FailedWrite, LostFiles, RunFiles
+from titanlike.training import loop
+from titanlike.training.train import train
 
 
 def _replace(path: Path) -> None:
@@ -26,103 +31,113 @@ def _replace(path: Path) -> None:
     path.with_suffix(".copy").replace(path)
 
 
+def _move(path: Path) -> None:
+    path.rename(f"{path}2")
+
+
 def _by_a_file(folder: Path) -> None:
     shutil.rmtree(folder)
     folder.touch()
 
 
-LOSSES = {
-    "metrics.jsonl deleted": ("metrics.jsonl", os.unlink, "deleted"),
+LOSSES = {  # -> (what of the run's directory, how, what is said)
+    "metrics.jsonl deleted": ("metrics.jsonl", os.unlink, "deleted or moved"),
     "metrics.jsonl replaced": ("metrics.jsonl", _replace, "replaced"),
-    "events.jsonl deleted": ("events.jsonl", os.unlink, "deleted"),
-    "checkpoints moved": ("checkpoints", lambda path: path.rename(f"{path}2"), "deleted or moved"),
-    "run_dir moved": ("", lambda path: path.rename(f"{path}2"), ""),
-    "run_dir deleted": ("", shutil.rmtree, ""),
-    "a file in place of run_dir": ("", _by_a_file, ""),
+    "checkpoints moved": ("checkpoints", _move, "deleted or moved"),
+    "run_dir moved": ("", _move, "deleted or moved"),
+    "a file in place of run_dir": ("", _by_a_file, "replaced"),
 }
-QUICK = {("metrics.jsonl deleted", "pp=2")}
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        pytest.param(name, layout, marks=[pytest.mark.slow] * ((name, layout) not in QUICK))
-        for name in LOSSES
-        for layout in ("dp=1", "pp=2")
-    ],
-)
-def test_a_run_whose_files_are_lost_ends_soon_and_says_which(
-    name: str, layout: str, tmp_path: Path
-) -> None:
+@pytest.fixture
+def in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that is unavailable for a moment is waited for."""
+    monkeypatch.setattr("titanlike.metrics.run_files._PAUSES", [0.0] * len(_PAUSES))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_is_lost_is_named(name: str, tmp_path: Path, in_no_time: None) -> None:
     inside, lose, what = LOSSES[name]
-    words = [*TINY, "model.layers=2", layout, "steps=100000", "checkpoint.every=20"]
-    run = Launched(
-        *words, "run_dir=run", "launch.heartbeat=1", cwd=tmp_path, program=ROOT / "train.py"
-    )
-    # the run has seen every file of its own by then
-    until((tmp_path / "run" / "checkpoints" / "step-00000060" / "COMMITTED").exists)
-    with run.paused():  # else it may leave result.json in a folder that is being deleted
-        lose(tmp_path / "run" / inside)
-    begin = time.monotonic()
-    code, out, err = run.wait(timeout=60)
-    assert time.monotonic() - begin < 40
-    assert code == 1
-    assert str(tmp_path / "run" / inside) in err
-    reasons = f"{what}.* while the run wrote to it|could not be written: (Not a d|No such f)"
-    assert re.search(reasons, err), err
-    assert "Traceback" not in err and "training complete" not in out
-    result = tmp_path / "run" / "result.json"
-    if result.exists():
-        assert str(tmp_path / "run" / inside) in json.loads(result.read_text())["error"]
-    else:
-        assert "result.json could not be written" in err
+    run_dir = tmp_path / "run"
+    (run_dir / "checkpoints").mkdir(parents=True)
+    (run_dir / "metrics.jsonl").write_text("a line\n")
+    files = RunFiles(run_dir)
+    files.check()
+    lose(run_dir / inside)
+    with pytest.raises(LostFiles, match=f"{run_dir / inside} was {what} while the run wrote to it"):
+        files.check()
+
+
+def loses_metrics(config: Config, worker: Worker) -> None:
+    """metrics.jsonl is deleted in the third step."""
+    right = loop.forward_backward
+
+    def forward_backward(run, config, step, stream):
+        if step == 3 and worker.rank == 0:
+            (worker.run_dir / "metrics.jsonl").unlink()
+        return right(run, config, step, stream)
+
+    loop.forward_backward = forward_backward
+    train(config, worker)
+
+
+def test_a_run_ends_with_the_next_line_that_it_would_lose(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"LostFiles: \S+metrics.jsonl was deleted"):
+        run_world(loses_metrics, tiny(layers=2), tmp_path)
 
 
 @pytest.mark.slow
-def test_a_file_system_that_is_gone_for_a_moment_does_not_end_the_run(tmp_path: Path) -> None:
-    words = [*TINY, "model.layers=2", "steps=400", "launch.heartbeat=30", "run_dir=run"]
-    run = Launched(*words, cwd=tmp_path, program=ROOT / "train.py")
-    until((tmp_path / "run" / "metrics.jsonl").exists)
-    (tmp_path / "run").rename(tmp_path / "gone")
-    time.sleep(1)
-    (tmp_path / "gone").rename(tmp_path / "run")
-    code, _, err = run.wait()
-    assert code == 0, err
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == list(range(1, 401))
+def test_a_command_whose_folder_is_lost_ends_with_one_line_for_each_cause(tmp_path: Path) -> None:
+    words = [*TINY, "model.layers=2", "pp=2", "steps=100000", "checkpoint.every=20", "run_dir=run"]
+    run, run_dir = Launched(*words, cwd=tmp_path, program=ROOT / "train.py"), tmp_path / "run"
+    until((run_dir / "checkpoints" / "step-00000020" / "COMMITTED").exists)
+    with run.paused():  # else it may leave result.json in a folder that is being deleted
+        _by_a_file(run_dir)
+    code, out, err = run.wait(timeout=60)
+    assert code == 1 and str(run_dir) in err and "result.json could not be written" in err
+    assert "Traceback" not in err and "training complete" not in out
 
 
-def _is_lost(files: RunFiles, lose: Callable[[], object]) -> bool:
+def test_a_file_system_that_is_gone_for_a_moment_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, gone = tmp_path / "run", tmp_path / "gone"
+    run_dir.mkdir()
+    files = RunFiles(run_dir)
+    run_dir.rename(gone)
+    monkeypatch.setattr(time, "sleep", lambda _: gone.rename(run_dir))
     files.check()
-    lose()
-    try:
-        files.check()
-    except LostFiles:
-        return True
-    return False
 
 
 def test_files_that_come_or_grow_are_not_lost(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
-    assert not _is_lost(files, (tmp_path / "metrics.jsonl").touch)
-    assert not _is_lost(files, lambda: (tmp_path / "metrics.jsonl").write_text("more"))
-    assert not _is_lost(files, (tmp_path / "checkpoints").mkdir)
-    assert _is_lost(files, lambda: _replace(tmp_path / "metrics.jsonl"))
-    files.renew()
-    assert _is_lost(files, (tmp_path / "checkpoints").rmdir)
-
-
-def test_a_check_costs_next_to_nothing(tmp_path: Path) -> None:
-    files = RunFiles(tmp_path)
-    begin = time.perf_counter()
-    for _ in range(1000):
+    for change in (
+        (tmp_path / "metrics.jsonl").touch,
+        lambda: (tmp_path / "metrics.jsonl").write_text("more"),
+        (tmp_path / "checkpoints").mkdir,
+    ):
+        change()
         files.check()
-    assert time.perf_counter() - begin < 1  # 1 ms each, on a machine that is busy
+    _replace(tmp_path / "metrics.jsonl")
+    files.renew()  # as after a rollback, which rewrites it
+    files.check()
+
+
+def test_a_check_asks_once_for_each_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And opens none that it knows: it is made in each step."""
+    for name in ("metrics.jsonl", "events.jsonl"):
+        (tmp_path / name).touch()
+    files, calls = RunFiles(tmp_path), []
+    for name in ("stat", "open"):
+        call = getattr(os, name)
+        counting = lambda *args, _name=name, _call=call: calls.append(_name) or _call(*args)  # noqa: E731
+        monkeypatch.setattr(os, name, counting)
+    files.check()
+    assert sorted(calls) == ["open"] * 2 + ["stat"] * 3, "run_dir and two files; two are not there"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
-def test_a_full_disk_is_named_with_the_file(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("titanlike.metrics.run_files._PAUSES", (0.01,))
+def test_a_full_disk_is_named_with_the_file(tmp_path: Path, in_no_time: None) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     (tmp_path / "events.jsonl").symlink_to("/dev/full")
     with pytest.raises(FailedWrite, match=r"metrics.jsonl could not .*No space left") as caught:
@@ -132,7 +147,9 @@ def test_a_full_disk_is_named_with_the_file(tmp_path: Path, monkeypatch) -> None
         Events(tmp_path, print).log("resume", 1)
 
 
-def test_a_write_is_tried_again(tmp_path: Path, monkeypatch) -> None:
+def test_a_write_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_no_time: None
+) -> None:
     failures = iter([errno.ESTALE, errno.EIO])
     write = os.write
 
@@ -146,3 +163,38 @@ def test_a_write_is_tried_again(tmp_path: Path, monkeypatch) -> None:
     file.write("a line")
     file.close()
     assert (tmp_path / "metrics.jsonl").read_text() == "a line\n"
+
+
+# --- and how they may be read --------------------------------------------------------------------
+
+TRAIN = [*TINY, "model.layers=2", "steps=2", "validation.every=2", "checkpoint.every=2"]
+WANDB = ["logger=wandb", "logger.mode=offline"]
+TITANLIKE = [sys.executable, "-m", "titanlike"]
+COMMANDS = {
+    "train": [sys.executable, str(ROOT / "train.py"), *TRAIN, "run_dir=all/run"],
+    "resume": [*TITANLIKE, "train", *TRAIN, "steps=4", "run_dir=all/run"],
+    "sweep": [*TITANLIKE, "train", "-m", *TRAIN, *WANDB, "pp=2", "seed=1,2", "run_dir=all/sweep"],
+    "verify": [sys.executable, str(ROOT / "tools/verify.py"), *TINY, "pp=2", "run_dir=all/verify"],
+    "export": [*TITANLIKE, "checkpoint", "consolidate", "all/run", "all/model.safetensors"],
+}
+
+
+@pytest.mark.slow
+def test_every_file_of_a_run_follows_the_umask_of_the_shell(tmp_path: Path) -> None:
+    umask = 0o027  # of the three kinds of users each has other rights
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    settings = {"cwd": tmp_path, "env": env, "capture_output": True, "text": True, "timeout": 240}
+    for words in COMMANDS.values():
+        done = subprocess.run(words, umask=umask, **settings)
+        assert done.returncode == 0, done.stderr
+    written = [path for path in (tmp_path / "all").rglob("*") if not path.is_symlink()]
+    assert {"metrics.jsonl", "COMMITTED", "state.json", "config.yaml", "result.json"} <= {
+        path.name for path in written
+    }
+    wrong = [
+        f"{path.stat().st_mode & 0o777:o} {path.relative_to(tmp_path)}"
+        for path in written
+        if path.stat().st_mode & 0o777 != (0o777 if path.is_dir() else 0o666) & ~umask
+    ]
+    shutil.rmtree(tmp_path / "all")
+    assert not wrong

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from support.cells import slow
 from support.live_memory import Live
 from support.models import tiny
 from support.world import run_world
-from titanlike.config.schema import (
-    Config,
-    Custom,
-    Fsdp,
-    Schedule,
-)
+from titanlike.config.schema import Config, Custom, Fsdp, Schedule
 from titanlike.data.loader import batches, open_data
 from titanlike.device.memory import peak_memory, resident_memory, return_freed_memory
 from titanlike.launch.worker import Worker
 from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.torch_private.pipeline_stage import _TORCH_KEEPS_BUFFERS
-from titanlike.training import build as build_module
-from titanlike.training.build import build
+from titanlike.training.build import build, memory_is_short
 from titanlike.training.draft import draft
 from titanlike.training.feed import to_device
 from titanlike.training.guard import Guard
@@ -61,31 +57,21 @@ def test_a_ranks_memory_falls_with_pp_and_with_dp_as_the_parameters_do(tmp_path:
     assert fullest("pp dp, ZeRO 3", pp=2, dp=2, fsdp=Fsdp(3)) < 0.55 * one
 
 
-def returns_freed_memory(config: Config, worker: Worker, limit: int | None) -> bool:
-    """Whether a rank does; limit: bytes that training may take."""
-    calls: list[None] = []
-    build_module.return_freed_memory = lambda: calls.append(None)
-    build_module.memory_for_training = lambda config: limit
-    build(config, open_mesh(config, worker))
-    return bool(calls)
-
-
 @pytest.mark.parametrize(
-    "layout, limit, expected",
+    "dp, limit, expected",
     [
-        ({"dp": 2}, 2**30, False),  # faster, and there is room for the holes
-        ({"dp": 2}, 2**18, True),
-        *slow(
-            ({"dp": 2}, None, True),
-            ({}, 2**18, False),  # nothing is gathered and freed
-        ),
+        (2, 2**30, False),  # faster, and there is room for the holes
+        (2, 2**18, True),
+        (2, None, True),
+        (1, 2**18, False),  # nothing is gathered and freed
     ],
 )
 def test_freed_memory_is_returned_where_memory_is_short(
-    layout: dict, limit: int | None, expected: bool, tmp_path: Path
+    dp: int, limit: int | None, expected: bool
 ) -> None:
-    results = run_world(returns_freed_memory, tiny(layers=2, **layout), tmp_path, limit)
-    assert set(results) == {expected}
+    config = tiny(layers=2, dp=dp)
+    mesh = SimpleNamespace(device=torch.device("cpu"), pp_rank=0)
+    assert memory_is_short(config, draft(config), mesh, lambda: limit) == expected
 
 
 def growth_with_microbatches(config: Config, worker: Worker, few: int, many: int) -> int:
@@ -110,17 +96,9 @@ def growth_with_microbatches(config: Config, worker: Worker, few: int, many: int
 @pytest.mark.skipif(
     not _TORCH_KEEPS_BUFFERS, reason="torch 2.11 and 2.15 keep a message of each microbatch"
 )
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"pp": 2},
-        pytest.param({}, marks=pytest.mark.slow),
-        pytest.param({"dp": 2}, marks=pytest.mark.slow),
-        pytest.param({"pp": 2, "dp": 2}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_memory_does_not_grow_with_the_number_of_microbatches(layout: dict, tmp_path: Path) -> None:
-    config = tiny(layers=2, **layout)
-    grown = run_world(growth_with_microbatches, config, tmp_path, 4, 12)
+@pytest.mark.parametrize("pp, dp", [(2, 1), *slow((2, 2))])
+def test_memory_does_not_grow_with_the_number_of_microbatches(
+    pp: int, dp: int, tmp_path: Path
+) -> None:
+    grown = run_world(growth_with_microbatches, tiny(pp, dp, layers=2), tmp_path, 4, 12)
     assert all(abs(bytes_) <= 256 for bytes_ in grown), grown  # an output: 16 tokens of 64 logits

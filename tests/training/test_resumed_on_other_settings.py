@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from support.commands import TINY, command
+from support.command_lines import problems_of
 from support.paths import ROOT
 from support.saved_runs import a_run, checkpoint, events, numbers, reseal, train_all
 from titanlike.config.schema import Config, TokenData
@@ -36,48 +36,69 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 @pytest.fixture
 def run(saved: Config, tmp_path: Path) -> Config:
-    subprocess.run(["cp", "-r", saved.run_dir, str(tmp_path / "run")], check=True)
+    shutil.copytree(saved.run_dir, tmp_path / "run")
     return replace(saved, run_dir=str(tmp_path / "run"))
 
 
-def logged_starts(run_dir: Path) -> list[dict[str, Any]]:
-    return read_jsonl(run_dir / starts.FILE)
-
-
-@pytest.mark.slow
 def test_other_data_are_refused_unless_they_are_meant(run: Config, tmp_path: Path) -> None:
     folder = Path(run.run_dir)
     kept = {name: (folder / name).read_bytes() for name in ("config.yaml", "metrics.jsonl")}
-    for name, keys in {"b.bin": {"seed": 1}, "longer.bin": {"more": 5}}.items():
-        data = token_data(tmp_path / name, **keys)
-        [error] = train_all(replace(run, data=data))
+    data, longer = token_data(tmp_path / "b.bin", seed=1), token_data(tmp_path / "c.bin", more=5)
+    for error in train_all(replace(run, data=data), replace(run, data=longer)):
         assert error.startswith("ConfigError"), "invalid: exit code 2"
         assert "data.changed=true" in error and str(checkpoint(folder, 6)) in error, error
         assert "training" in error and "\n" not in error
     assert {name: (folder / name).read_bytes() for name in kept} == kept
     meant = replace(run, data=replace(data, changed=True), steps=9)
-    assert train_all(replace(meant, checkpoint=replace(run.checkpoint, last=True))) == [""]
+    meant = replace(meant, checkpoint=replace(run.checkpoint, last=True))
+    once, then, back = train_all(meant, replace(run, data=data, steps=10), replace(run, steps=11))
+    assert (once, then) == ("", ""), "the new data are saved"
+    assert "data.changed=true" in back
     [event] = events(folder, "data_changed")
     assert event["step"] == 6
     assert "changed: true" not in (folder / "config.yaml").read_text(), "for one start"
-    assert train_all(replace(run, data=data, steps=10)) == [""], "the new data are saved"
-    [error] = train_all(replace(run, steps=11))
-    assert "data.changed=true" in error
 
 
-def test_the_same_data_elsewhere_and_in_another_layout_go_on_without_a_word(
+def test_other_settings_are_printed_and_the_same_data_elsewhere_are_no_word_worth(
     run: Config, tmp_path: Path
 ) -> None:
-    moved = replace(run, data=token_data(tmp_path / "moved.bin"), pp=2)
-    assert train_all(moved) == [""]
-    folder = Path(run.run_dir)
+    folder, before = Path(run.run_dir), run.optimizer
+    other = replace(
+        run,
+        data=token_data(tmp_path / "moved.bin"),
+        optimizer=replace(before, lr=0.5, betas=[0.8, 0.9]),
+        launch=replace(run.launch, heartbeat=1.0),
+        pp=2,
+    )
+    assert train_all(other) == [""]
     assert [event["step"] for event in events(folder, "resume")] == [6]
     assert events(folder, "data_changed") == []
+    [event] = events(folder, "changed")
+    assert event["step"] == 6
+    changed = {change.split()[0]: change for change in event["changes"]}
+    assert changed["optimizer.lr"] == f"optimizer.lr {before.lr} -> 0.5"
+    assert changed["optimizer.betas"].endswith("-> [0.8,0.9]")
+    others = {"pp", "launch.heartbeat", "run_dir", "data.path"}
+    assert changed.keys() == others | {"optimizer.lr", "optimizer.betas"}
+    output = (folder / "rank0.out").read_text()
+    assert "changed since the checkpoint of step 6:" in output
+    assert all(change in output for change in event["changes"])
+
+    first, second = read_jsonl(folder / starts.FILE)
+    assert [(start["step"], start["config"]["pp"]) for start in (first, second)] == [(0, 1), (6, 2)]
+    assert {"torch", "python", "titanlike"} <= second["versions"].keys()
+    times = [record["time"] for record in read_jsonl(folder / "metrics.jsonl")]
+    times[6:6] = [second["time"]]
+    assert [first["time"], *times] == sorted([first["time"], *times]) and len(times) == 9
 
 
-def test_a_checkpoint_of_an_older_version_says_that_its_data_were_not_compared(run: Config) -> None:
+def test_a_resume_without_changes_says_nothing(run: Config) -> None:
+    """But that a checkpoint of an older version does not know its data."""
     folder = Path(run.run_dir)
     truth = numbers(folder)
+    assert train_all(run) == [""]
+    changed = [change for event in events(folder, "changed") for change in event["changes"]]
+    assert {change.split()[0] for change in changed} == {"run_dir"}, "that of the copy"
     path = checkpoint(folder, 6)
     state = json.loads((path / "state.json").read_text())
     del state["data"], state["config"]
@@ -89,56 +110,19 @@ def test_a_checkpoint_of_an_older_version_says_that_its_data_were_not_compared(r
     assert numbers(folder) == truth
 
 
-def test_every_changed_key_is_printed_and_is_an_event(run: Config) -> None:
-    folder = Path(run.run_dir)
-    optimizer = replace(run.optimizer, lr=0.5, betas=[0.8, 0.9])
-    launch = replace(run.launch, heartbeat=1.0)
-    assert train_all(replace(run, optimizer=optimizer, launch=launch, pp=2)) == [""]
-    [event] = events(folder, "changed")
-    assert event["step"] == 6
-    changed = {change.split()[0]: change for change in event["changes"]}
-    before = run.optimizer
-    assert changed["optimizer.lr"] == f"optimizer.lr {before.lr} -> 0.5"
-    assert changed["optimizer.betas"].endswith("-> [0.8,0.9]")
-    assert {"pp", "launch.heartbeat", "run_dir"} == changed.keys() - {
-        "optimizer.lr",
-        "optimizer.betas",
-    }
-    output = (folder / "rank0.out").read_text()
-    assert "changed since the checkpoint of step 6:" in output
-    assert all(change in output for change in event["changes"])
-
-
-def test_a_resume_without_changes_says_nothing(run: Config) -> None:
-    assert train_all(run) == train_all(run) == [""]
-    folder = Path(run.run_dir)
-    changed = [change for event in events(folder, "changed") for change in event["changes"]]
-    assert {change.split()[0] for change in changed} == {"run_dir"}, "that of the copy"
-
-
-def test_each_start_and_the_time_of_each_step_are_kept(run: Config) -> None:
-    folder = Path(run.run_dir)
-    assert train_all(replace(run, pp=2, steps=9)) == [""]
-    first, second = logged_starts(folder)
-    assert (first["step"], second["step"]) == (0, 6)
-    assert (first["config"]["pp"], second["config"]["pp"]) == (1, 2)
-    assert first["time"] < second["time"]
-    assert {"torch", "python", "titanlike"} <= second["versions"].keys()
-    times = [record["time"] for record in read_jsonl(folder / "metrics.jsonl")]
-    assert len(times) == 9 and times == sorted(times)
-    assert first["time"] < times[0] and times[5] < second["time"] < times[6]
-
-
 def test_a_start_names_the_commit_of_the_code_and_writes_no_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
+    def git(*words: str) -> None:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", *who, "-C", str(tmp_path), *words], check=True)
+
     monkeypatch.chdir(tmp_path)
     assert "git" not in starts.versions()
-    subprocess.run([*git, "init", "-q"], check=True)
+    git("init", "-q")
     (tmp_path / "model.py").write_text("one\n")
-    subprocess.run([*git, "add", "."], check=True)
-    subprocess.run([*git, "commit", "-q", "-m", "one"], check=True)
+    git("add", ".")
+    git("commit", "-q", "-m", "one")
     clean = starts.versions()
     assert len(clean["git"]) == 40 and clean["git_dirty"] is False
     (tmp_path / "model.py").write_text("two\n")
@@ -148,10 +132,10 @@ def test_a_start_names_the_commit_of_the_code_and_writes_no_secret(
     assert secret not in (tmp_path / starts.FILE).read_text()
 
 
-def test_the_way_on_that_the_refusal_names_is_a_valid_override(tmp_path: Path) -> None:
-    """Also for data whose file does not list the key."""
-    own = ["--config-dir", str(ROOT / "examples" / "my_models" / "conf"), "data=echo"]
-    for data in (["data=synthetic"], own):
-        words = ["--check", *data, *TINY, "data.changed=true", f"run_dir={tmp_path / 'run'}"]
-        done = command(*words, cwd=ROOT / "examples")
-        assert done.returncode == 0, done.stderr
+def test_the_way_on_that_the_refusal_names_is_valid_for_data_that_do_not_list_the_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    words = ["--config-dir", str(ROOT / "examples" / "my_models" / "conf"), "data=echo"]
+    assert problems_of([*words, "data.changed=true"]) == []
+    assert problems_of([*words, "data.chnged=true"]) != []

@@ -4,75 +4,88 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
 from support.models import tiny
-from support.slow_stages import train_with_a_slow_stage
+from support.saved_runs import events
 from support.world import run_world
 from titanlike.config.schema import Checkpoint, Config, Launch, Schedule, Validation
 from titanlike.launch.worker import Worker
+from titanlike.parallel import busy
 from titanlike.parallel.busy import BusyTime
+from titanlike.parallel.late import Timer
 from titanlike.training import stragglers
-from titanlike.training.stragglers import slow_ranks
-
-
-def train_slowly(config: Config, worker: Worker, steps: int) -> None:
-    with mock.patch.object(stragglers, "_STEPS", steps):
-        train_with_a_slow_stage(config, worker, (1,))
+from titanlike.training.stragglers import Stragglers, slow_ranks
+from titanlike.training.train import train
 
 
 def short(pp: int, dp: int, share: float = 0.3) -> Config:
     more = {"validation": Validation(every=0), "checkpoint": Checkpoint(every=0, last=False)}
     more["launch"] = Launch(straggler=share)
-    return tiny(pp, dp, Schedule("1f1b", 4), steps=7, layers=2, **more)
+    return tiny(pp, dp, Schedule("1f1b", 4), steps=5, layers=2, **more)
 
 
-def told(run_dir: Path) -> list[dict]:
-    path = run_dir / "events.jsonl"  # of a run without events there is none
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [event for event in map(json.loads, lines) if event["event"] == "straggler"]
+def train_in_steps_of_a_second(config: Config, worker: Worker, waited: list[float]) -> None:
+    """Each rank waits so many seconds of each; three steps in a row are many."""
+    with (
+        mock.patch.object(stragglers, "_STEPS", 3),
+        mock.patch.object(Timer, "seconds", lambda self: 1.0),
+        mock.patch.object(BusyTime, "waited", lambda self: waited[worker.rank]),
+    ):
+        train(config, worker)
 
 
-@pytest.mark.parametrize(
-    "pp, dp", [(1, 2), pytest.param(2, 1, marks=pytest.mark.slow)], ids=["dp=2", "pp=2"]
-)
-def test_a_slow_rank_is_named_once_with_its_machine(pp: int, dp: int, tmp_path: Path) -> None:
-    run_world(train_slowly, short(pp, dp), tmp_path, 3)
-    (event,) = told(tmp_path)
-    assert event["rank"] == 1 and event["host"] == socket.gethostname() and event["share"] > 0.3
-    others = "the ranks with the same stages" if dp > 1 else "the other ranks"
-    assert f"longer than {others}, for 3 steps" in event["text"]
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    last = json.loads(lines[-1])
+def test_a_slow_rank_is_named_once_with_its_machine(tmp_path: Path) -> None:
+    run_world(train_in_steps_of_a_second, short(1, 2), tmp_path, [0.5, 0.25])
+    (event,) = events(tmp_path, "straggler")
+    assert (event["rank"], event["host"]) == (1, socket.gethostname())
+    assert event["share"] == pytest.approx(0.5) and event["step"] == 3
+    assert "longer than the ranks with the same stages, for 3 steps" in event["text"]
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["busiest_rank"] == 1
-    assert last["busy_seconds"] < last["busiest_seconds"] <= last["step_seconds"]
+    assert (last["busy_seconds"], last["busiest_seconds"]) == (0.625, 0.75)
 
 
-@pytest.mark.slow
-def test_it_can_be_turned_off(tmp_path: Path) -> None:
-    run_world(train_slowly, short(1, 2, share=0.0), tmp_path, 3)
-    assert told(tmp_path) == []
+def watched(share: float, steps: list[list[float]]) -> list[int]:
+    """The steps in which a rank of dp=2 is named; steps: seconds that each rank waits of one."""
+    mesh = SimpleNamespace(
+        world_size=2, device=torch.device("cpu"), pp=1, stage_ranks=lambda pp: [0, 1]
+    )
+    worker, events = SimpleNamespace(rank=0, run_dir=Path("none"), world_size=2), mock.Mock()
+    config = Config(launch=Launch(straggler=share))
+    found = Stragglers(config, SimpleNamespace(mesh=mesh), worker, events)
+    with mock.patch.object(stragglers, "_STEPS", 3):
+        for step, waited in enumerate(steps, start=1):
+            found.step(step, 1.0, waited)
+    return [call.args[1] for call in events.log.call_args_list]
+
+
+def test_only_a_rank_that_is_slow_in_every_one_of_so_many_steps_is_named() -> None:
+    slow, equal = [0.5, 0.25], [0.25, 0.25]
+    assert watched(0.3, [slow] * 8) == [3], "once"
+    assert watched(0.3, [slow, slow, equal] * 3) == []
+    assert watched(0.3, [slow] * 4 + [equal] + [slow] * 4) == [3, 8], "again, where it was not"
+    assert watched(0.6, [slow] * 8) == watched(0.0, [slow] * 8) == [], "0: not at all"
 
 
 def test_ranks_are_compared_with_those_that_have_the_same_work() -> None:
-    busy = {0: 1.0, 1: 1.1, 2: 2.0, 3: 2.6}
-    assert slow_ranks(busy, [[0, 1], [2, 3]], 0.25) == {3: pytest.approx(0.3)}
-    assert slow_ranks(busy, [[0, 1], [2, 3]], 0.5) == {}
+    found = {0: 1.0, 1: 1.1, 2: 2.0, 3: 2.6}
+    assert slow_ranks(found, [[0, 1], [2, 3]], 0.25) == {3: pytest.approx(0.3)}
+    assert slow_ranks(found, [[0, 1], [2, 3]], 0.5) == {}
     many = {rank: 1.0 + rank % 3 / 100 for rank in range(64)} | {7: 1.5}
     assert [*slow_ranks(many, [[*range(64)]], 0.25)] == [7]
 
 
-def test_what_is_waited_for_between_steps_belongs_to_none() -> None:
+def test_what_is_waited_for_between_steps_belongs_to_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a validation ranks wait for each other, too."""
-    busy = BusyTime(torch.device("cpu"), [])
-    busy.begin("validation")
-    busy.begin("agree")
-    time.sleep(0.05)
-    busy.begin("forward and backward")
-    busy.begin("gradient norm")
-    assert 0 < busy.waited() < 0.04
+    seconds = iter(range(100))
+    monkeypatch.setattr(busy.time, "perf_counter", lambda: float(next(seconds)))
+    found = BusyTime(torch.device("cpu"), [])
+    for phase in ("validation", "agree", "metrics", "forward and backward", "gradient norm"):
+        found.begin(phase)
+    assert found.waited() == 1, "of the step alone: from its begin to the norm"

@@ -1,0 +1,95 @@
+"""What a step costs beside a plain loop: in counts, which no other load on the machine changes. The
+seconds are measured by `titanlike bench`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.cells import slow
+from support.commands import command
+from support.live_memory import Live
+from support.models import tiny
+from support.world import run_world
+from titanlike.config.schema import Config, Fsdp, Schedule
+from titanlike.data.loader import open_data
+from titanlike.launch.worker import Worker
+from titanlike.parallel.mesh import close_mesh, open_mesh
+from titanlike.proof import benchmark, benchmark_data
+from titanlike.proof.plain_loops import plain_loop
+from titanlike.training.build import build
+
+
+def third_steps(config: Config, worker: Worker) -> list[tuple[dict[str, int], int]]:
+    """Of the bench's two loops, ours and the plain one: torch's operations, by name, and bytes."""
+    data = open_data(config)
+    mesh = open_mesh(config, worker)
+    run = build(config, mesh, data)
+    ours = benchmark._titanlike_loop(run, config, data, worker)
+    found = []
+    for loop in (ours, plain_loop(config, data, run.draft, mesh)):
+        for _ in range(2):  # which allocate and connect
+            next(loop)
+        with Live() as live:
+            next(loop)
+        found.append((live.operators, live.peak))
+    close_mesh()
+    return found
+
+
+@pytest.mark.parametrize("pp, dp", [(1, 1), (2, 1), *slow((1, 2))])
+def test_a_step_computes_exchanges_waits_and_holds_as_a_plain_loop_does(
+    pp: int, dp: int, tmp_path: Path
+) -> None:
+    config = tiny(pp, dp, Schedule("1f1b", 4), layers=4, fsdp=Fsdp(1))
+    for (ours, held), (plain, held_there) in run_world(third_steps, config, tmp_path):
+        for name in ("mm", "bmm", "embedding", "send", "recv_"):
+            assert ours[name] == plain[name], name
+        for name in ("_allgather_base_", "_reduce_scatter_base_"):  # once a step
+            assert ours[name] <= plain[name] + 1, name
+        # of tokens; loss and norm together; all that is recorded. The plain loop's: loss, norm
+        assert ours["allreduce_"] <= (3 if pp * dp > 1 else 0)
+        assert ours["_local_scalar_dense"] == 0 < plain["_local_scalar_dense"], "the host waits"
+        copies = [found["copy_"] + found["_to_copy"] + found["clone"] for found in (ours, plain)]
+        assert copies[0] <= copies[1] + 5
+        operations = [
+            sum(count for name, count in found.items() if not name.startswith("_record_function"))
+            for found in (ours, plain)
+        ]
+        assert operations[0] <= operations[1] + 80  # of thousands, whatever the model
+        assert held <= 1.02 * held_there
+
+
+@pytest.mark.parametrize(
+    "ours, plain, ratio",
+    [
+        ([3.0, 1.0, 3.0, 1.0], [2.0, 2.0, 2.0, 2.0], 1.0),  # the first of a pair is slower
+        ([1.2] * 4, [1.0] * 4, 1.2),
+        ([1.2, 1.2, 90.0, 1.2, 1.2, 1.2], [1.0] * 6, 1.2),  # another program took the machine
+    ],
+)
+def test_the_bench_compares_loops_pair_by_pair(
+    ours: list[float], plain: list[float], ratio: float
+) -> None:
+    assert benchmark._paired_ratio(ours, plain) == pytest.approx(ratio)
+
+
+@pytest.mark.slow
+def test_bench_measures_a_command_beside_a_plain_loop(tmp_path: Path) -> None:
+    done = command("model.layers=2", "steps=10", "logger=none", tool="tools/bench.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for label in ("tokens/s", "step", "first step done", "peak memory a rank", "ours / by hand"):
+        assert label in done.stdout
+
+
+@pytest.mark.slow
+def test_each_kind_of_data_is_measured_beside_the_default_model(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--files", "300", "--seconds", "0.05", "--workers", "0"]
+    assert benchmark_data.main([*words, "--least", "0"]) == 0
+    printed = capsys.readouterr().out
+    for name in ("text", "tokens", "mixture", "synthetic", "default model", "300 files"):
+        assert name in printed
+    assert benchmark_data.main([*words, "--least", "1e9"]) == 1

@@ -1,0 +1,185 @@
+"""verify compares all there is of a layout, and forgives nothing but rounding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from support.families import moe
+from support.models import tiny
+from support.proven import assert_proven
+from support.world import run_world
+from titanlike.config.schema import (
+    ActivationCheckpoint,
+    AdamW,
+    Config,
+    Custom,
+    Model,
+    Schedule,
+    Sgd,
+    SyntheticData,
+    TextData,
+)
+from titanlike.launch.worker import Worker
+from titanlike.optim.optimizer import StageState
+from titanlike.proof import verification
+from titanlike.proof.comparison import Comparison, compare, merge, reliable
+from titanlike.proof.verification import verify
+
+# --- one comparison ----------------------------------------------------------------------------
+
+DRAW = torch.Generator().manual_seed(0)
+RIGHT = torch.randn(1000, generator=DRAW)
+SMALL, UPDATE = 1e-4 * RIGHT, 1e-3 * torch.randn(1000, generator=DRAW)
+NOISE = [0.01 * torch.randn(1000, generator=DRAW) * RIGHT.abs() for _ in range(2)]  # of bf16
+
+
+def with_first(value: float, tensor: Tensor = RIGHT) -> Tensor:
+    return torch.cat([torch.tensor([value]), tensor[1:]])
+
+
+def update(mine: Tensor, mask: Tensor | None = None) -> dict[str, Any]:
+    """Of parameters, which are large beside it."""
+    return {"mine": RIGHT + mine, "reference": RIGHT + UPDATE, "base": RIGHT, "mask": mask}
+
+
+NOT_FIRST = with_first(0.0, torch.ones(1000)).bool()
+ONE = torch.ones(1, dtype=torch.float64)
+AGREES: dict[str, tuple[str, dict[str, Any]]] = {
+    "the same weights": ("initial", {"mine": RIGHT}),
+    "a loss but for rounding": ("loss", {"mine": ONE + 1e-7, "reference": ONE}),
+    "a gradient but for rounding": ("gradient", {"mine": RIGHT * (1 + 1e-7)}),
+    "a true gradient of zero": ("gradient", {"mine": 1e-10 * RIGHT, "reference": 0 * RIGHT}),
+    "an update but for rounding": ("update", update(UPDATE * 1.0001)),
+    "an element whose sign is rounding": ("update", update(with_first(1.0, UPDATE), NOT_FIRST)),
+    "bf16": ("gradient", {"mine": RIGHT + NOISE[0], "in_bf16": RIGHT + NOISE[1]}),
+}
+DIFFERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "weights in their last digit": ("initial", {"mine": RIGHT * (1 + 2**-22)}),
+    "a loss in its sixth digit": ("loss", {"mine": ONE + 1e-5, "reference": ONE}),
+    "one element of a gradient": ("gradient", {"mine": with_first(RIGHT[0].item() + 1e-4)}),
+    "a small gradient by 1%": ("gradient", {"mine": 1.01 * SMALL, "reference": SMALL}),
+    "a missing gradient": ("gradient", {"mine": None}),
+    "a NaN": ("gradient", {"mine": with_first(math.nan)}),
+    "a gradient where none should be": ("gradient", {"mine": 1e-5 * RIGHT, "reference": 0 * RIGHT}),
+    "an update by 1%": ("update", update(UPDATE * 1.01)),
+    "an element that is compared": ("update", update(with_first(1.0, UPDATE), ~NOT_FIRST)),
+    "an optimizer's state by 0.1%": ("state", {"mine": 1.001 * SMALL, "reference": SMALL}),
+    "a buffer by 0.1%": ("buffer", {"mine": 1.001 * RIGHT}),
+    "bf16 that is 2% too large": ("gradient", {"mine": 1.02 * RIGHT, "in_bf16": RIGHT + NOISE[1]}),
+    "bf16 of others": ("gradient", {"mine": RIGHT.flip(0), "in_bf16": RIGHT + NOISE[1]}),
+}
+
+
+def compared(kind: str, given: dict[str, Any]) -> Comparison:
+    more = {"reference": RIGHT} | given
+    return compare(kind, "x", more.pop("mine"), more.pop("reference"), **more)
+
+
+@pytest.mark.parametrize("case", AGREES.values(), ids=AGREES.keys())
+def test_rounding_agrees(case: tuple[str, dict[str, Any]]) -> None:
+    assert compared(*case).agrees
+
+
+@pytest.mark.parametrize("case", DIFFERS.values(), ids=DIFFERS.keys())
+def test_what_is_no_rounding_differs(case: tuple[str, dict[str, Any]]) -> None:
+    """Also where another rank's part is right."""
+    row = compared(*case)
+    assert not row.agrees
+    zeros = torch.zeros(10)
+    nothing = dict.fromkeys(("base", "mask")) | dict.fromkeys(("mine", "reference"), zeros)
+    nothing |= {"in_bf16": zeros} if "in_bf16" in case[1] else {}
+    right = compared(row.kind, nothing)
+    (both,) = merge([[row], [right]])
+    assert not both.agrees and both.elements == row.elements + 10
+
+
+def test_only_a_difference_that_rounding_explains_is_explained() -> None:
+    row = compared("update", update(UPDATE * 1.01))
+    assert row.explain(row.squared).agrees
+    assert not row.explain(row.squared / 100).agrees
+    assert not compared("gradient", {"mine": with_first(math.nan)}).explain(math.inf).agrees
+
+
+def test_a_sign_is_compared_unless_it_is_rounding() -> None:
+    gradient = torch.tensor([1.0, 0.5, 1e-5, 0.0])
+    assert reliable(gradient, "fp32").tolist() == [True, True, False, True]
+
+
+# --- all of a layout ---------------------------------------------------------------------------
+
+
+def verified(
+    config: Config, worker: Worker, break_it: Callable[[Worker], None]
+) -> tuple[int, set[tuple[str, str]], list[str]]:
+    """Exit code; (kind, name) of all that was compared; what was not compared in full."""
+    told: list[Any] = []
+    verification._print = lambda config, rows, missing, *more: told.append((rows, missing))
+    break_it(worker)
+    code = verify(config, worker)["exit_code"]
+    rows, missing = told[0] if told else ([], [])
+    return code, {(row.kind, row.name) for row in rows}, missing
+
+
+def sound(worker: Worker) -> None:
+    """As it is."""
+
+
+def unseen(worker: Worker) -> None:
+    """One parameter of one rank is neither compared nor trained."""
+    right = StageState.parameters
+    left_out = "head.weight" if worker.rank else ""
+    StageState.parameters = lambda self: (p for p in right(self) if p[0] != left_out)
+
+
+def test_all_of_a_model_is_compared_on_every_rank(tmp_path: Path) -> None:
+    config = tiny(dp=2, layers=1, optimizer=AdamW(clip=None))
+    block = ("attention_norm", "attention.wq", "attention.wk", "attention.wv", "attention.wo")
+    block += ("ffn_norm", "ffn.gate", "ffn.up", "ffn.down")
+    parameters = [f"layers.0.{name}.weight" for name in block]
+    parameters += ["embedding.weight", "norm.weight", "head.weight"]
+    of_losses = [*(f"loss of step {step}" for step in (1, 2, 3)), "loss after the last step"]
+    expected = {("loss", name) for name in (*of_losses, "validation loss")}
+    for kind in ("initial", "gradient", "update"):
+        expected |= {(kind, name) for name in parameters}
+    for key in ("step", "exp_avg", "sqrt(exp_avg_sq)"):
+        expected |= {("state", f"{name} {key}") for name in parameters}
+    code, found, missing = run_world(verified, config, tmp_path, sound)[0]
+    assert (code, missing) == (0, [])
+    assert found == expected, found ^ expected
+    code, _, missing = run_world(verified, config, tmp_path, unseen)[0]
+    assert code == 1 and missing == ["head.weight: 1024 of 2048 elements are in a stage"]
+
+
+def normed(**sizes: Any) -> Model:
+    return Model("support.tensor_models.Normed", {"vocab_size": None, "layers": 2, **sizes})
+
+
+RECOMPUTED = ActivationCheckpoint("full")
+UNEVEN = Custom("support.data.uneven", {"vocab_size": 64})
+CLIPPED = {"layers": 2, "optimizer": Sgd(clip=0.01)}
+LAYOUTS = {
+    "tp=2, heads normed, a tied head": tiny(
+        tp=2, model=normed(tied=True), **CLIPPED, data=SyntheticData(vocab_size=97)
+    ),
+    "cp=2, documents, recomputed": tiny(
+        cp=2, context_parallel="gather", data=TextData(documents=True), layers=2,
+        activation_checkpoint=RECOMPUTED,
+    ),
+    "ep=2": tiny(dp=2, ep=2, model=moe()),
+    "dp=2, microbatches, uneven numbers of tokens": tiny(
+        dp=2, schedule=Schedule("1f1b", 4), data=UNEVEN, **CLIPPED
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_a_layout_is_the_model_of_one_process(config: Config, tmp_path: Path) -> None:
+    """In which each of the faults of `tests/faults/proof.yaml` shows."""
+    assert_proven(config, tmp_path)
