@@ -8,7 +8,7 @@ arguments of what it names (`Custom`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from titanlike.config.data_groups import (
     ChatData,
@@ -268,7 +268,7 @@ class Config:
     schedule: Schedule | CsvSchedule | AutoSchedule | OwnSchedule = key(
         Schedule, "pipeline schedule"
     )
-    data: TextData | HFData | TokenData | MixtureData | SyntheticData | Custom = key(
+    data: TextData | HFData | TokenData | MixtureData | ChatData | SyntheticData | Custom = key(
         TextData, "training data"
     )
     optimizer: AdamW | Muon | Sgd | OwnOptimizer = key(AdamW, "optimizer")
@@ -320,7 +320,7 @@ class Config:
 
 
 # group -> name of the choice -> dataclass of its keys
-VARIANTS: dict[str, dict[str, type]] = {
+VARIANTS: dict[str, dict[str, type[Any]]] = {
     "split": {
         "even": EvenSplit,
         "points": PointSplit,
