@@ -127,7 +127,7 @@ class PackedSource:
     def read(self, start: int, number: int) -> np.ndarray:
         """So many tokens from `start`, without the map: a page fault may read megabytes ahead."""
         mapped = self._tokens.base
-        assert isinstance(mapped, np.memmap)
+        assert isinstance(mapped, np.memmap) and mapped.filename is not None
         offset = mapped.offset + (self._start + start) * mapped.itemsize
         return np.fromfile(mapped.filename, mapped.dtype, number, offset=offset)
 
