@@ -50,7 +50,7 @@ def settings_of(
     else:
         reason = "give a folder or a family" if path is None else "give model.path or model.family"
         raise ValueError(f"path={path or 'null'}: {reason}; write model.family=llama")
-    _check_family(settings.model_type, "path" if path else "family", path or family)
+    _check_family(settings.model_type, "path" if path else "family", path or family or "")
     _check_keys(settings, config)
     plain = settings.to_dict() if path else {}
     changes = {settings.attribute_map.get(key, key): value for key, value in config.items()}
