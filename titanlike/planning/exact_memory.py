@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -66,7 +67,8 @@ def _shortened(plan: Plan) -> Config:
     for count in (2 * drafted.order.stages, 4 * drafted.order.stages):
         if count >= drafted.microbatches:
             break
-        schedule = replace(config.schedule, microbatches=count)
+        schedule: Any = config.schedule
+        schedule = replace(schedule, microbatches=count)
         rows = config.batch_size // drafted.microbatches * count
         shorter = replace(config, batch_size=rows, schedule=schedule)
         try:
