@@ -96,7 +96,8 @@ def _refuse(text: str) -> int:
 
 
 def _run(cells: Sequence[Cell], folder: Path, machine: dict) -> int:
-    report, outcomes = folder / "report.md", []
+    report = folder / "report.md"
+    outcomes: list[Outcome] = []
     started = time.strftime("%Y-%m-%d %H:%M")
     print(f"{len(cells)} checks; the report is {report}, whole after each of them", flush=True)
     end = "still running"
