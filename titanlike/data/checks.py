@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titanlike.config.errors import Problem
 from titanlike.config.imports import import_object
@@ -25,6 +25,9 @@ from titanlike.data.errors import DataError, data_problem
 from titanlike.data.token_file import open_tokens
 from titanlike.data.token_folder import INDEX, read_tokens
 from titanlike.data.tokenizer import open_tokenizer
+
+if TYPE_CHECKING:
+    from titanlike.data.sources import Data
 
 _MAX_SEARCHED = 1 << 24  # tokens, for the document boundary
 _CHUNK = 1 << 20  # tokens searched at once
@@ -83,8 +86,8 @@ def problems(config: Config) -> list[Problem]:
     return [problem for at, problem in enumerate(found) if problem not in found[:at]]
 
 
-def call_custom(data: Custom, seq_len: int):
-    """The `titanlike.data.sources.Data` that the user's function returns.
+def call_custom(data: Custom, seq_len: int) -> Data:
+    """The `Data` that the user's function returns.
 
     It is called with `data.args` and `seq_len`, without `workers` and `changed`, which are not
     its arguments. Raises DataError where the result is not a Data or is empty. Samples are checked when
@@ -123,7 +126,9 @@ def too_short(spans: dict[str, tuple[int, int]], seq_len: int) -> Iterator[DataE
             yield DataError("seq_len", seq_len, reason, fix)
 
 
-def _errors(check: Callable, config: Config) -> list[DataError]:
+def _errors(
+    check: Callable[[Config], Iterable[DataError] | None], config: Config
+) -> list[DataError]:
     try:
         return list(check(config) or ())
     except DataError as error:
@@ -309,7 +314,7 @@ def _custom(config: Config) -> None:
     _custom_function(config.data)
 
 
-def _custom_function(data: Custom) -> Callable:
+def _custom_function(data: Custom) -> Callable[..., Any]:
     remedy = "Name a function as package.module.function, on the Python path"
     try:
         function = import_object(data.name)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -112,7 +112,7 @@ class PackedSource:
         self._length = max(0, (stop - start - 1) // seq_len)
         self._tokens = open_tokens(path, dtype)
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         # A spawned loader process maps the file again: pickling the map would copy its content.
         return type(self), self._arguments
 

@@ -226,7 +226,7 @@ def messages(graph: StageGraph) -> tuple[list[Tensor], list[Tensor]]:
 def same_messages(graph: StageGraph, other: StageGraph) -> bool:
     """Whether two stages can take each other's place in a pipeline."""
 
-    def forms(graph: StageGraph) -> list[list[tuple]]:
+    def forms(graph: StageGraph) -> list[list[tuple[Any, ...]]]:
         return [[(tensor.shape, tensor.dtype) for tensor in part] for part in messages(graph)]
 
     return forms(graph) == forms(other)

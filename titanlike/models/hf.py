@@ -50,7 +50,7 @@ def hf(
     *,
     path: str | None = None,
     family: str | None = None,
-    config: dict | None = None,
+    config: dict[str, Any] | None = None,
     vocab_size: int | None = None,
     max_seq_len: int | None = None,
     attention: str | None = None,

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from titanlike.config.errors import ConfigError
 from titanlike.config.schema import Config
@@ -116,7 +117,7 @@ def _assembled(
     context_ranks = ContextRanks(mesh.cp, mesh.cp_rank)
     decided = draft(config, None, None, lambda: room, ranks, context_ranks)
 
-    def fill(stage: torch.nn.Module, _: object, device: torch.device, *__: object, **___: object):
+    def fill(stage: nn.Module, _: object, device: torch.device, *__: object, **___: object) -> None:
         with fake, live:
             allocate(stage, device)
 

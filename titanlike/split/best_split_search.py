@@ -100,7 +100,7 @@ class VPlacementSearch:
         return early, late
 
     @staticmethod
-    def _trace(steps: list, rank: int, i: int, middle: int, j: int) -> Starts:
+    def _trace(steps: list[Any], rank: int, i: int, middle: int, j: int) -> Starts:
         before, after = [i], [middle, j]
         for early, cost, nearest in reversed(steps):
             came = int(np.flatnonzero(early[:, i] + cost[:, j] <= rank)[0])

@@ -91,7 +91,7 @@ def _without_first_messages() -> Iterator[None]:
         yield
         return
 
-    def all_known(_: object, stages: list, *__: object) -> None:
+    def all_known(_: object, stages: list[Any], *__: object) -> None:
         from torch.distributed.pipelining._utils import InferenceMode
 
         for stage in stages:
