@@ -61,6 +61,20 @@ from titanlike.config.keys import Custom, Model, OwnOptimizer, Seconds, key
 from titanlike.config.profile import MemoryProfile, NoProfile, TraceProfile
 from titanlike.config.timeline import Timeline
 
+__all__ = [
+    "ActivationCheckpoint", "AdamW", "AutoSchedule", "AutoSplit", "BalanceSplit", "Bench",
+    "ChatData", "Checkpoint", "ChunkedCrossEntropy", "Config", "ConstantLr", "CpuHardware",
+    "CrossEntropy", "CsvSchedule", "Custom", "DecayLr", "Evaluate", "EvenSplit",
+    "EveryActivationCheckpoint", "FitActivationCheckpoint", "Float8Precision", "Fsdp", "HFData",
+    "Hardware", "Launch", "LoopedSchedule", "LoopedZeroBubbleSchedule", "MeasuredHardware",
+    "MemoryProfile", "MixtureData", "Model", "Mse", "Muon", "NoHardware", "NoLogger",
+    "NoProfile", "OPEN_GROUPS", "Objective", "OwnOptimizer", "OwnSchedule", "PointSplit",
+    "Precision", "RunHardware", "Sample", "Schedule", "Seconds",
+    "SelectiveActivationCheckpoint", "Sgd", "Sweep", "SyntheticData", "TensorBoard", "TextData",
+    "Timeline", "TokenData", "TraceProfile", "TraceSplit", "VARIANTS", "Validation", "Verify",
+    "Wandb", "WsdLr", "ZeroBubbleSchedule",
+]  # fmt: skip
+
 Objective = Literal["val_loss", "loss", "tokens_per_second", "step_seconds", "mfu", "memory_bytes"]
 
 

@@ -110,7 +110,7 @@ def _assembled(
     config: Config,
     mesh: Mesh,
     room: int,
-    fake: AbstractContextManager,
+    fake: AbstractContextManager[Any],
     live: LiveStorages,
 ) -> Run:
     ranks = TensorRanks(mesh.tp, mesh.tp_rank)

@@ -85,7 +85,7 @@ def _check_transport_order(ranks: dict[int, list[Any]], place: tuple[int, ...]) 
     assert sent == received, "a rank would receive messages of a peer in another order than sent"
 
 
-class _Actions(list):
+class _Actions(list[Any]):
     """A rank's actions, with a call before and after each when torch's runtime runs it.
 
     The runtime has no hook for it: it iterates over its list once a step.
