@@ -102,7 +102,7 @@ class LayoutSweeper(GridSweeper):
         from titanlike.sweeps.layout_search import search
 
         def compose(overrides: list[str]) -> tuple[Config, list[Any]]:
-            assert self.hydra_context is not None
+            assert self.hydra_context is not None and self.config is not None
             loader = self.hydra_context.config_loader
             return _parsed(loader.load_sweep_config(self.config, overrides), sweep_run.folder)
 
@@ -199,7 +199,7 @@ class Returned(JobReturn):
 def _parsed(composed: DictConfig, run_dir: Path) -> tuple[Config, list[Any]]:
     from titanlike.config.parse import parse
 
-    task = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
-    plain = OmegaConf.to_container(task, resolve=True)
+    task = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
+    plain: Any = OmegaConf.to_container(task, resolve=True)
     assert isinstance(plain, dict)
     return parse({**plain, "run_dir": str(run_dir)})

@@ -67,7 +67,8 @@ class StorageWriter(FileSystemWriter):
         self._folder, self._state, self._committed = folder, state, committed
         self._write = write
         self._planner: SavePlanner | None = None
-        self.fs, self.path = _Captured(), ""
+        captured: Any = _Captured()
+        self.fs, self.path = captured, ""
         self._device = started()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -80,7 +80,8 @@ def export(
     rows = TensorRows.open("RUN", location)
     saved = saved_model(rows.folder)
     entries = rows.entries(MODEL)
-    plan = plan_export(saved.model, entries, saved.config.seq_len, dtype and DTYPES[dtype])
+    kind = DTYPES[dtype] if dtype else None
+    plan = plan_export(saved.model, entries, saved.config.seq_len, kind)
     unfinished = folder.with_name(f"{folder.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)

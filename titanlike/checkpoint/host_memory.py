@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Hashable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ class HostMemory:
         found = {}
         for (key, tensor), begin in zip(tensors.items(), begins, strict=True):
             if tensor.numel():  # each with a storage of its own
-                place = {"count": tensor.numel(), "offset": begin}
+                place: dict[str, Any] = {"count": tensor.numel(), "offset": begin}
                 piece = torch.frombuffer(self._mapping, dtype=tensor.dtype, **place)
                 found[key] = piece.view(tensor.shape)
             else:

@@ -147,7 +147,7 @@ def _checksum(tensors: dict[str, Tensor]) -> str:
     hasher = xxhash.xxh3_128()
     for name, tensor in sorted(tensors.items()):
         hasher.update(name.encode())
-        hasher.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+        hasher.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     return hasher.hexdigest()
 
 

@@ -11,23 +11,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from typing import Generic
 
 import torch
 from torch import Tensor
 
-from titanlike.checkpoint.host_memory import HostMemory
+from titanlike.checkpoint.host_memory import HostMemory, Key
 
 
-class Copy:
+class Copy(Generic[Key]):
     """A copy of some tensors, in progress or complete. `tensors` are valid after `finish`."""
 
     def __init__(
         self,
-        sources: Mapping[Hashable, Tensor],
+        sources: Mapping[Key, Tensor],
         memory: HostMemory,
-        is_late: Callable[[Hashable], bool],
+        is_late: Callable[[Key], bool],
     ) -> None:
         """is_late: whether a tensor is changed by nothing but an optimizer's step."""
         self.tensors = memory.tensors_like(sources)
@@ -48,7 +49,7 @@ class Copy:
                 target = self.tensors[key]
                 if not source.is_cpu:
                     target.copy_(source, non_blocking=True)
-                    if source is not sources[key]:
+                    if stream is not None and source is not sources[key]:
                         source.record_stream(stream)
                 elif is_late(key):
                     self._late.append((target, source))
@@ -75,7 +76,7 @@ class Copy:
             self._gpu_copied.synchronize()
 
 
-def copies(tensors: Mapping[Hashable, Tensor]) -> dict[Hashable, Tensor]:
+def copies(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
     """Complete copies in memory of their own."""
     return {
         key: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

@@ -46,7 +46,8 @@ def model_tensors(
     """
     tensors: Tensors = {}
     for stage in stage_states:
-        for name, value in dcp_state_dict.get_model_state_dict(stage.stage).items():
+        whole: dict[str, Any] = dcp_state_dict.get_model_state_dict(stage.stage)
+        for name, value in whole.items():
             name = stage.names.get(name, name)
             if copies or stage.owns(name):
                 cast = dtype is not None and value.is_floating_point()
@@ -159,7 +160,7 @@ def load_run(
         # another layout has other ranks: each keeps its own seed
         tensors = {name: value for name, value in tensors.items() if name not in random}
         random = []
-    counts: Tensors = {}
+    counts: dict[str, Any] = {}
     if SHARED_STEP in saved:
         steps = [name for name in tensors if _of_optimizer(name) and name.endswith(".step")]
         counts = {name: tensors.pop(name) for name in steps if name not in saved}
@@ -176,9 +177,11 @@ def load_run(
         shared = tensors[SHARED_STEP]
         tensors |= {name: count.copy_(shared) for name, count in counts.items()}
     for name in random:
-        set_rng_state(name.rpartition(".")[2], tensors[name])
+        rng_state = tensors[name]
+        assert isinstance(rng_state, Tensor)
+        set_rng_state(name.rpartition(".")[2], rng_state)
     for stage in stage_states:
-        state = dcp_state_dict.get_model_state_dict(stage.stage)
+        state: dict[str, Any] = dcp_state_dict.get_model_state_dict(stage.stage)
         dcp_state_dict.set_model_state_dict(
             stage.stage,
             {name: _held(tensors[f"model.{stage.names.get(name, name)}"]) for name in state},
@@ -190,8 +193,9 @@ def load_run(
                 own, value = stage.owns(_parameter(entry)), _held(tensors[entry])
                 state[name] = value if own else value.clone()
         if stage.names:
-            of_stage = stage.stage, stage.optimizers, state
-            dcp_state_dict.set_optimizer_state_dict(*of_stage, options=_FLAT)
+            dcp_state_dict.set_optimizer_state_dict(
+                stage.stage, stage.optimizers, state, options=_FLAT
+            )
         for name, parameter in stage.parameters():
             if name not in stateful:
                 for optimizer in stage.optimizers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 import xxhash
@@ -20,7 +20,7 @@ def write_tensors(folder: Storage, name: str, tensors: Iterable[Tensor]) -> Writ
         stream, ends, sums = _ChecksumStream(raw), [], []
         for tensor in tensors:
             try:
-                torch.save(_alone(tensor), stream)
+                torch.save(_alone(tensor), cast(IO[bytes], stream))
             except RuntimeError:
                 if stream.error is not None:  # torch.save raises an error of its own instead
                     raise stream.error from None

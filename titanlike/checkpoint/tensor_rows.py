@@ -107,6 +107,7 @@ class TensorRows:
         if len(found) == 1:
             return found[0]
         entry = self._metadata.state_dict_metadata[name]
+        assert isinstance(entry, TensorStorageMetadata)
         return torch.cat(found) if found else torch.empty(entry.size, dtype=entry.properties.dtype)
 
     def _open(self, name: str, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> _Piece:

@@ -46,7 +46,9 @@ def warm_start(
     model = _all_shapes(tensors, group)
     wrong = []
     for name in sorted(model.keys() & sources.keys()):
-        shape = tuple(metadata.state_dict_metadata[sources[name]].size)
+        entry = metadata.state_dict_metadata[sources[name]]
+        assert isinstance(entry, TensorStorageMetadata)
+        shape = tuple(entry.size)
         if shape != model[name]:
             wrong.append(f"{_short(name)} is {shape} there and {model[name]} here")
     if wrong:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import isfinite
@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from titanlike.checkpoint.dcp_storage import StorageWriter
 from titanlike.checkpoint.discovery import step_name
@@ -80,7 +81,7 @@ class CheckpointWriter:
         self._group, self._events, self._is_late = group, events, is_late
         self._plan: Plan | None = None  # of the last save of the run's state
         self._in_progress: Save | None = None
-        self._copy: Copy | None = None  # that may be in progress
+        self._copy: Copy[MetadataIndex] | None = None  # that may be in progress
         self._thread: ThreadPoolExecutor | None = None
         self._memory = HostMemory(shared=settings.mode == "async_process")
         self._process = WriterProcess(self._memory, settings.timeout)
@@ -129,7 +130,7 @@ class CheckpointWriter:
         save.future = self._thread.submit(write_all)
         save.stall = time.perf_counter() - save.begin
 
-    def _is_late_piece(self, index: Hashable) -> bool:
+    def _is_late_piece(self, index: MetadataIndex) -> bool:
         return self._is_late(index.fqn)
 
     def before_update(self) -> None:
@@ -175,7 +176,7 @@ class CheckpointWriter:
             self.failures.clear()
             if save.record is not None:
                 self.newest = save.record.step
-                self._plan = save.planner and save.planner.kept
+                self._plan = save.planner.kept if save.planner else None
             return
         self._plan = None
         self.failures.append(_reason(save, error))
@@ -199,7 +200,8 @@ class CheckpointWriter:
                 delete_checkpoint(save.folder)  # first: events.jsonl may be on the same full disk
             self._events.log("save_failed", step, f"{text}; training continues without it")
             return
-        numbers = {"bytes": save.bytes, "seconds": save.seconds, "stall_seconds": save.stall}
+        numbers: dict[str, Any] = {"bytes": save.bytes, "seconds": save.seconds}
+        numbers["stall_seconds"] = save.stall
         kind = "saved" if save.record else "saved_model"
         self._events.log(kind, step, path=str(save.folder), **numbers, let_go=save.deleted)
         if save.retention_error:

@@ -52,7 +52,7 @@ class WriterProcess:
 
     @property
     def pid(self) -> int | None:
-        return self._process and self._process.pid
+        return None if self._process is None else self._process.pid
 
     def start(self) -> None:
         """Start it unless it runs. On the main thread: the kernel ends it with the thread."""

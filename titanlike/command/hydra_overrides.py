@@ -142,6 +142,7 @@ class _OverrideChecker:
         self.config_name, self.loader, self.checked = config_name, loader, checked
         self.fixed: set[str] = set()  # keys of hydra.sweeper.params that have a single value
         self.compositions: dict[tuple[str, ...], DictConfig] = {}  # of choices
+        self.choices: tuple[str, ...] = ()
 
     def run(self, texts: list[str], no_overrides: list[NoOverride]) -> None:
         """Add what is wrong, and the config, to `checked`.
@@ -151,7 +152,7 @@ class _OverrideChecker:
         parsed = {text: parse_override(text, self.loader) for text in texts}
         overrides = [override for override in parsed.values() if override is not None]
         self.overrides = [o for o in overrides if o.key_or_group != "hydra.searchpath"]
-        lines = [o.input_line for o in overrides if o.key_or_group == "hydra.searchpath"]
+        lines = [str(o.input_line) for o in overrides if o.key_or_group == "hydra.searchpath"]
         try:
             _, self.repository = self.loader._parse_overrides_and_create_caching_repo(
                 self.config_name, lines
@@ -227,7 +228,7 @@ class _OverrideChecker:
         elif key in ("run_dir", "value") or key.startswith(("sweep.", "hydra.", "hydra/")):
             reason, fix = "is common to all jobs of a sweep", next(single_overrides(override))
         elif sum(o.key_or_group == key and o.is_sweep_override() for o in self.overrides) > 1:
-            reason, fix = "the key is given twice", f"{from_hydra(override.input_line)} alone"
+            reason, fix = "the key is given twice", f"{from_hydra(str(override.input_line))} alone"
         else:
             return None
         return Problem(key, override.get_value_string(), reason, fix)
@@ -242,9 +243,10 @@ class _OverrideChecker:
             return False
         if override.is_sweep_override() and not override.is_discrete_sweep():
             return False  # an interval: the sweeper checks it
-        several = not override.is_sweep_override() and isinstance(override.value(), list)
+        value: Any = override.value()
+        several = not override.is_sweep_override() and isinstance(value, list)
         if several and group in (*VARIANTS, *OPEN_GROUPS):
-            self.checked.add(override_errors.one_choice(group, override.value()))
+            self.checked.add(override_errors.one_choice(group, value))
             return False
         unknown = [choice for choice in values_of(override) if not self._exists(group, choice)]
         options = self.repository.get_group_options(group)
@@ -273,7 +275,8 @@ class _OverrideChecker:
         overrides = [parse_override(to_hydra(word), self.loader) for word in words]
         if not all(o and (self.checked.multirun or not o.is_sweep_override()) for o in overrides):
             return []
-        singles = [parse_override(next(single_overrides(o))) for o in overrides if o]
+        made = [parse_override(next(single_overrides(o))) for o in overrides if o]
+        singles = [o for o in made if o is not None]
         new = {o.key_or_group: o for o in singles if self.repository.group_exists(o.key_or_group)}
         values = [o for o in singles if o.key_or_group not in new]
         if not all(self._exists(group, o.value()) for group, o in new.items()):
@@ -300,7 +303,8 @@ class _OverrideChecker:
 
     def _check_sweeper_params(self, composed: DictConfig) -> set[str]:
         """Check hydra.sweeper.params, a sweep that is written in a file; the keys that it varies."""
-        swept, values = set(), []
+        swept: set[str] = set()
+        values: list[Override] = []
         for key, value in (composed.hydra.sweeper.get("params") or {}).items():
             override = parse_override(to_hydra(f"{key}={value}"), self.loader)
             if override is None:

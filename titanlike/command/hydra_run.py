@@ -87,7 +87,7 @@ class Task:
         hydra = HydraConfig.get()
         run_dir = Path(hydra.runtime.output_dir)
         overrides = [from_hydra(text) for text in hydra.overrides.task]
-        plain = OmegaConf.to_container(composed, resolve=True)
+        plain: Any = OmegaConf.to_container(composed, resolve=True)
         assert isinstance(plain, dict)
         if self.sweep_run is None:
             self.runner.restart_state.set_default("hydra.run.dir", str(run_dir))

@@ -174,6 +174,7 @@ class Advice:
         """The same, where the key is one of another framework."""
         config, given = self.composed, (("dp", "dp"), ("steps", "steps"), ("lr", "optimizer.lr"))
         numbers = {name: OmegaConf.select(config, path) for name, path in given}
+        right: dict[str, Any]
         right = {k: v for k, v in numbers.items() if isinstance(v, (int, float)) and v}
         found = translate(key, value, Context(**right))
         if found is None:
@@ -207,6 +208,7 @@ def one_line(error: Exception) -> str:
 
 def flat_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
     """Every dotted key of a config."""
+    name: Any
     for name in node:
         yield f"{prefix}{name}"
         child = node._get_node(name)

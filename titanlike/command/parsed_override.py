@@ -53,7 +53,7 @@ def plain_config(composed: DictConfig) -> dict[str, Any]:
     task = copy.copy(composed)
     OmegaConf.set_struct(task, False)
     task.pop("hydra")
-    plain = OmegaConf.to_container(task, resolve=True)
+    plain: Any = OmegaConf.to_container(task, resolve=True)
     assert isinstance(plain, dict)
     return plain
 
@@ -70,7 +70,8 @@ def single_overrides(override: Override) -> Iterator[str]:
     if not override.is_sweep_override():
         yield str(override.input_line)
     elif override.is_interval_sweep():
-        yield f"{override.get_key_element()}={override.value().start}"
+        interval: Any = override.value()
+        yield f"{override.get_key_element()}={interval.start}"
     else:
         for value in override.sweep_string_iterator():
             yield f"{override.get_key_element()}={value}"

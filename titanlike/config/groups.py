@@ -256,7 +256,7 @@ class Mse:
 class Precision:
     """fp32, or bf16: compute and activations in bf16, master weights and reductions in fp32."""
 
-    name: Literal["fp32", "bf16"] = key("fp32", "choice")
+    name: Literal["fp32", "bf16", "float8"] = key("fp32", "choice")
 
     @property
     def low(self) -> bool:

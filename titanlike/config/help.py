@@ -71,7 +71,9 @@ def _examples(words: list[str]) -> list[tuple[str, str]]:
 def _keys_and_groups(conf_dirs: list[Path], width: int) -> list[str]:
     """Every key of the config, then every group with its choices and their keys."""
     hints, config = typing.get_type_hints(Config), to_plain(Config())
-    scalars, nested, groups = [], [], []
+    scalars: list[dataclasses.Field[Any]] = []
+    nested: list[dataclasses.Field[Any]] = []
+    groups: list[dataclasses.Field[Any]] = []
     for field in dataclasses.fields(Config):
         if field.name in VARIANTS or hints[field.name] is Model:
             groups.append(field)

@@ -97,7 +97,9 @@ def _place(module_name: str) -> str | None:
     """The file of a module; None if it is titanlike's, in the working directory, or not found."""
     if module_name.partition(".")[0] in sys.stdlib_module_names:
         return "Python's standard library"
-    file, folders, parts = None, None, module_name.split(".")
+    file: str | None = None
+    folders: list[str] | None = None
+    parts = module_name.split(".")
     for count in range(1, len(parts) + 1):
         found = _find(".".join(parts[:count]), folders)
         if found is None:  # perhaps a package without __init__.py in another

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NewType
+from typing import TYPE_CHECKING, Any, NewType
 
-Seconds = NewType("Seconds", float)  # written as a number, or as 45s, 90m, 11h30m, 11:30:00
-Bytes = NewType("Bytes", int)  # written as a number, or as 75GiB, 75GB, 75G (all powers of 1024)
-Paths = NewType("Paths", list)  # a path, or a list of paths
+if TYPE_CHECKING:  # what Python code writes; the names below tell how a config file may write it
+    Seconds = float
+    Bytes = int
+    Paths = str | list[str]
+else:
+    Seconds = NewType("Seconds", float)  # written as a number, or as 45s, 90m, 11h30m, 11:30:00
+    Bytes = NewType("Bytes", int)  # written as a number, or as 75GiB, 75GB, 75G (powers of 1024)
+    Paths = NewType("Paths", list)  # a path, or a list of paths
 
 
 def key(default: Any, doc: str) -> Any:

@@ -153,7 +153,7 @@ def convert(
             problems[before:] = [*fixed]
         return converted
     example = ""
-    if dataclasses.is_dataclass(annotation):
+    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
         if isinstance(value, dict):
             return _dataclass(annotation, value, f"{key}.", problems)
         names = ", ".join(f"{key}.{field.name}" for field in dataclasses.fields(annotation))
@@ -175,7 +175,8 @@ def convert(
         if isinstance(value, (list, tuple)):
             items = enumerate(value)
             return [convert(arguments[0], item, f"{key}[{i}]", problems) for i, item in items]
-        expected, wrong = "must be a list", []
+        wrong: list[Problem] = []
+        expected = "must be a list"
         convert(arguments[0], value, key, wrong)
         example = "" if wrong else f"[{override_text(value)}]"
     elif origin is dict:

@@ -8,7 +8,7 @@ arguments of what it names (`Custom`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from titanlike.config.data_groups import (
     ChatData,
@@ -60,6 +60,20 @@ from titanlike.config.hardware import (
 from titanlike.config.keys import Custom, Model, OwnOptimizer, Seconds, key
 from titanlike.config.profile import MemoryProfile, NoProfile, TraceProfile
 from titanlike.config.timeline import Timeline
+
+__all__ = [
+    "ActivationCheckpoint", "AdamW", "AutoSchedule", "AutoSplit", "BalanceSplit", "Bench",
+    "ChatData", "Checkpoint", "ChunkedCrossEntropy", "Config", "ConstantLr", "CpuHardware",
+    "CrossEntropy", "CsvSchedule", "Custom", "DecayLr", "Evaluate", "EvenSplit",
+    "EveryActivationCheckpoint", "FitActivationCheckpoint", "Float8Precision", "Fsdp", "HFData",
+    "Hardware", "Launch", "LoopedSchedule", "LoopedZeroBubbleSchedule", "MeasuredHardware",
+    "MemoryProfile", "MixtureData", "Model", "Mse", "Muon", "NoHardware", "NoLogger",
+    "NoProfile", "OPEN_GROUPS", "Objective", "OwnOptimizer", "OwnSchedule", "PointSplit",
+    "Precision", "RunHardware", "Sample", "Schedule", "Seconds",
+    "SelectiveActivationCheckpoint", "Sgd", "Sweep", "SyntheticData", "TensorBoard", "TextData",
+    "Timeline", "TokenData", "TraceProfile", "TraceSplit", "VARIANTS", "Validation", "Verify",
+    "Wandb", "WsdLr", "ZeroBubbleSchedule",
+]  # fmt: skip
 
 Objective = Literal["val_loss", "loss", "tokens_per_second", "step_seconds", "mfu", "memory_bytes"]
 
@@ -268,7 +282,7 @@ class Config:
     schedule: Schedule | CsvSchedule | AutoSchedule | OwnSchedule = key(
         Schedule, "pipeline schedule"
     )
-    data: TextData | HFData | TokenData | MixtureData | SyntheticData | Custom = key(
+    data: TextData | HFData | TokenData | MixtureData | ChatData | SyntheticData | Custom = key(
         TextData, "training data"
     )
     optimizer: AdamW | Muon | Sgd | OwnOptimizer = key(AdamW, "optimizer")
@@ -320,7 +334,7 @@ class Config:
 
 
 # group -> name of the choice -> dataclass of its keys
-VARIANTS: dict[str, dict[str, type]] = {
+VARIANTS: dict[str, dict[str, type[Any]]] = {
     "split": {
         "even": EvenSplit,
         "points": PointSplit,

@@ -19,6 +19,7 @@ from titanlike.config.parse import to_plain
 from titanlike.config.profile import profile_problems
 from titanlike.config.schema import (
     AdamW,
+    ChunkedCrossEntropy,
     Config,
     DecayLr,
     Muon,
@@ -234,7 +235,7 @@ def _positive(config: Config) -> Iterator[Problem]:
     if not 1 <= stages <= MAX_STAGES:
         reason = f"a rank has from 1 to {MAX_STAGES} stages"
         yield Problem("schedule.stages_per_rank", stages, reason, "schedule.stages_per_rank=2")
-    if getattr(config.loss, "chunk", 1) < 1:
+    if isinstance(config.loss, ChunkedCrossEntropy) and config.loss.chunk < 1:
         yield Problem("loss.chunk", config.loss.chunk, "must be at least 1", "loss.chunk=2048")
     for key, least in _LEAST.items():
         group, _, name = key.rpartition(".")

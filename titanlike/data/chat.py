@@ -60,7 +60,8 @@ def open_chat(data: ChatData, seq_len: int) -> Data:
     if about["cut"]:
         text += f"; {about['cut']:,} conversations are longer than seq_len and were cut"
     return Data(
-        **parts,
+        parts["train"],
+        parts["validation"],
         vocab_size=tokenizer.vocab_size,
         description=text,
         boundary=tokenizer.boundary,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titanlike.config.errors import Problem
 from titanlike.config.imports import import_object
@@ -25,6 +25,9 @@ from titanlike.data.errors import DataError, data_problem
 from titanlike.data.token_file import open_tokens
 from titanlike.data.token_folder import INDEX, read_tokens
 from titanlike.data.tokenizer import open_tokenizer
+
+if TYPE_CHECKING:
+    from titanlike.data.sources import Data
 
 _MAX_SEARCHED = 1 << 24  # tokens, for the document boundary
 _CHUNK = 1 << 20  # tokens searched at once
@@ -83,8 +86,8 @@ def problems(config: Config) -> list[Problem]:
     return [problem for at, problem in enumerate(found) if problem not in found[:at]]
 
 
-def call_custom(data: Custom, seq_len: int):
-    """The `titanlike.data.sources.Data` that the user's function returns.
+def call_custom(data: Custom, seq_len: int) -> Data:
+    """The `Data` that the user's function returns.
 
     It is called with `data.args` and `seq_len`, without `workers` and `changed`, which are not
     its arguments. Raises DataError where the result is not a Data or is empty. Samples are checked when
@@ -95,7 +98,8 @@ def call_custom(data: Custom, seq_len: int):
     try:
         result = function(**arguments, seq_len=seq_len)
     except TypeError as error:
-        if error.__traceback__.tb_next is not None:  # raised inside the function
+        where = error.__traceback__
+        if where is not None and where.tb_next is not None:  # raised inside the function
             raise
         reason = f"cannot be called ({error})"
         fix = "Give its arguments as data.NAME"
@@ -122,7 +126,9 @@ def too_short(spans: dict[str, tuple[int, int]], seq_len: int) -> Iterator[DataE
             yield DataError("seq_len", seq_len, reason, fix)
 
 
-def _errors(check: Callable, config: Config) -> list[DataError]:
+def _errors(
+    check: Callable[[Config], Iterable[DataError] | None], config: Config
+) -> list[DataError]:
     try:
         return list(check(config) or ())
     except DataError as error:
@@ -130,6 +136,7 @@ def _errors(check: Callable, config: Config) -> list[DataError]:
 
 
 def _fraction(config: Config) -> Iterator[DataError]:
+    assert not isinstance(config.data, SyntheticData | Custom)
     key, value = "data.validation_fraction", config.data.validation_fraction
     if not 0 < value < 1:
         yield DataError(key, value, "must be > 0 and < 1", "Write 0.05, for example")
@@ -161,27 +168,32 @@ def _changed(config: Config) -> Iterator[DataError]:
 
 
 def _vocabulary(config: Config) -> Iterator[DataError]:
+    assert isinstance(config.data, TokenData | SyntheticData)
     size = config.data.vocab_size
     if size is not None and size < 1:
         yield DataError("data.vocab_size", size, "must be at least 1", "Write 256, or more")
 
 
 def _tokenizer(config: Config) -> None:
+    assert not isinstance(config.data, TokenData | SyntheticData | Custom)
     open_tokenizer(config.data.tokenizer)
 
 
 def _text_files(config: Config) -> None:
+    assert isinstance(config.data, TextData)
     files = find_files(config.data.path)
     if (parquet := next((f for f in files if f.suffix.lower() == ".parquet"), None)) is not None:
         parquet_file(parquet).close()
 
 
 def _hf_dataset(config: Config) -> Iterator[DataError]:
+    assert isinstance(config.data, HFData)
     yield from hf_dataset.check(config.data)
 
 
 def _stand_in_text(config: Config) -> Iterator[DataError]:
     """A model of a large vocabulary needs real data: data.path=null is for the small ones."""
+    assert isinstance(config.data, TextData)
     model_size = config.model.args.get("vocab_size")
     if config.data.path is not None or not isinstance(model_size, int):
         return
@@ -204,6 +216,7 @@ def _stand_in_text(config: Config) -> Iterator[DataError]:
 
 
 def _token_file(config: Config) -> Iterator[DataError]:
+    assert isinstance(config.data, TokenData)
     found = read_tokens(config.data)
     if 0 < config.data.validation_fraction < 1:
         yield from too_short(found.spans(config.data.validation_fraction), config.seq_len)
@@ -219,13 +232,14 @@ def data_of_source(data: MixtureData, source: Mapping[str, Any]) -> TokenData | 
     }
     if all((p / INDEX).exists() or p.suffix in (".bin", ".npy") for p in places):
         return TokenData(path=path, **common)
-    text = {"text_key": data.text_key, "tokenizer": data.tokenizer, "cache": data.cache}
-    return TextData(path=str(path), **text, **common)
+    common |= {"text_key": data.text_key, "tokenizer": data.tokenizer, "cache": data.cache}
+    return TextData(path=str(path), **common)
 
 
 def _conversations(config: Config) -> None:
     from titanlike.data.chat import find_conversations  # imports torch
 
+    assert isinstance(config.data, ChatData)
     find_conversations(config.data.path)
     find_template(config.data.template, config.data.tokenizer)
 
@@ -237,6 +251,7 @@ def _sources(config: Config) -> Iterator[DataError]:
         config.data,
         "data.sources={web:{path:web/,weight:0.7},code:{path:code/,weight:0.3}}",
     )
+    assert isinstance(data, MixtureData)
     if not isinstance(data.sources, dict) or not data.sources:
         yield DataError("data.sources", data.sources, "names no source", f"Write {example}")
         return
@@ -275,6 +290,7 @@ def _boundary(config: Config) -> Iterator[DataError]:
     """documents=true needs a boundary token that occurs in the file; its beginning is searched."""
     data = config.data
     remedy = "Write the id of the token that begins a document, data.boundary=0"
+    assert isinstance(data, TokenData)
     if not data.documents:
         return
     found = read_tokens(data)
@@ -294,10 +310,11 @@ def _boundary(config: Config) -> Iterator[DataError]:
 
 
 def _custom(config: Config) -> None:
+    assert isinstance(config.data, Custom)
     _custom_function(config.data)
 
 
-def _custom_function(data: Custom) -> Callable:
+def _custom_function(data: Custom) -> Callable[..., Any]:
     remedy = "Name a function as package.module.function, on the Python path"
     try:
         function = import_object(data.name)

@@ -13,6 +13,7 @@ import platform
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from titanlike.config.files import open_regular
 from titanlike.data.errors import DataError, missing_extra
@@ -133,7 +134,7 @@ def _parquet(file: Path, text_key: str) -> Iterator[str | None]:
             yield from batch.column(0).to_pylist()
 
 
-def parquet_file(file: Path):
+def parquet_file(file: Path) -> Any:
     """The opened pyarrow.parquet.ParquetFile."""
     try:
         from pyarrow import ArrowInvalid, parquet

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from titanlike.config.errors import Problem
 
 
@@ -12,7 +14,7 @@ class DataError(ValueError):
         super().__init__(f"{key}={value}: {reason}. {remedy}")
         self.key, self.value, self.reason, self.remedy = key, value, reason, remedy
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Pickle by arguments: loader processes pass it to the training process."""
         return type(self), (self.key, self.value, self.reason, self.remedy)
 

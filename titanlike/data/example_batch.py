@@ -10,7 +10,7 @@ from torch import nn
 
 from titanlike.config.errors import Problem
 from titanlike.config.schema import Config, Custom
-from titanlike.data.checked_source import stack, with_checked_samples
+from titanlike.data.checked_source import CheckedSource, stack, with_checked_samples
 from titanlike.data.checks import call_custom
 from titanlike.data.sources import Data
 
@@ -23,7 +23,9 @@ def example_batch(config: Config, data: Data | None = None) -> dict[str, torch.T
     """
     if isinstance(config.data, Custom):
         opened = data or call_custom(config.data, config.seq_len)
-        batch = with_checked_samples(opened, config.data.name, config.seq_len).train.example()
+        train = with_checked_samples(opened, config.data.name, config.seq_len).train
+        assert isinstance(train, CheckedSource)
+        batch = train.example()
     else:
         ids = torch.empty(config.seq_len, dtype=torch.int64, device="meta")
         sample = {"inputs": ids, "targets": ids}

@@ -72,7 +72,7 @@ def _numbers_hash(count: int, read: Callable[[int, int], np.ndarray]) -> str:
         starts, size = _spread(count - _BLOCK + 1, _BLOCKS), _BLOCK
     for start in starts:
         block = read(start, min(size, count - start))
-        hasher.update(np.ascontiguousarray(block, dtype="<i8"))
+        hasher.update(np.ascontiguousarray(block, dtype="<i8").data)
     return hasher.hexdigest()
 
 
@@ -96,7 +96,7 @@ def _sample_hash(source: Source, i: int, values: bool = True) -> str:
         hasher.update(f"{name} {value.dtype} {list(value.shape) if values else ''}".encode())
         if values:
             flat = value.detach().cpu().contiguous().flatten()
-            hasher.update(flat.view(torch.uint8).numpy())
+            hasher.update(flat.view(torch.uint8).numpy().data)
     return hasher.hexdigest()
 
 

@@ -76,8 +76,9 @@ def open_data(config: Config) -> Data:
         return open_chat(data, config.seq_len)
     if isinstance(data, SyntheticData):
         sizes = (data.vocab_size, config.seq_len, config.seed)
-        sources = (SyntheticSource(*sizes, stream) for stream in (0, 1))
-        return Data(*sources, data.vocab_size, "random tokens, generated on demand")
+        train, validation = (SyntheticSource(*sizes, stream) for stream in (0, 1))
+        text = "random tokens, generated on demand"
+        return Data(train, validation, data.vocab_size, text)
     return call_custom(data, config.seq_len)
 
 
@@ -176,7 +177,8 @@ def _open_text(data: TextData | HFData, seq_len: int) -> Data:
     }
     train, validation = (f"{corpus.tokens[part]:,}" for part in ("train", "validation"))
     return Data(
-        **sources,
+        sources["train"],
+        sources["validation"],
         vocab_size=corpus.vocab_size,
         description=f"{describe(data.path)} in {data.tokenizer}: {train} tokens for training, "
         f"{validation} for validation" + _documents_note(data),
@@ -204,7 +206,8 @@ def _open_tokens(data: TokenData, seq_len: int) -> Data:
     many = f" in {len(found.files):,} files" if len(found.files) > 1 else ""
     tokenizer = None if found.tokenizer is None else open_tokenizer(found.tokenizer)
     return Data(
-        **sources,
+        sources["train"],
+        sources["validation"],
         vocab_size=found.vocab_size,
         description=f"{places}: {counts}{many}" + _documents_note(data),
         boundary=found.boundary,
@@ -231,8 +234,10 @@ def open_mixture(data: MixtureData, config: Config) -> Data:
     for name, source in data.sources.items():
         one = data_of_source(data, source)
         try:
-            kind = _open_tokens if isinstance(one, TokenData) else _open_text
-            opened[name] = kind(one, config.seq_len)
+            if isinstance(one, TokenData):
+                opened[name] = _open_tokens(one, config.seq_len)
+            else:
+                opened[name] = _open_text(one, config.seq_len)
         except DataError as error:
             key = error.key.replace("data.path", f"data.sources.{name}.path")
             raise DataError(key, error.value, error.reason, error.remedy) from None

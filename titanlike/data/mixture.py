@@ -59,6 +59,8 @@ class Quotas:
         self._constant = all(len(points) == 1 for points in weights)
         self._last = max(points[-1][0] for points in weights)
         self._shares: list[float] | None = None
+        self._due: list[float]
+        self._given: list[int]
         self._restart()
 
     def before(self, step: int) -> list[int]:

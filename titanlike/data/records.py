@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from titanlike.data.corpus import SUFFIXES, parquet_file
 from titanlike.data.errors import DataError
@@ -116,7 +116,7 @@ def _parquet(path: Path, text_key: str) -> Iterator[str | Bad]:
 def opened(path: Path) -> IO[Any]:
     """A file's content, decompressed. Raises DataError for a package that is missing."""
     if path.suffix.lower() == ".gz":
-        return gzip.open(path, "rb")
+        return cast(IO[Any], gzip.open(path, "rb"))  # a BufferedIOBase, in typeshed not an IO
     if path.suffix.lower() == ".zst":
         try:
             import zstandard
@@ -129,5 +129,5 @@ def opened(path: Path) -> IO[Any]:
         reader = zstandard.ZstdDecompressor().stream_reader(
             raw, read_across_frames=True, closefd=True
         )
-        return io.BufferedReader(reader)  # type: ignore[arg-type]
+        return io.BufferedReader(reader)
     return open(path, "rb")  # noqa: SIM115

@@ -9,6 +9,8 @@ alone: not on the mesh, and not on what was read before.
 
 from __future__ import annotations
 
+from typing import overload
+
 import numpy as np
 
 _ROUNDS = 8  # four suffice for large domains (Luby, Rackoff), small ones need eight to be uniform
@@ -23,6 +25,10 @@ def splitmix64(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
+@overload
+def shuffled_index(position: int, size: int, seed: int) -> int: ...
+@overload
+def shuffled_index(position: np.ndarray, size: int, seed: int) -> np.ndarray: ...
 def shuffled_index(position: int | np.ndarray, size: int, seed: int) -> int | np.ndarray:
     """The sample at `position` of the run, in 0..size-1; the epoch is position // size.
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -112,7 +112,7 @@ class PackedSource:
         self._length = max(0, (stop - start - 1) // seq_len)
         self._tokens = open_tokens(path, dtype)
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         # A spawned loader process maps the file again: pickling the map would copy its content.
         return type(self), self._arguments
 
@@ -127,7 +127,7 @@ class PackedSource:
     def read(self, start: int, number: int) -> np.ndarray:
         """So many tokens from `start`, without the map: a page fault may read megabytes ahead."""
         mapped = self._tokens.base
-        assert isinstance(mapped, np.memmap)
+        assert isinstance(mapped, np.memmap) and mapped.filename is not None
         offset = mapped.offset + (self._start + start) * mapped.itemsize
         return np.fromfile(mapped.filename, mapped.dtype, number, offset=offset)
 

@@ -39,6 +39,7 @@ def choose_device(
         if wanted != "auto":
             raise _problem(wanted, "no GPU is visible on this machine", "device=auto")
         return torch.device("cpu"), "no GPU found"
+    assert kind is not None
     if count >= local_ranks:
         reason = "asked for" if wanted != "auto" else f"{_gpus(count)} found"
         return torch.device(kind, local_rank), reason

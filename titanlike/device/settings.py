@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -30,7 +31,8 @@ def deterministic(on: bool) -> Iterator[None]:
     if not on:
         yield
         return
-    cudnn, filling = torch.backends.cudnn, torch.utils.deterministic
+    cudnn = torch.backends.cudnn
+    filling: Any = torch.utils.deterministic  # a module with a property
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     before = cudnn.benchmark, cudnn.deterministic, filling.fill_uninitialized_memory

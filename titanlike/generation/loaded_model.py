@@ -137,7 +137,7 @@ def _copy(rows: TensorRows, name: str, target: Tensor) -> None:
 
 def _of_transformers(saved: SavedModel) -> Any:
     """Their own model, with its `generate`; parameters on meta, buffers with their values."""
-    settings = build_model(saved.model).config  # type: ignore[union-attr]
+    settings: Any = build_model(saved.model).config
     with quiet_import():
         from transformers import AutoModelForCausalLM, GenerationConfig
     with quiet_import(), parameters_on_meta(), torch.device("cpu"):
@@ -158,7 +158,7 @@ def _from_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> Load
     transformers.logging.disable_progress_bar()
     try:
         with quiet_import():
-            load = transformers.AutoModelForCausalLM.from_pretrained
+            load: Any = transformers.AutoModelForCausalLM.from_pretrained
             model = load(folder, dtype=dtype, local_files_only=True).to(device).eval()
     except (OSError, ValueError) as error:
         raise ValueError(f"RUN={folder}: {' '.join(str(error).split())[:300]}") from None

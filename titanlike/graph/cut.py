@@ -85,7 +85,7 @@ def cut(
         needed.append(received)
     if trained is None or len(trained) != len(output):
         trained = [True] * len(output)
-    losses = [leaf.value for leaf, used in zip(output, trained, strict=True) if used]
+    losses = [leaf.tensor for leaf, used in zip(output, trained, strict=True) if used]
     last_uses = recording.gradient_flow.last_uses(losses)
     messages: list[list[Node]] = [[]]  # to each stage
     gradients = [frozenset[Node]()]  # from each stage
@@ -167,7 +167,7 @@ def _cheapest_cut(recording: Recording, at: int, recomputable: set[Node]) -> int
     used = {use for node in nodes[at:] if node not in recomputable for use in node.input_nodes}
     used.update(leaf for leaf in tree_flatten(recording.output)[0] if isinstance(leaf, Node))
     crossing = {node for node in nodes[:at] if node in used and node not in recomputable}
-    cost = {}
+    cost: dict[int, float] = {}
     for place in places:
         if place < at:  # this node is now the later stage's
             crossing.discard(nodes[place])
@@ -197,9 +197,9 @@ def message_problem(graph: StageGraph) -> str:
     """Why a stage's inputs cannot be sent; empty where they can."""
     storages: dict[int, list[Node]] = {}
     for node in graph.receives:
-        if node.value.is_complex():
-            return f"a stage would begin where a tensor of {node.value.dtype} is passed on"
-        storages.setdefault(storage_id(node.value), []).append(node)
+        if node.tensor.is_complex():
+            return f"a stage would begin where a tensor of {node.tensor.dtype} is passed on"
+        storages.setdefault(storage_id(node.tensor), []).append(node)
     for nodes in storages.values():
         if len(nodes) > 1 and any(node.mutated for node in nodes):
             between = "a view of a tensor and a change of it in place"
@@ -213,8 +213,9 @@ def message(node: Node) -> Tensor:
     Only floating-point tensors with a gradient are sent between stages (torch 2.11 sends no
     others): integers become fp64, which holds them exactly up to 2**53.
     """
-    dtype = node.value.dtype if node.value.is_floating_point() else torch.float64
-    return torch.empty(node.value.shape, dtype=dtype, device="meta").requires_grad_()
+    value = node.tensor
+    dtype = value.dtype if value.is_floating_point() else torch.float64
+    return torch.empty(value.shape, dtype=dtype, device="meta").requires_grad_()
 
 
 def messages(graph: StageGraph) -> tuple[list[Tensor], list[Tensor]]:
@@ -225,7 +226,7 @@ def messages(graph: StageGraph) -> tuple[list[Tensor], list[Tensor]]:
 def same_messages(graph: StageGraph, other: StageGraph) -> bool:
     """Whether two stages can take each other's place in a pipeline."""
 
-    def forms(graph: StageGraph) -> list[list[tuple]]:
+    def forms(graph: StageGraph) -> list[list[tuple[Any, ...]]]:
         return [[(tensor.shape, tensor.dtype) for tensor in part] for part in messages(graph)]
 
     return forms(graph) == forms(other)

@@ -53,7 +53,7 @@ class GradientFlow:
                 last[edge] = max(position, last.get(edge, -1))
         found = {node: last[edge] for node, edge in self._edges.items() if edge in last}
         for node in self._nodes:
-            if node.mutated and node.value.requires_grad:
+            if node.mutated and node.tensor.requires_grad:
                 found[node] = end  # its place in the graph changed: any later call may use it
         return found
 

@@ -138,7 +138,7 @@ class ModelGraph:
         }
         if self._traced:
             return trace_forward(self.model, batch)
-        options = {"device": self._device, "buffers": self._buffers}
+        options: dict[str, Any] = {"device": self._device, "buffers": self._buffers}
         return record_forward(self.model, batch, self._names, **options)
 
     def graphs(self, fields: Fields, training: bool) -> list[StageGraph]:

@@ -61,7 +61,7 @@ def recomputed_bytes(node: Node, model: nn.Module, save: Sequence[str]) -> int:
     """Bytes that are kept of a unit whose forward runs again in the backward: what it is given, and
     the results of the operators `save` (as "aten.mm")."""
     call = Call(node, module_of(node, model), META, empty_like)
-    given = sum(use.value.nbytes for use in dict.fromkeys(node.input_nodes) if _is_made(use))
+    given = sum(use.tensor.nbytes for use in dict.fromkeys(node.input_nodes) if _is_made(use))
     if not save:
         return given
     results = _Results(save)
@@ -110,7 +110,7 @@ class Call:
         make: Callable[[Tensor], Tensor],
     ) -> None:
         self._node, self._device = node, device
-        self._inputs = {use: make(use.value) for use in dict.fromkeys(node.input_nodes)}
+        self._inputs = {use: make(use.tensor) for use in dict.fromkeys(node.input_nodes)}
         self.inputs = [*self._inputs.values()]
         self.weights = [self._inputs[use] for use in self._inputs if _is_weight(use)]
         if node.chunked_head is not None:

@@ -159,7 +159,7 @@ class _Recorder(TorchDispatchMode):
                 at = arguments.index("is_causal")
                 flops //= 2 if len(args) > at and args[at] else 1
             elif name.startswith(EXPERTS_PRODUCT):
-                sizes = _of_an_expert(*given[:2], made[0])
+                sizes = _of_an_expert(given[0], given[1], made[0])
         read = sum(min(tensor.nbytes, _storage_bytes(tensor)) for tensor in given)
         written = sum(tensor.nbytes for tensor in made)
         if "embedding" in short or short in ("gather", "index", "index_select"):

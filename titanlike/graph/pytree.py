@@ -18,7 +18,8 @@ def tree_flatten(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]
     """The leaves, and a function that rebuilds the structure from other leaves."""
     outer, spec = pytree.tree_flatten(value)
     leaves: list[Any] = []
-    parts: list[tuple[int, Any, Callable | None]] = []  # (leaves, value, how to rebuild its fields)
+    # (leaves, value, how to rebuild its fields)
+    parts: list[tuple[int, Any, Callable[..., Any] | None]] = []
     for leaf in outer:
         inner, rebuild = [leaf], None
         if is_plain_dataclass(leaf):

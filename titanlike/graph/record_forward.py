@@ -41,7 +41,7 @@ _RANDOM += ("uniform_", "cauchy_", "geometric_", "log_normal_", "rrelu", "gumbel
 _NOT_REPLAYED = ("register_hook", "retain_grad", "backward", "register_post_accumulate_grad_hook")
 _READS_VALUES = ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
 _PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d")
-_DEVICE_PROPERTIES = {  # of a tensor: what the forward sees, from the run's device
+_DEVICE_PROPERTIES: dict[str, Any] = {  # of a tensor: what the forward sees, from the run's device
     "device": lambda device: device,
     **{f"is_{kind}": lambda device, kind=kind: device.type == kind for kind in KINDS},
 }
@@ -214,7 +214,7 @@ class _Interceptor(TorchFunctionMode):
             )
         recorded = name != "__get__" or accessed in _TENSOR_PROPERTIES
         # before the call, which may change its arguments in place
-        arguments = self.builder.with_nodes((args, kwargs)) if recorded else None
+        arguments: Any = self.builder.with_nodes((args, kwargs)) if recorded else None
         random, self._random = self._random, False
         result = function(*args, **kwargs)
         if recorded and (tensors(result) or name == "__setitem__"):

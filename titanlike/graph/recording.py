@@ -59,9 +59,15 @@ class Node:
         return [leaf for leaf in leaves if isinstance(leaf, Node)]
 
     @property
+    def tensor(self) -> Tensor:
+        """`value`, which must be a tensor."""
+        assert self.value is not None
+        return self.value
+
+    @property
     def shape(self) -> torch.Size:
         """Of `value`, which must be a tensor."""
-        return self.value.shape
+        return self.tensor.shape
 
 
 @dataclass(frozen=True)
@@ -147,7 +153,10 @@ class RecordingBuilder:
             node = self._node_of.get(id(tensor))
             if made_by is None and (node is None or node.kind == "weight"):
                 continue
-            maker = made_by or (node.target if node.kind == "unit" else "the model's own forward")
+            maker = made_by
+            if not maker:
+                assert node is not None
+                maker = node.target if node.kind == "unit" else "the model's own forward"
             raise RecordError(
                 f"its {unit} reads a tensor of {maker} that is stored somewhere (in a dict, a list "
                 "or an attribute), not passed as an argument: another stage would not find it",
@@ -195,7 +204,7 @@ class RecordingBuilder:
     def mark_mutated(self) -> None:
         """Set `mutated` of all nodes; raises RecordError for a changed batch."""
         for node, version in self._versions:
-            node.mutated = node.value._version != version
+            node.mutated = node.tensor._version != version
             if node.mutated and node.kind == "input":
                 raise RecordError(
                     f"its forward changes the batch's {node.target} in place",

@@ -103,7 +103,7 @@ class RngMonitor:
 
 
 def _rng_state() -> tuple[Any, ...]:
-    state = np.random.get_state()
+    state: Any = np.random.get_state()
     return random.getstate(), state[1].tobytes(), state[2]
 
 

@@ -46,7 +46,9 @@ class Stage(nn.Module):
         for name in path.split(".") if path else ():
             if name not in module._modules:
                 module.add_module(name, nn.Module())
-            module = module._modules[name]
+            child = module._modules[name]
+            assert child is not None
+            module = child
         return module
 
     def add_forwards(

@@ -74,7 +74,7 @@ class _Writer:
         if node in self._graph.differentiated:
             self._assign(node, f"receive({received})")
         else:
-            dtype = self._constant("dtype", node.value.dtype)
+            dtype = self._constant("dtype", node.tensor.dtype)
             self._assign(node, f"{received}.detach().to({dtype})")
         if node.mutated:
             self._assign(node, f"{name}.clone()")

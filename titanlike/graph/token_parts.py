@@ -160,7 +160,7 @@ class _Divider:
         return dims[:1] if len(dims) == 1 or self._parts.rows else []
 
     def _shape(self, node: Node, dims: Iterable[int]) -> list[int]:
-        shape = list(node.value.shape)
+        shape = list(node.shape)
         for dim in dims:
             shape[dim] //= self._parts.ranks
         return shape
@@ -201,7 +201,7 @@ class _Flow(GradientFlow):
 
 def _like(node: Node, shape: list[int]) -> Tensor:
     """A tensor of another shape, at the same place of the autograd graph."""
-    value = node.value
+    value = node.tensor
     result = torch.empty(shape, dtype=value.dtype, device="meta")
     return DependsOn.apply(result, value) if value.requires_grad else result
 

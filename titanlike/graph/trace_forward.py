@@ -43,7 +43,7 @@ def trace_forward(model: nn.Module, batch: dict[str, Tensor]) -> Recording:
         )
     converter = _Converter()
     names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-    tensors = dict(model.named_parameters(remove_duplicate=False))
+    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     tensors |= dict(model.named_buffers(remove_duplicate=False))
     order = ["inputs"] * len(first) + list(others)  # in which the tracer flattens them
     fields = dict(zip(signature.user_inputs, order, strict=True))
@@ -98,18 +98,20 @@ class _Converter:
         raise AssertionError("a graph ends with its output")
 
     def _call(self, fx_node: fx.Node, known: dict[fx.Node, Any], grad: bool) -> Any:
-        args, kwargs = fx.node.map_arg((fx_node.args, fx_node.kwargs), known.__getitem__)
-        name = getattr(fx_node.target, "__name__", str(fx_node.target))
+        arguments: Any = fx.node.map_arg((fx_node.args, fx_node.kwargs), known.__getitem__)
+        args, kwargs = arguments
+        target: Any = fx_node.target
+        name = getattr(target, "__name__", str(target))
         if name == "wrap_with_set_grad_enabled":
             enabled, subgraph, *given = args
             with torch.set_grad_enabled(enabled):
                 return self.convert(subgraph, given, grad=enabled)
-        operation = isinstance(fx_node.target, OpOverload)
-        builtin = getattr(fx_node.target, "__module__", "") in ("_operator", "builtins", "math")
+        operation = isinstance(target, OpOverload)
+        builtin = getattr(target, "__module__", "") in ("_operator", "builtins", "math")
         if not operation and not builtin:
             reason = f"torch's tracer gives {name}, which contains a subgraph"
             raise RecordError(reason, _ALTERNATIVE)
-        if operation and not fx_node.users and not fx_node.target._schema.is_mutable:
+        if operation and not fx_node.users and not target._schema.is_mutable:
             return None  # an assertion
         position = len(self._nodes)
         for path, _ in fx_node.meta.get("nn_module_stack", {}).values():
@@ -118,15 +120,15 @@ class _Converter:
         values, named = _mapped(
             (args, kwargs), lambda x: self._values[x] if isinstance(x, Node) else x
         )
-        result = fx_node.target(*values, **named)
+        result = target(*values, **named)
         args, kwargs = _mapped((args, kwargs), _with_device_placeholder)
-        random = operation and _is_random(fx_node.target, args)
-        call = (fx_node.target, args, kwargs)
+        random = operation and _is_random(target, args)
+        call = (target, args, kwargs)
         return self.add(Node("function", *call, grad_enabled=grad, random=random), result)
 
     def finish(self, output: Any) -> Recording:
         for node, version in self._versions.items():
-            node.mutated = node.value._version != version
+            node.mutated = node.tensor._version != version
         changed = [n.target for n in self._nodes if n.kind == "weight" and n.mutated]
         if changed:
             raise RecordError(f"its forward changes {changed[0]}", _ALTERNATIVE)

@@ -37,7 +37,8 @@ def meet(
     Raises BarrierTimeout after `timeout` seconds, with the ranks that are missing.
     """
     arrived, complete = f"{name}/arrived", f"{name}/complete"
-    store.append(arrived, f"{json.dumps([rank, message])},")
+    # torch's stub lacks `append`
+    store.append(arrived, f"{json.dumps([rank, message])},")  # type: ignore[attr-defined]
     if store.add(f"{name}/count", 1) == world_size:
         messages = {each: text for each, text in _arrived(store, arrived).items() if text}
         store.set(complete, json.dumps(list(messages.items())))
@@ -71,7 +72,7 @@ def meet_in_groups(
     message: a line.
     """
     key = f"{name}/of/{group}"
-    store.append(key, f"{message}\n")
+    store.append(key, f"{message}\n")  # type: ignore[attr-defined]  # as above
     meet(store, rank, world_size, name, timeout)
     return store.get(key).decode().splitlines()
 

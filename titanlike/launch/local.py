@@ -51,8 +51,8 @@ def run_local(
                 started = workers.take(job.config.world_size, job.function)
                 return _run_workers(job, stop, started)
             except JobFailed as failed:
-                no_more = restart == restarts or restarted_config is None
-                if no_more or failed.permanent or stop.received:
+                no_more = restart == restarts or failed.permanent or stop.received
+                if no_more or restarted_config is None:
                     raise
                 restart += 1
                 job = replace(job, config=restarted_config(failed, restart))

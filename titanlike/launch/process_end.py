@@ -42,7 +42,7 @@ def leave(code: int | str | None) -> NoReturn:
     status = (code or 0) & 0xFF
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: os._exit(status))
-    threading._shutdown()
+    threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter does at its end
     atexit._run_exitfuncs()
     _flush_files()
     try:

@@ -58,5 +58,5 @@ def _first_host(nodes: str) -> str:
 
 
 def _scontrol(*arguments: str) -> str:
-    settings = {"capture_output": True, "text": True, "check": True, "timeout": 30}
-    return subprocess.run(["scontrol", *arguments], **settings).stdout
+    command = ["scontrol", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout

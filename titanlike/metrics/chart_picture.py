@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -64,7 +64,7 @@ class _Shape(NamedTuple):
 def draw(chart: Chart, path: Path, title: str = "") -> None:
     """Write an .svg or .png file. title: instead of the chart's own."""
     figure = _figure(chart, title or chart.title)
-    salt = {
+    salt: dict[Any, Any] = {
         "svg.fonttype": "none",
         "svg.hashsalt": "plan",
         "font.sans-serif": ["DejaVu Sans"],
@@ -147,7 +147,8 @@ def _draw_rows(axes: Axes, chart: Chart, shapes: list[_Shape], width: float) -> 
         size = min(8.0, room / (1.25 * max(1, len(shape.label))))
         if shape.label and size >= 3.5:
             middle = (shape.start + shape.end) / 2
-            style = {"ha": "center", "va": "center", "color": "white" if shape.first else _INK}
+            color = "white" if shape.first else _INK
+            style: dict[str, Any] = {"ha": "center", "va": "center", "color": color}
             axes.text(middle, shape.rank, shape.label, fontsize=size, clip_on=True, **style)
     axes.set_xlim(0, step)
     axes.set_ylim(ranks - 0.5, -0.5)

@@ -162,7 +162,8 @@ def _line_start(text: mmap.mmap, near: int) -> int:
 
 def _events(path: Path) -> list[dict[str, Any]]:
     """Few saves, and the newest of the others."""
-    saves, others = [], []
+    saves: list[dict[str, Any]] = []
+    others: list[dict[str, Any]] = []
     for event in _lines(path):
         kind = event.get("event")
         if isinstance(kind, str):
@@ -184,6 +185,7 @@ def _event_text(event: dict[str, Any]) -> str:
 def _starts(starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     shown = []
     for before, start in itertools.pairwise([None, *starts]):
+        assert start is not None  # the first alone has none before it
         overrides = start.get("overrides")
         changed = before and changed_keys(_object(before.get("config")), _object(start["config"]))
         shown.append(

@@ -72,7 +72,7 @@ def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 def flat(plain: dict[str, Any], prefix: str = "") -> dict[str, str]:
     """Dotted key -> value, as an override has it, of a plain config; credentials are ***."""
-    found = {}
+    found: dict[str, str] = {}
     for name, value in plain.items():
         if isinstance(value, dict) and value:
             found |= flat(value, f"{prefix}{name}.")

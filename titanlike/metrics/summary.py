@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from titanlike.config import files
 
@@ -85,7 +85,7 @@ def objective_value(name: str, numbers: Summary) -> float | None:
     return getattr(numbers, name)
 
 
-def _last_records(file: BinaryIO) -> list[dict[str, Any]]:
+def _last_records(file: IO[bytes]) -> list[dict[str, Any]]:
     """The last records of a metrics.jsonl, STEPS at most, in order."""
     end = file.seek(0, os.SEEK_END)
     start, data = end, b""
@@ -99,7 +99,7 @@ def _last_records(file: BinaryIO) -> list[dict[str, Any]]:
     return list(parse_records(complete[-STEPS:]))
 
 
-def _last_val_loss(file: BinaryIO) -> float | None:
+def _last_val_loss(file: IO[bytes]) -> float | None:
     """The last one in the file, searched from its end."""
     position = file.seek(0, os.SEEK_END)
     rest = b""  # the part of a line that begins in the block before

@@ -46,7 +46,7 @@ class _Table:
     def made(self) -> Any:
         import wandb
 
-        columns = [*self.rows[0]] if self.rows else []
+        columns: list[str | int] = [*self.rows[0]] if self.rows else []
         return wandb.Table(columns=columns, data=[[*row.values()] for row in self.rows])
 
 
@@ -293,7 +293,8 @@ def _end_service() -> None:
         with contextlib.suppress(Exception, SystemExit):
             from wandb.sdk import wandb_setup  # no public API for the process (as of 0.31)
 
-            wandb_setup.singleton()._connection._proc._process.kill()
+            connection: Any = wandb_setup.singleton()._connection
+            connection._proc._process.kill()
         with contextlib.suppress(Exception, SystemExit):  # it exits with wandb-core's code
             wandb.teardown()
 

@@ -95,13 +95,16 @@ def takes_offsets(q: Tensor, v: Tensor) -> bool:
 def _varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # late: it imports torch's compiler
 
-    packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # [B * T, H or K, E]
+    # [B * T, H or K, E]
+    queries, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     offsets, longest = documents.spans[0], documents.spans.size(0)
     left = -1 if documents.window is None else documents.window - 1
     # flash alone: cuDNN, which torch 2.15 prefers here, plans anew for each number of documents
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        result = varlen_attn(
-            *packed,
+        result: Any = varlen_attn(
+            queries,
+            keys,
+            values,
             offsets,
             offsets,
             longest,
@@ -113,11 +116,11 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float 
     return result.unflatten(0, (q.size(0), -1)).transpose(1, 2)  # [B, H, T, E]
 
 
-def _grouping(grouped: bool) -> dict[str, bool]:
+def _grouping(grouped: bool) -> dict[str, Any]:
     """varlen_attn's argument for K < H; torch 2.11 has none, and takes them."""
     from torch.nn.attention.varlen import varlen_attn
 
-    known = "enable_gqa" in varlen_attn.__kwdefaults__
+    known = "enable_gqa" in (varlen_attn.__kwdefaults__ or {})
     return {"enable_gqa": True} if grouped and known else {}
 
 
@@ -131,7 +134,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | 
     from torch.nn.attention.flex_attention import flex_attention  # late, as varlen_attn
 
     blocks = document_blocks(documents, q.size(0), q.size(2))
-    flex = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
+    flex: Any = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
     return flex(q, k, v, block_mask=blocks, scale=scale, enable_gqa=q.size(1) != k.size(1))
 
 

@@ -55,8 +55,9 @@ def _unregistered_tensor(model: nn.Module) -> str | None:
 
 def _initial_problems(config: Config, model: nn.Module) -> list[Problem]:
     """Check what `model.initial(name)` returns; reports the first problem."""
+    initial: Any = model.initial
     for name, _ in model.named_parameters():
-        answer = model.initial(name)
+        answer = initial(name)
         pair = isinstance(answer, tuple) and len(answer) == 2
         if not pair or not all(isinstance(number, (int, float)) for number in answer):
             reason = f"its initial({name!r}) returned {answer!r}"

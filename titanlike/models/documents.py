@@ -7,7 +7,7 @@ Shapes: B sequences of T tokens, N documents in all of them together.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +69,8 @@ def sequence_spans(ids: Tensor) -> Tensor:
 
 def with_host_copy(tensor: Tensor, host: Tensor) -> Tensor:
     """The same tensor, which knows its copy on the CPU; so do its microbatches, as views of it."""
-    tensor.host_copy = host
+    marked: Any = tensor
+    marked.host_copy = host
     return tensor
 
 
@@ -139,7 +140,10 @@ def document_blocks(documents: Documents, batch: int, tokens: int) -> BlockMask:
         order = dense.argsort(dim=-1, descending=True, stable=True)
         lists += [dense.sum(-1, dtype=torch.int32), order.int()]
     return BlockMask.from_kv_blocks(
-        *lists,
+        lists[0],
+        lists[1],
+        lists[2],
+        lists[3],
         BLOCK_SIZE=_TILE,
         mask_mod=attends,
         seq_lengths=(tokens, tokens),

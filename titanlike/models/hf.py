@@ -50,7 +50,7 @@ def hf(
     *,
     path: str | None = None,
     family: str | None = None,
-    config: dict | None = None,
+    config: dict[str, Any] | None = None,
     vocab_size: int | None = None,
     max_seq_len: int | None = None,
     attention: str | None = None,
@@ -75,12 +75,13 @@ def hf(
     settings = settings_of(transformers, path, family, dict(config or {}), vocab_size, max_seq_len)
     eager = needs_eager(transformers, settings)
     _check_choices(settings, path, attention, weights, eager)
-    load = path and weights != "scratch" and has_weights(Path(path))
+    folder = Path(path) if path else None
+    load = folder is not None and weights != "scratch" and has_weights(folder)
     try:
         model = _construct(settings, attention or ("eager" if eager else "sdpa"))
     except (KeyError, AttributeError) as error:  # of a wrong config
         raise ValueError(f"config={{...}}: {type(error).__name__} {error}") from error
-    model.set_up(Path(path) if load else None)
+    model.set_up(folder if load else None)
     return model
 
 
@@ -130,12 +131,13 @@ class Decoder(nn.Module):
         mask: Tensor | None = None,
     ) -> Tensor:
         """document_ids, positions, mask: see `attention_inputs` in `packing.py`."""
-        by_offsets = self.config._attn_implementation == hf_attention.NAME
+        config: Any = self.config
+        by_offsets = config._attn_implementation == hf_attention.NAME
         positions, allowed = attention_inputs(ids, document_ids, positions, mask, by_offsets)
         given: dict[str, Any] = {"input_ids": ids, "use_cache": False}
         if "position_ids" in inspect.signature(super().forward).parameters:
             given["position_ids"] = positions[None] if positions.dim() == 1 else positions
-        with _our_masks(self, ids, allowed), _shapes_of_experts(self.config, ids):
+        with _our_masks(self, ids, allowed), _shapes_of_experts(config, ids):
             return super().forward(**given).logits
 
     def warn_if_padding_and_no_attention_mask(self, *_: Any) -> None:
@@ -149,7 +151,8 @@ class Decoder(nn.Module):
         """See `titanlike.parallel.initialize`."""
 
         def build() -> Decoder:
-            return _construct(self.config, self.config._attn_implementation)
+            config: Any = self.config
+            return _construct(config, config._attn_implementation)
 
         scratch = ScratchWeights(build, seed, everything=self._folder is None)
         folder = self._folder
@@ -164,9 +167,10 @@ class Decoder(nn.Module):
 
         Only the experts that a token is routed to count.
         """
-        config = self.config
-        embedding = self.get_input_embeddings().weight
-        tied = self.get_output_embeddings().weight is embedding
+        model: Any = self
+        config = model.config
+        embedding = model.get_input_embeddings().weight
+        tied = model.get_output_embeddings().weight is embedding
         chosen = getattr(config, "num_experts_per_tok", None) or 1
         matrices = 0.0
         for parameter in self.parameters():
@@ -187,9 +191,8 @@ def _construct(settings: PreTrainedConfig, attention: str) -> Any:
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     hf_attention.register()
-    if attention == "sdpa" and hf_attention.takes_documents(
-        MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
-    ):
+    known: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    if attention == "sdpa" and hf_attention.takes_documents(known[type(settings)]):
         attention = hf_attention.NAME
 
     # of a mixture of experts: one that does not branch on values
@@ -199,6 +202,7 @@ def _construct(settings: PreTrainedConfig, attention: str) -> Any:
     )
     kind = type(model)
     model.__class__ = type(kind.__name__, (Decoder, kind), {"__module__": kind.__module__})
+    module: Any
     for module in model.modules():  # GPT-2 calls it of its inner model
         if hasattr(module, "warn_if_padding_and_no_attention_mask") and module is not model:
             module.warn_if_padding_and_no_attention_mask = lambda *_: None
@@ -282,7 +286,7 @@ def _mask_function(ids: Tensor, allowed: Tensor | Documents | None, window: str 
             return allowed._replace(window=width if slides else None)
         at = torch.arange(tokens, device=ids.device)
         mask = (at[:, None] >= at)[None, None] if allowed is None else allowed
-        if slides:
+        if slides and width is not None:
             mask = mask & (at[:, None] - at < width)
         if not allow_is_causal_skip:  # the model uses the mask's shape
             mask = mask.expand(ids.size(0), 1, tokens, tokens)

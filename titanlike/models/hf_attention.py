@@ -15,7 +15,7 @@ from titanlike.models.documents import Documents
 NAME = "titanlike"  # among transformers' attention functions, beside sdpa and eager
 
 
-def takes_documents(kind: type) -> bool:
+def takes_documents(kind: Any) -> bool:
     """Whether a class of transformers hands its mask to the attention function unseen.
 
     Those that may be given flex attention's mask, which is no tensor either, do.

@@ -38,7 +38,7 @@ def settings_of(
     transformers: Any,
     path: str | None,
     family: str | None,
-    config: dict,
+    config: dict[str, Any],
     vocab_size: int | None,
     max_seq_len: int | None,
 ) -> PreTrainedConfig:
@@ -50,7 +50,7 @@ def settings_of(
     else:
         reason = "give a folder or a family" if path is None else "give model.path or model.family"
         raise ValueError(f"path={path or 'null'}: {reason}; write model.family=llama")
-    _check_family(settings.model_type, "path" if path else "family", path or family)
+    _check_family(settings.model_type, "path" if path else "family", path or family or "")
     _check_keys(settings, config)
     plain = settings.to_dict() if path else {}
     changes = {settings.attribute_map.get(key, key): value for key, value in config.items()}
@@ -76,7 +76,11 @@ def read_config(transformers: Any, path: str) -> PreTrainedConfig:
 
 
 def _from_family(
-    transformers: Any, family: str, config: dict, vocab_size: int | None, max_seq_len: int | None
+    transformers: Any,
+    family: str,
+    config: dict[str, Any],
+    vocab_size: int | None,
+    max_seq_len: int | None,
 ) -> PreTrainedConfig:
     """The family's default config; adds to `config` what depends on the data."""
     _check_family(family, "family", family)
@@ -95,7 +99,7 @@ def _from_family(
     return settings
 
 
-def _check_keys(settings: PreTrainedConfig, config: dict) -> None:
+def _check_keys(settings: PreTrainedConfig, config: dict[str, Any]) -> None:
     """Raise ValueError for keys that transformers' config does not have."""
     known = {*settings.to_dict(), *settings.attribute_map}
     parameters = inspect.signature(type(settings)).parameters

@@ -24,6 +24,8 @@ class SortedExperts(nn.Module):
     num_experts: int
     top_k: int
     _apply_gate: Any
+    gate_up_proj: Tensor
+    down_proj: Tensor
 
     def __call__(self, tokens: Tensor, *given: Tensor) -> Any:
         """given: chosen and weights [N, K], of transformers; or counts [E], of the contract."""
@@ -39,11 +41,14 @@ class SortedExperts(nn.Module):
 
 def sort_tokens(model: nn.Module, top_k: int) -> None:
     """Give the experts of a model this form. top_k: experts that a token goes to."""
+    module: Any
+    experts: Any
     for module in list(model.modules()):
         for experts in module.children():
             if not _fits(experts):
                 continue
-            experts.__class__ = _sorted_class(type(experts))
+            kind: Any = type(experts)
+            experts.__class__ = _sorted_class(kind)
             experts.top_k = top_k
             module.token_wise = True  # computes each token by itself
 

@@ -59,7 +59,9 @@ class ScratchWeights:
             return self._custom[name][place]
         rows, *inside = place or (slice(0, 1),)
         out = torch.empty(0)
-        for write in self._writes[name]:
+        writes = self._writes[name]
+        assert writes is not None
+        for write in writes:
             if write.row is None:
                 threads = drawing_threads()
                 out = draw(shape, rows, self._seed, name, write.mean, write.std, threads)
@@ -118,7 +120,8 @@ class _Recorder(TorchFunctionMode):
         if distribution is None or (row is not None and (before is None or distribution[1] != 0)):
             self.writes[name] = None
         else:
-            self.writes[name] = [*(before if row is not None else []), Write(row, *distribution)]
+            written = before or []
+            self.writes[name] = [*(written if row is not None else []), Write(row, *distribution)]
 
 
 def _distribution(
@@ -131,6 +134,6 @@ def _distribution(
     if called == "normal_":
         return float(given.get("mean", 0.0)), float(given.get("std", 1.0))
     if called in ("fill_", "constant_"):
-        value = args[1] if len(args) > 1 else kwargs.get("val", kwargs.get("value"))
+        value: Any = args[1] if len(args) > 1 else kwargs.get("val", kwargs.get("value"))
         return float(value), 0.0
     return None

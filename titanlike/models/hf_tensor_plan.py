@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import nn
 
@@ -38,7 +38,7 @@ _LLAMA = {
     "layers.*.mlp.down_proj": "rowwise",
 }
 # of families for which transformers has none
-_OWN = {
+_OWN: dict[str, Any] = {
     "gpt2": {
         "h.*.attn.c_attn": {"packed_colwise": 3},
         "h.*.attn.c_proj": "rowwise",
@@ -67,7 +67,7 @@ _BETWEEN = re.compile(r"self_attn\.(q|k|query|key)_layernorm|mlp\.act_fn")
 _EXPERTS = "experts are not divided by tp"
 
 
-def has_transformers_plan(model: nn.Module) -> bool:
+def has_transformers_plan(model: nn.Module) -> TypeGuard[PreTrainedModel]:
     """Whether a model is one of transformers."""
     return hasattr(getattr(model, "config", None), "base_model_tp_plan")
 
@@ -79,7 +79,7 @@ def transformers_plan(model: PreTrainedModel, size: int) -> dict[str, Any]:
     """
     settings, prefix = model.config, model.base_model_prefix
     sets_sizes = hasattr(model, "tp_divided")
-    of_base = getattr(settings, "base_model_tp_plan", None) or {}
+    of_base: dict[str, Any] = getattr(settings, "base_model_tp_plan", None) or {}
     if sets_sizes:
         of_base = of_base or _OWN.get(settings.model_type, {})
     if not of_base:
@@ -131,9 +131,9 @@ def _set_heads(name: str, attention: nn.Module, q: nn.Module, k: nn.Module) -> N
         return
     queries, keys = _output_features(q), _output_features(k)
     sizes = {"num_key_value_groups": queries // keys}
-    if hasattr(attention, "head_dim"):
-        sizes["num_heads"] = queries // attention.head_dim
-        sizes["num_key_value_heads"] = keys // attention.head_dim
+    if (width := getattr(attention, "head_dim", None)) is not None:
+        sizes["num_heads"] = queries // width
+        sizes["num_key_value_heads"] = keys // width
     for key, value in sizes.items():
         if hasattr(attention, key):
             setattr(attention, key, value)
@@ -143,7 +143,7 @@ def _is_divided(linear: nn.Module) -> bool:
     return style_of(linear) in ("colwise", "colwise_kv")
 
 
-def _output_features(linear: nn.Module) -> int:
+def _output_features(linear: Any) -> int:
     """Of what a linear layer of a divided model returns."""
     if style_of(linear) == "colwise_gather":
         return linear.tp_rows

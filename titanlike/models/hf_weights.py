@@ -58,7 +58,9 @@ class FolderWeights:
     def buffer(self, name: str) -> Tensor:
         """From the files where they contain it."""
         if name in self._sources:
-            return self.files.handle(self._sources[name]).get_tensor(self._sources[name])
+            source = self._sources[name]
+            assert isinstance(source, str), "only parameters are stored in several tensors"
+            return self.files.handle(source).get_tensor(source)
         assert self._buffer is not None
         return self._buffer(name)
 

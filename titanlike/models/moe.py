@@ -60,6 +60,8 @@ class RoutedFeedForward(nn.Module):
     """
 
     token_wise = True  # computes each token by itself
+    bias: Tensor  # [E], with routing.bias_rate
+    load: Tensor  # [E], with routing.balance_loss
 
     def __init__(self, dim: int, experts: int, expert_dim: int, shared_dim: int, routing: Routing):
         super().__init__()

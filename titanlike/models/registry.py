@@ -185,7 +185,7 @@ def constructed_buffers(model: Custom, seed: int) -> dict[str, torch.Tensor]:
 
 def initial_weights_of(model: Custom, seed: int) -> initialize.InitialWeights:
     """The initial weights of a model, see `titanlike.parallel.initialize`."""
-    meta = build_model(model)
+    meta: Any = build_model(model)
     if hasattr(meta, "initial_weights"):
         return meta.initial_weights(seed)
     initial = getattr(meta, "initial", None)

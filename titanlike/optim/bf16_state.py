@@ -11,7 +11,7 @@ every resumed run rounds alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class Bf16StateAdamW(SkippingOptimizer):
         self._positions: dict[nn.Parameter, Positions] = {}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         assert closure is None
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -107,7 +107,8 @@ class Positions:
 
     def __init__(self, tensor: Tensor, part: Part | None = None) -> None:
         """tensor: FSDP's shards, a tensor-parallel rank's part, both, or the whole."""
-        self._strides = []  # of each dimension, what a step along it adds; the first is of rows
+        # of each dimension, what a step along it adds; the first is of rows
+        self._strides: list[int] = []
         for size in reversed(tensor.shape[1:] if part is None else part.shape[1:]):
             self._strides.insert(0, size * (self._strides[0] if self._strides else 1))
         self._strides.append(1)

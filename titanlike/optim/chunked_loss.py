@@ -67,6 +67,8 @@ class ChunkedHead:
             head = self.head.target
             return lambda x, targets, *weights: self._in_chunks(head, x, targets, weights, ())
 
+        patched: Any = module
+
         def with_module(x: Tensor, targets: Tensor) -> Tensor:
             forward = module.forward
             own = "forward" in vars(module)
@@ -74,12 +76,12 @@ class ChunkedHead:
             def summed_loss(x: Tensor, targets: Tensor) -> Tensor:
                 return self._in_chunks(forward, x, targets, (), tuple(module.parameters()))
 
-            module.forward = summed_loss  # type: ignore[method-assign]
+            patched.forward = summed_loss
             try:
                 return module(x, targets)
             finally:
                 if own:
-                    module.forward = forward  # type: ignore[method-assign]
+                    patched.forward = forward
                 else:
                     del module.forward
 
@@ -215,7 +217,7 @@ def _style(head: ChunkedHead, model: nn.Module) -> str:
 
 def _tokens(head: ChunkedHead, model: nn.Module) -> torch.Size:
     """The shape of the tokens that the head sees: all, of which a tensor-parallel rank has a part."""
-    tokens = list(head.x.value.shape[:-1])
+    tokens = list(head.x.shape[:-1])
     if head.head.kind == "unit" and tokens:
         tokens[-1] *= gathered_parts(model.get_submodule(head.head.target))
     return torch.Size(tokens)
@@ -224,12 +226,13 @@ def _tokens(head: ChunkedHead, model: nn.Module) -> torch.Size:
 def with_chunked_loss(graph: StageGraph, chunked: ChunkedHead) -> StageGraph:
     """The last stage's graph with the summed loss in place of the logits."""
     targets = Node("input", "targets")
-    empty = torch.empty(1, device="meta").requires_grad_(bool(chunked.x.value.requires_grad))
+    empty = torch.empty(1, device="meta").requires_grad_(bool(chunked.x.tensor.requires_grad))
     head, replaced = chunked.head, {chunked.head, *chunked.epilogue}
     args = (chunked.x, targets, *chunked.weights)
     loss = replace(head, args=args, kwargs={}, value=empty, chunked_head=chunked)
     nodes = [node for node in graph.nodes if node not in replaced]
-    changes = {"sends": [loss], "output": loss, "differentiated_later": frozenset([loss])}
+    changes: dict[str, Any] = {"sends": [loss], "output": loss}
+    changes["differentiated_later"] = frozenset([loss])
     return replace(graph, nodes=[*nodes, targets, loss], **changes)
 
 
@@ -244,7 +247,7 @@ def loss_of_output(loss: Loss, graph: StageGraph, output: Any, targets: Tensor) 
         """An integer output as integer again: `stage_forward.to_send` made it fp64."""
         if not isinstance(leaf, Node):
             return leaf
-        tensor, meta = next(given), leaf.value
+        tensor, meta = next(given), leaf.tensor
         same_kind = tensor.is_floating_point() == meta.is_floating_point()
         return tensor if same_kind else tensor.to(meta.dtype)
 
@@ -300,10 +303,10 @@ def _no_head_error(node: Node, model: nn.Module) -> RecordError:
 
 def _is_token_wise(head: ChunkedHead) -> bool:
     """Whether the epilogue gives the same for each token alone as for all tokens, on random logits."""
-    shape = head.head.value.shape
+    shape = head.head.shape
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(*[1] * (len(shape) - 2), 4, shape[-1], generator=generator)
-    logits = logits.to(head.head.value.dtype)
+    logits = logits.to(head.head.tensor.dtype)
     try:
         alone = [head.apply_epilogue(logits[..., i : i + 1, :].clone()) for i in range(4)]
         return torch.equal(head.apply_epilogue(logits.clone()), torch.cat(alone, dim=-2))

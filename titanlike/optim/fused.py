@@ -7,7 +7,7 @@ begins as zeros before its first update, not within it: that one may be skipped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,10 +47,11 @@ class _Fused(SkippingOptimizer):
     """Updates parameters that share a flag together."""
 
     def __init__(self, groups: Any, **options: Any) -> None:
-        super().__init__(groups, fused=True, **options)
+        settings: dict[str, Any] = {**options, "fused": True}
+        super().__init__(groups, **settings)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         assert closure is None
         for group in self.param_groups:
             for parameters, skip in self.by_skip(group["params"]):

@@ -71,7 +71,9 @@ class Loss:
 
     def measure(self, output: Any, targets: Tensor) -> tuple[Tensor, float]:
         """(sum, count) of a whole batch at once."""
-        return self.total(output, targets), float(self.count(targets))
+        count = self.count(targets)
+        assert count is not None, "a loss without a count of targets has a `measure` of its own"
+        return self.total(output, targets), float(count)
 
 
 class CrossEntropy(Loss):
@@ -217,8 +219,8 @@ def build_loss(
         return _own(config, device)
     if isinstance(config, schema.Mse):
         return Mse()
-    chunked = isinstance(config, schema.ChunkedCrossEntropy)
-    return CrossEntropy(config.chunk if chunked else None, vocabulary)
+    chunk = config.chunk if isinstance(config, schema.ChunkedCrossEntropy) else None
+    return CrossEntropy(chunk, vocabulary)
 
 
 def takes_divided_logits(config: Settings) -> bool:

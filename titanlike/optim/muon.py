@@ -10,7 +10,7 @@ Test: `test_fences.py::test_torchs_muon_sends_many_messages_and_rounds_otherwise
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -50,11 +50,10 @@ class Muon(SkippingOptimizer):
         self._config, self._dtype = config, dtype
         flat = [matrix for matrix in matrices if matrix.dim() == 2]
         self._shared = (group or shard_group(flat[0])) if flat else None
-        of_matrices = flat, parts or {}, self._shared
-        self._orthogonalize = Orthogonalizer(*of_matrices, config.ns_steps)
+        self._orthogonalize = Orthogonalizer(flat, parts or {}, self._shared, config.ns_steps)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         """Collective over the ranks that share the matrices; a matrix without gradient is left
         alone."""
         assert closure is None
@@ -93,6 +92,7 @@ class Muon(SkippingOptimizer):
     def _update(self, parameter: nn.Parameter) -> Tensor:
         """What this rank has of the momentum, which is moved on, where it is orthogonalized."""
         state, momentum = self.state[parameter], self._config.momentum
+        assert parameter.grad is not None
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter.grad)
         gradient, mean = local(parameter.grad), local(state["momentum_buffer"])

@@ -84,7 +84,8 @@ def build_optimizers(
     Collective over these ranks.
     """
     choice = config.optimizer
-    rest, optimizers = dict(parameters), []
+    rest: dict[str, nn.Parameter] = dict(parameters)
+    optimizers: list[torch.optim.Optimizer] = []
     parts = {
         parameters[name]: placement.part
         for name, placement in (placements or {}).items()
@@ -92,6 +93,7 @@ def build_optimizers(
     }
     hidden = muon.hidden_matrices(model, choice)
     if matrices := [rest.pop(name) for name in parameters if name in hidden]:
+        assert isinstance(choice, Muon)
         # in bf16 only where gradients are no more exact
         optimizers = [muon.Muon(matrices, choice, compute_dtype(config), parts, group)]
     if rest or not optimizers:  # neither: a stage of buffers alone
@@ -120,7 +122,7 @@ def _elementwise_optimizer(
     if isinstance(choice, Muon) and choice.adamw_lr is not None:
         lr = choice.adamw_lr
     groups = [{**group, "initial_lr": lr} for group in groups]
-    options = {"lr": lr, "betas": tuple(choice.betas), "eps": choice.eps}
+    options: dict[str, Any] = {"lr": lr, "betas": tuple(choice.betas), "eps": choice.eps}
     if choice.state_dtype == "bf16":
         seeds = {p: piece_seed(config.seed, f"rounding of {n}", 0) for n, p in parameters.items()}
         return Bf16StateAdamW(groups, seeds, parts, **options)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from titanlike.parallel.tp.part import Part, Slices, pieces
@@ -78,8 +78,8 @@ class Orthogonalizer:
 
     def __init__(
         self,
-        matrices: Sequence[Tensor],
-        parts: Mapping[Tensor, Part | None],
+        matrices: Sequence[nn.Parameter],
+        parts: Mapping[nn.Parameter, Part | None],
         group: dist.ProcessGroup | None,
         steps: int,
     ) -> None:
@@ -102,7 +102,7 @@ class Orthogonalizer:
                 for at, (shape, places) in enumerate(found)
             ]
 
-    def __call__(self, matrices: Sequence[Tensor], updates: Sequence[Tensor]) -> list[Tensor]:
+    def __call__(self, matrices: Sequence[nn.Parameter], updates: Sequence[Tensor]) -> list[Tensor]:
         """Collective over the group; the results are in the form of the updates.
 
         matrices: some of those given before; updates: what this rank has of what is orthogonalized

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,12 @@ from titanlike.torch_private.autograd import in_backward
 from titanlike.torch_private.base_classes import BatchNorm
 
 
-def has_statistics(module: nn.Module) -> bool:
+def has_statistics(module: nn.Module) -> TypeGuard[BatchNorm]:
     """Whether it is a batch norm that keeps running statistics."""
     return isinstance(module, BatchNorm) and module.running_mean is not None
 
 
-def freeze_statistics(model: nn.Module) -> list[nn.Module]:
+def freeze_statistics(model: nn.Module) -> list[BatchNorm]:
     """Stop training forwards from updating running statistics; the batch norms that have some.
 
     They still normalize by the batch's statistics in training, by the running ones in evaluation.
@@ -73,7 +73,7 @@ class BatchNorms:
     def __init__(self, stages: Iterable[nn.Module], mesh: Mesh) -> None:
         """Stops training forwards from updating the modules' running statistics."""
         self._mesh = mesh
-        self._modules: list[nn.Module] = []
+        self._modules: list[BatchNorm] = []
         # of each module, one for each of its calls in a forward, over all microbatches
         self._moments: dict[nn.Module, list[Moments]] = {}
         self._calls: Counter[nn.Module] = Counter()  # in the current forward
@@ -107,7 +107,7 @@ class BatchNorms:
         if not collected:
             return
         # the running mean, the same on all ranks, serves as the center of the sums
-        centers = [module.running_mean.to(m.mean) for module, m in collected]
+        centers = [_running_mean(module).to(m.mean) for module, m in collected]
         parts = [m.sums_about(center) for (_, m), center in zip(collected, centers, strict=True)]
         flat = torch.cat(parts)
         if self._mesh.stage_copies > 1:
@@ -120,19 +120,24 @@ class BatchNorms:
             variance = (second - count * offset**2) / (count - 1)
             _update_running(module, center + offset, variance, skip)
 
-    def _collect(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+    def _collect(self, module: BatchNorm, args: tuple[Tensor, ...]) -> None:
         # a module that is recomputed (activation checkpointing) runs again in the backward
         if not (self._collecting and module.training) or in_backward():
             return
         moments, call = self._moments[module], self._calls[module]
         self._calls[module] += 1
         if call == len(moments):
-            moments.append(Moments(module.running_mean))
+            moments.append(Moments(_running_mean(module)))
         with torch.no_grad():
             moments[call].add(args[0].detach())
 
 
-def _update_running(module: nn.Module, mean: Tensor, variance: Tensor, skip: Tensor | None) -> None:
+def _running_mean(module: BatchNorm) -> Tensor:
+    assert module.running_mean is not None
+    return module.running_mean
+
+
+def _update_running(module: BatchNorm, mean: Tensor, variance: Tensor, skip: Tensor | None) -> None:
     """One step of the running statistics, as nn.BatchNorm makes it. variance: unbiased."""
     share: Any = module.momentum
     if module.num_batches_tracked is not None:
@@ -140,5 +145,6 @@ def _update_running(module: nn.Module, mean: Tensor, variance: Tensor, skip: Ten
         if share is None:  # the average of all steps
             share = 1.0 / module.num_batches_tracked.double()
     for running, value in ((module.running_mean, mean), (module.running_var, variance)):
+        assert running is not None
         updated = running.double() * (1 - share) + value * share
         running.copy_(updated if skip is None else torch.where(skip > 0, running, updated))

@@ -48,8 +48,8 @@ def _(counts: Tensor, total: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Layer:
-    holder: nn.Module  # whose child the experts are
-    experts: nn.Module
+    holder: Any  # the module whose child the experts are
+    experts: Any
     total: Tensor  # tokens of each expert in this step, on this rank: int64
 
 
@@ -76,7 +76,8 @@ class ExpertBalance:
         for stage in stages:
             for name, experts in experts_of(stage).items():
                 holder = stage.get_submodule(name.rpartition(".")[0])
-                total = torch.zeros(experts.num_experts, dtype=torch.int64, device=mesh.device)
+                count: Any = experts.num_experts
+                total = torch.zeros(count, dtype=torch.int64, device=mesh.device)
                 vars(experts)[_BEFORE] = vars(experts).get("forward")
                 vars(experts)[_TOTAL] = total
                 # not a closure: of blocks whose experts have other functions each is compiled

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -161,18 +161,19 @@ def parameters_on_meta(
 
     keep: (module, a parameter's name in it) -> whether that one is real, too.
     """
-    register = nn.Module.register_parameter
+    patched: Any = nn.Module
+    register = patched.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not parameter.is_meta and not keep(module, name):
             parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    patched.register_parameter = on_meta
     try:
         yield
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        patched.register_parameter = register
 
 
 @torch.no_grad()

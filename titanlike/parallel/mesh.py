@@ -65,13 +65,13 @@ class Mesh:
 
     def context_ranks(self) -> list[int]:
         """The ranks that have the sequences of this rank, in order."""
-        pp_rank, replica, shard, *others = self.axes.get_coordinate()
+        pp_rank, replica, shard, *others = _coordinate(self.axes)
         start = shard // self.cp * self.cp
         return self.axes.mesh[(pp_rank, replica, slice(start, start + self.cp), *others)].tolist()
 
     def pipeline_ranks(self) -> list[int]:
         """The ranks of this rank's pipeline, by pipeline rank."""
-        _, *others = self.axes.get_coordinate()
+        _, *others = _coordinate(self.axes)
         return self.axes.mesh[(slice(None), *others)].tolist()
 
     def stage_ranks(self, pp_rank: int) -> list[int]:
@@ -80,7 +80,7 @@ class Mesh:
 
     def tensor_ranks(self, count: int) -> list[int]:
         """The ranks of the block of `count` neighbours along tp that this one is in."""
-        *others, mine = self.axes.get_coordinate()
+        *others, mine = _coordinate(self.axes)
         start = mine // count * count
         return self.axes.mesh[(*others, slice(start, start + count))].tolist()
 
@@ -159,9 +159,15 @@ def lay_mesh(
     return mesh if config.ep == 1 else _with_experts(mesh, config)
 
 
+def _coordinate(axes: DeviceMesh) -> tuple[Any, ...]:
+    place = axes.get_coordinate()
+    assert place is not None, "every rank is in the mesh"
+    return tuple(place)
+
+
 def _with_experts(mesh: Mesh, config: Config) -> Mesh:
     """The ranks of the axis shard are ep neighbours, so many times. Collective."""
-    coordinate, every = mesh.axes.get_coordinate(), mesh.axes.mesh
+    coordinate, every = _coordinate(mesh.axes), mesh.axes.mesh
     pp_rank, _, shard, *others = coordinate
     first = shard // config.ep * config.ep
     together = every[(*coordinate[:2], slice(first, first + config.ep), *others)]

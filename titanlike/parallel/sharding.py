@@ -11,6 +11,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -48,7 +50,8 @@ def shard_stage(
     dtype = torch.bfloat16 if config.precision.low else None
     # reduce_dtype is always given: left out, it means bf16 in torch 2.13 and fp32 in 2.15.
     precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
-    options = {"mesh": mesh.axes[axes], "reshard_after_forward": zero == 3, "mp_policy": precision}
+    options: dict[str, Any] = {"mesh": mesh.axes[axes], "mp_policy": precision}
+    options["reshard_after_forward"] = zero == 3
     if config.fsdp.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=is_accelerator(mesh.device))
     if mesh.expert_axes is not None:  # before the blocks that they are in

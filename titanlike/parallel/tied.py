@@ -56,7 +56,7 @@ def tie(
     stages: parameter -> the stages that hold it; place: the pipeline rank of each stage;
     local: this rank's stages -> their parameters by name.
     """
-    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     copies = []
     for name in sorted(name for name, holding in stages.items() if len(holding) > 1):
         holders = tuple(sorted({place[stage] for stage in stages[name]}))

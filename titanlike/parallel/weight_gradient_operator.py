@@ -9,6 +9,8 @@ operators that change get other names.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -76,11 +78,11 @@ def _(
     return gradient.new_empty(inputs.shape), gradient.new_empty(1)
 
 
-def _setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*inputs[:4])
 
 
-def _backward(ctx, gradient):  # type: ignore[no-untyped-def]
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     of_inputs, of_alive = torch.ops.titanlike.linear_queueing_backward(gradient, *ctx.saved_tensors)
     return of_inputs, None, None, None, of_alive
 

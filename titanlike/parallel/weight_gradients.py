@@ -35,7 +35,7 @@ class DeferredWeightGradients:
         device: on which the stage will run.
         """
         alive = torch.zeros(1, device=device, requires_grad=True)
-        self._queue: list[tuple[Tensor, Tensor, nn.Parameter, nn.Parameter | None]] = []
+        self._queue: list[tuple[Tensor, Tensor, Tensor, Tensor | None]] = []
         self._layers: list[nn.Linear] = []
         self._before: list[Any] = []  # of each the forward that it had, None = that of its class
         for module in stage.modules():
@@ -43,12 +43,14 @@ class DeferredWeightGradients:
             if type(module) is nn.Linear and (own is None or adds_bias_later(module)):
                 self._before.append(own)
                 # not a closure: of blocks whose layers have other functions each is compiled
-                module.forward = MethodType(_forward, module)
+                patched: Any = module
+                patched.forward = MethodType(_forward, module)
                 vars(module)[_OWNER], vars(module)[_ALIVE] = self, alive
                 self._layers.append(module)
 
     def undo(self) -> None:
         """Give the linear layers their own forward back."""
+        layer: Any
         for layer, before in zip(self._layers, self._before, strict=True):
             for name in ("forward", _OWNER, _ALIVE):
                 del vars(layer)[name]
@@ -100,7 +102,9 @@ def _forward(module: nn.Linear, input: Tensor) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, inputs, weight, bias, owner):  # type: ignore[no-untyped-def]
+    def forward(
+        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, owner: Any
+    ) -> Tensor:
         ctx.save_for_backward(inputs, weight)
         ctx.set_materialize_grads(False)
         ctx.weight, ctx.bias, ctx.owner = weight, bias, owner
@@ -109,7 +113,7 @@ class _Linear(torch.autograd.Function):
         return shaped(rows, (*inputs.shape[:-1], rows.shape[-1]))
 
     @staticmethod
-    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         if gradient is None:  # its result did not reach the loss: the weight has no gradient
             return None, None, None, None
         inputs, weight = ctx.saved_tensors
@@ -124,7 +128,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _add_gradients(
-    queued: list[tuple[Tensor, Tensor, nn.Parameter, nn.Parameter | None]],
+    queued: list[tuple[Tensor, Tensor, Tensor, Tensor | None]],
 ) -> None:
     queued.reverse()
     while queued:  # each frees what it needed
@@ -134,7 +138,7 @@ def _add_gradients(
             _add(bias, gradient.sum(0))
 
 
-def _add(parameter: nn.Parameter, gradient: Tensor) -> None:
+def _add(parameter: Tensor, gradient: Tensor) -> None:
     dtype = getattr(parameter, "grad_dtype", None)  # in 2.15 FSDP's bf16 parameters have fp32 ones
     if dtype is not None:
         gradient = gradient.to(dtype)

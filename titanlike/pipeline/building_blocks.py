@@ -114,7 +114,8 @@ def _filled(ranks: list[list[Act]], stages: int, most: int) -> tuple[tuple[Act, 
     todo = [deque(acts) for acts in ranks]
     weights: list[deque[Act]] = [deque() for _ in ranks]
     found: list[list[Act]] = [[] for _ in ranks]
-    held, done = [0] * len(ranks), set()
+    held = [0] * len(ranks)
+    done: set[Act] = set()
     while any(todo) or any(weights):
         now = []
         for rank, acts in enumerate(todo):

@@ -6,7 +6,7 @@ import difflib
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from titanlike.config.imports import import_object
 from titanlike.config.schema import AutoSchedule, CsvSchedule, Custom, LoopedSchedule, Schedule
@@ -51,7 +51,7 @@ def stage_count(schedule: AnySchedule, pp: int, microbatches: int | None = None)
     return pp * (2 if schedule.name in V_SCHEDULES else 1)
 
 
-def _in_a_file(schedule: AnySchedule) -> bool:
+def _in_a_file(schedule: AnySchedule) -> TypeGuard[CsvSchedule | AutoSchedule]:
     return getattr(schedule, "path", None) is not None
 
 
@@ -73,8 +73,10 @@ def declared_microbatches(schedule: AnySchedule) -> int | None:
     """The microbatches that the user gave, or that are counted in the CSV; None = to be derived."""
     if isinstance(schedule, Custom):
         return schedule.args.get("microbatches")
-    found = _in_a_file(schedule)
-    return csv_order(schedule).microbatches if found else schedule.microbatches
+    if _in_a_file(schedule):
+        return csv_order(schedule).microbatches
+    assert not isinstance(schedule, CsvSchedule), "it always has a file"
+    return schedule.microbatches
 
 
 def microbatch_problem(schedule: AnySchedule, pp: int, microbatches: int) -> str | None:
@@ -118,7 +120,7 @@ def microbatch_problem(schedule: AnySchedule, pp: int, microbatches: int) -> str
     return None
 
 
-def _stages_problem(schedule: Schedule | LoopedSchedule) -> str | None:
+def _stages_problem(schedule: Schedule | CsvSchedule | AutoSchedule) -> str | None:
     """What is wrong whatever the number of microbatches: the name, the stages a rank."""
     if isinstance(schedule, AutoSchedule):
         return _auto_problem(schedule)
@@ -156,6 +158,7 @@ def _nearest_first(value: int, pp: int) -> list[int]:
 
 def csv_order(schedule: CsvSchedule | AutoSchedule) -> Order:
     """The order in a CSV file. Raises ValueError."""
+    assert schedule.path is not None
     try:
         return _with_backwards(Order.from_csv(Path(schedule.path).read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:

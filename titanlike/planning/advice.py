@@ -61,7 +61,7 @@ def advise(plan: Plan, seconds: float = _SECONDS) -> list[Advice]:
 def _changes(plan: Plan) -> Iterator[tuple[dict[str, Any], Config]]:
     """Single changes that change nothing of what is trained, those that often help first."""
     config, now = plan.config, plan.draft.microbatches
-    schedule = config.schedule
+    schedule: Any = config.schedule
     if config.precision.name == "fp32" and plan.hardware.runs_ahead:
         yield {"precision": "bf16"}, replace(config, precision=Precision("bf16"))
     if not config.compile and plan.hardware.runs_ahead:

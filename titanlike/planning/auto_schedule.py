@@ -117,7 +117,8 @@ def with_found_order(config: Config, say: Any = lambda _: None) -> Config:
 
 
 def _with_order(config: Config, path: Path, points: list[str] | None) -> Config:
-    config = replace(config, schedule=replace(config.schedule, path=str(path)))
+    schedule: Any = config.schedule
+    config = replace(config, schedule=replace(schedule, path=str(path)))
     return config if points is None else replace(config, split=PointSplit(points=points))
 
 
@@ -141,6 +142,8 @@ class _Search:
     def __init__(self, config: Config) -> None:
         """Raises ConfigError, CostError and ValueError."""
         self.config, schedule = config, config.schedule
+        assert isinstance(schedule, AutoSchedule)
+        self.schedule = schedule
         self.hardware = _hardware(config)
         rows = config.batch_size // config.dp
         self.microbatches = (
@@ -172,10 +175,10 @@ class _Search:
     def run(self) -> FoundSchedule:
         """Raises ConfigError."""
         cuts, given = [], []
-        for place in _placements(self.config.schedule, self.config.pp):
-            own = [self._given(place)]
+        for place in _placements(self.schedule, self.config.pp):
+            own: list[Cut | None] = [self._given(place)]
             given += [cut for cut in own if cut is not None]
-            if self.config.schedule.search == "split":  # whose stages are not empty
+            if self.schedule.search == "split":  # whose stages are not empty
                 own = [cut for cut in own if cut is not None and len({*cut.starts}) == len(place)]
                 own += [self._balanced(place), self._balanced(place, by_memory=True)]
             cuts += [cut for at, cut in enumerate(own) if cut is not None and cut not in own[:at]]
@@ -186,8 +189,8 @@ class _Search:
         problems = [self.problem(cut) for cut in cuts]
         seed = self.config.seed
         # placements that are searched, each with as many
-        trials = trials_for(problems[:3] if self.config.schedule.search == "split" else problems)
-        if self.config.schedule.search == "split":
+        trials = trials_for(problems[:3] if self.schedule.search == "split" else problems)
+        if self.schedule.search == "split":
             best = best_cut(self.problem, self._known, cuts, len(self.table.units), trials, seed)
         else:
             each = [
@@ -208,13 +211,13 @@ class _Search:
 
     def _too_little(self, problems: Sequence[Problem]) -> list[ConfigProblem]:
         """Of the keys that allow less than any order needs."""
-        schedule, found = self.config.schedule, []
+        schedule, found = self.schedule, []
         least = min(problem.least_memory for problem in problems)
         reason = "a rank holds at least a microbatch of all its stages, which takes more"
         for name, limit in self.limits.items():
             if limit >= least:
                 continue
-            value = schedule.memory_bytes
+            value: float | None = schedule.memory_bytes
             fix = f"{math.ceil(least / 2**20)}MiB"
             if name == "memory":
                 value = 1.0 if schedule.memory is None else schedule.memory
@@ -274,7 +277,7 @@ class _Search:
         held, queued = zip(*(self._held(own) for own in stages), strict=True)
         ahead = self.hardware.runs_ahead
         limit = min(self.limits.values(), default=math.inf)
-        most = math.inf if config.schedule.in_flight is None else config.schedule.in_flight
+        most = math.inf if self.schedule.in_flight is None else self.schedule.in_flight
         return Problem(cut.place, self.microbatches, times, held, queued, limit, ahead, most)
 
     def _held(self, names: Sequence[str], sends: bool = True) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import copy
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from titanlike.config.groups import ActivationCheckpoint, EveryActivationCheckpoint
 from titanlike.config.hardware import Hardware
@@ -98,7 +99,7 @@ class UnitTables:
         self._sizes: dict[int, set[int]] = {}
         table = self(config, 1)
         self.units = len(table.units)
-        modules = experts_of(table.draft.model_graph.model).values()
+        modules: list[Any] = [*experts_of(table.draft.model_graph.model).values()]
         self.experts = min((int(one.num_experts) for one in modules), default=0)  # of a layer
 
     def sensible(self, config: Config, microbatches: int) -> bool:

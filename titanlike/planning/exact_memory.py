@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import nn
 
 from titanlike.config.errors import ConfigError
 from titanlike.config.schema import Config
@@ -66,7 +68,8 @@ def _shortened(plan: Plan) -> Config:
     for count in (2 * drafted.order.stages, 4 * drafted.order.stages):
         if count >= drafted.microbatches:
             break
-        schedule = replace(config.schedule, microbatches=count)
+        schedule: Any = config.schedule
+        schedule = replace(schedule, microbatches=count)
         rows = config.batch_size // drafted.microbatches * count
         shorter = replace(config, batch_size=rows, schedule=schedule)
         try:
@@ -107,14 +110,14 @@ def _assembled(
     config: Config,
     mesh: Mesh,
     room: int,
-    fake: AbstractContextManager,
+    fake: AbstractContextManager[Any],
     live: LiveStorages,
 ) -> Run:
     ranks = TensorRanks(mesh.tp, mesh.tp_rank)
     context_ranks = ContextRanks(mesh.cp, mesh.cp_rank)
     decided = draft(config, None, None, lambda: room, ranks, context_ranks)
 
-    def fill(stage: torch.nn.Module, _: object, device: torch.device, *__: object, **___: object):
+    def fill(stage: nn.Module, _: object, device: torch.device, *__: object, **___: object) -> None:
         with fake, live:
             allocate(stage, device)
 

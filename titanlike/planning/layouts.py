@@ -97,7 +97,7 @@ def _schedules(
     config: Config, given: Collection[str], space: SearchSpace
 ) -> Iterator[tuple[Any, list[str]]]:
     """The config's schedule with each number of stages and microbatches, as overrides, too."""
-    schedules = [(config.schedule, list[str]())]
+    schedules: list[tuple[Any, list[str]]] = [(config.schedule, list[str]())]
     if isinstance(config.schedule, LoopedSchedule) and "schedule.stages_per_rank" not in given:
         schedules = [
             (replace(config.schedule, stages_per_rank=n), [f"schedule.stages_per_rank={n}"])

@@ -48,7 +48,7 @@ def measured_hardware(config: Config, ranks: int) -> Hardware:
         kept = yaml.safe_load(path.read_text(encoding="utf-8"))
         return replace(base, **{k: v for k, v in kept.items() if k in vars(base)})
     print(f"measuring this machine with {ranks} processes ...", file=sys.stderr, flush=True)
-    numbers = _median(_measure(config, "hardware", ranks))
+    numbers: dict[str, Any] = {**_median(_measure(config, "hardware", ranks))}
     hardware = replace(base, title=f"{platform.node()} ({ranks} ranks)", **numbers)
     _write(path, "This machine, measured.", to_plain(hardware))
     print(f"kept in {path}", file=sys.stderr, flush=True)
@@ -69,7 +69,7 @@ def measured_times(config: Config, draft: Draft, deferred: Collection[int]) -> l
         return _of_stages(kept, draft.stages, deferred)
     print("measuring the model's units ...", file=sys.stderr, flush=True)
     found = _measure(config, "units", ranks)
-    units = {
+    units: dict[str, list[Sequence[float]]] = {
         name: [
             [statistics.median(part) for part in zip(*unit, strict=True)]
             for unit in zip(*(one[name] for one in found), strict=True)

@@ -9,7 +9,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,11 @@ def main(spec_path: str, rank: int) -> None:
     dist.destroy_process_group()
 
 
+def _mean(unit: Iterable[Times]) -> Times:
+    forward, inputs, weights = (statistics.fmean(part) for part in zip(*unit, strict=True))
+    return forward, inputs, weights
+
+
 def seconds_of_units(costs: UnitCosts, device: torch.device) -> dict[str, list[Times]]:
     """Of each unit, by profile: means over rounds, each of all units and profiles. A machine's speed
     changes from one second to the next, by a quarter where it is shared: what is measured in one go
@@ -70,11 +75,7 @@ def seconds_of_units(costs: UnitCosts, device: torch.device) -> dict[str, list[T
             rounds[name].append(costs.times(device, deferred, repeats=5))
         count += 1
     return {
-        name: [
-            tuple(statistics.fmean(part) for part in zip(*unit, strict=True))
-            for unit in zip(*each, strict=True)
-        ]
-        for name, each in rounds.items()
+        name: [_mean(unit) for unit in zip(*each, strict=True)] for name, each in rounds.items()
     }
 
 

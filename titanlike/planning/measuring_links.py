@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -68,6 +69,10 @@ def link_numbers(device: torch.device, rank: int, ranks: int) -> dict[str, float
     return {**found, "link_efficiency": 1.0}
 
 
+def _forward_and_backward(model: nn.Module, x: torch.Tensor) -> None:
+    model(x).sum().backward()
+
+
 def _sharded(wall: Clock, device: torch.device, ranks: int) -> tuple[float, float]:
     """Bytes/s that a rank sends while FSDP gathers parameters, and reduces gradients, with its copies
     and hooks."""
@@ -82,8 +87,8 @@ def _sharded(wall: Clock, device: torch.device, ranks: int) -> tuple[float, floa
     x = torch.ones(_ROWS, _WIDTH, device=device)
     seconds = []
     for model in (plain, sharded):
-        forward = wall.median(lambda model=model: model(x))
-        both = wall.median(lambda model=model: model(x).sum().backward())
+        forward = wall.median(partial(model, x))
+        both = wall.median(partial(_forward_and_backward, model, x))
         seconds.append((forward, both))
     (forward, both), (gathers, all_of_it) = seconds
     gathered = max(1e-6, gathers - forward)

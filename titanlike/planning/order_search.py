@@ -180,9 +180,10 @@ def block_keys(problem: Problem) -> Iterator[tuple[Keys, Keys]]:
     shortest = 0.9 * max(loads)
     for step in range(_PERIODS):
         period = shortest * (now / shortest) ** (step / (_PERIODS - 1)) if shortest else 0.0
-        yield tuple(
+        of_forward, of_backward = (
             [[at + period * mb for mb in range(m)] for at in each] for each in (forward, backward)
         )
+        yield of_forward, of_backward
 
 
 def _shifted(keys: Keys, far: float, draw: random.Random) -> Keys:

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -109,7 +109,7 @@ class Plan:
     def shares(self, rank: int) -> dict[str, float]:
         """What a rank does in a step, as shares of it."""
         step, m = self.step_seconds, self.draft.microbatches
-        seconds: Counter[str] = Counter()
+        seconds: defaultdict[str, float] = defaultdict(float)
         for stage in self.order.local(rank):
             for name, each in self.times.parts[stage].items():
                 seconds[name] += m * each

@@ -48,7 +48,7 @@ def _memory_curves(plan: Plan) -> Iterator[MemoryCurve]:
             if moment.act is None:
                 begin, end = plan.simulation.pipeline, plan.step_seconds
             else:
-                event = events[tuple(moment.act)]
+                event = events[moment.act[:3]]
                 begin, end = event.start, event.end
             times += [begin, begin, end, end]
             most = moment.most.total

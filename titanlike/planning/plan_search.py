@@ -11,7 +11,7 @@ from __future__ import annotations
 import shlex
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import gcd
@@ -227,7 +227,8 @@ def _without_count(config: Config) -> Config:
         return config
     if config.schedule.name == "csv":
         return config
-    return replace(config, schedule=replace(config.schedule, microbatches=None))
+    schedule: Any = config.schedule
+    return replace(config, schedule=replace(schedule, microbatches=None))
 
 
 def _variants(
@@ -249,7 +250,7 @@ def _sharded(
     config: Config, given: set[str], hardware: Hardware
 ) -> Iterator[tuple[list[str], Config]]:
     splits = hasattr(config.schedule, "weight_gradients")
-    levels = [1] if splits or config.shards == 1 else [1, 2, 3]
+    levels: list[Any] = [1] if splits or config.shards == 1 else [1, 2, 3]
     levels = [config.fsdp.zero] if "fsdp.zero" in given else levels
     ways = [FitActivationCheckpoint(), SelectiveActivationCheckpoint()]
     ways = [config.activation_checkpoint] if "activation_checkpoint" in given else ways
@@ -274,6 +275,10 @@ def _sharded(
 # --- why well-known choices lose ----------------------------------------------------------------
 
 
+def _is_pipeline_of(schedule: str, config: Config) -> bool:
+    return config.pp > 1 and config.schedule.name == schedule
+
+
 def _lost(judged: list[tuple[list[str], Judged]], found: Found) -> Iterator[str]:
     """Of each well-known choice, by its fastest layout: how much slower it is, and why."""
     best = found.ranked[0].plan
@@ -283,15 +288,12 @@ def _lost(judged: list[tuple[list[str], Judged]], found: Found) -> Iterator[str]
     if mine is None:
         return
     tp = max((j.config.tp for _, j in judged), default=1)
-    famous = {
+    famous: dict[str, Callable[[Config], bool]] = {
         "FSDP alone (pp=1 tp=1)": lambda c: c.pp == c.tp == 1,
         f"tp={tp} without a pipeline": lambda c: c.tp == tp > 1 and c.pp == 1,
         f"tp={tp}": lambda c: c.tp == tp > 1,
         "a pipeline without tp": lambda c: c.pp > 1 and c.tp == 1,
-        **{
-            f"schedule={name}": (lambda c, name=name: c.pp > 1 and c.schedule.name == name)
-            for name in _SCHEDULES
-        },
+        **{f"schedule={name}": partial(_is_pipeline_of, name) for name in _SCHEDULES},
     }
     for name, belongs in famous.items():
         own = [j for _, j in judged if belongs(j.config)]

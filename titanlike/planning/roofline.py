@@ -50,7 +50,9 @@ class Roofline:
     def of(cls, config: Config, hardware: Hardware) -> Roofline:
         precision = config.precision
         float8 = isinstance(precision, Float8Precision)
-        weights = float8 and precision.recipe != "rowwise_with_gw_hp"
+        weights = isinstance(precision, Float8Precision) and (
+            precision.recipe != "rowwise_with_gw_hp"
+        )
         return cls(hardware, config.compile, config.matmul_precision != "highest", float8, weights)
 
     def seconds(

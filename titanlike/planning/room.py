@@ -98,7 +98,8 @@ def _smaller_microbatches(config: Config, drafted: Draft) -> Choice:
     count = config.batch_size // config.dp
     if not hasattr(config.schedule, "microbatches") or drafted.microbatches >= count:
         return None
-    schedule = replace(config.schedule, microbatches=count)
+    schedule: Any = config.schedule
+    schedule = replace(schedule, microbatches=count)
     return {"schedule.microbatches": count}, replace(config, schedule=schedule)
 
 

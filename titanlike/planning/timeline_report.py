@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.parse import parse
@@ -215,8 +216,9 @@ def _whole(times: StageTimes) -> float:
 
 def _stage_times(timeline: Timeline, stage: int) -> StageTimes:
     seconds = timeline_file.stage_seconds(timeline, stage)
-    each = [Duration(seconds[kind]) for kind in "FBIW"]
-    return StageTimes(*each, gather=seconds["gather"], reduce=seconds["reduce"])
+    forward, backward, inputs, weights = (Duration(seconds[kind]) for kind in "FBIW")
+    exchanges = {"gather": seconds["gather"], "reduce": seconds["reduce"]}
+    return StageTimes(forward, backward, inputs, weights, **exchanges)
 
 
 def _better_split(report: TimelineReport) -> tuple[list[int], float] | None:
@@ -231,7 +233,7 @@ def _better_split(report: TimelineReport) -> tuple[list[int], float] | None:
         name: (unit.forward + unit.input_gradient + unit.weight_gradient).device
         for name, unit in unit_times(plan.config, plan.draft, roofline).items()
     }
-    of_unit = {}  # share of its stage's time, by the plan
+    of_unit: dict[str, tuple[float, StageTimes]] = {}  # share of its stage's time, by the plan
     for names, times in zip(plan.draft.stages, report.measured, strict=True):
         total = sum(weight[name] for name in names) or 1.0
         of_unit |= {name: (weight[name] / total, times) for name in names}
@@ -243,10 +245,11 @@ def _better_split(report: TimelineReport) -> tuple[list[int], float] | None:
             return None
         moved = []
         for names, before in zip(stages, report.measured, strict=True):
-            parts = {}
+            parts: dict[str, Any] = {}
             for kind in ("forward", "backward", "input_gradient", "weight_gradient"):
                 of = [
-                    (share, getattr(times, kind).device) for share, times in map(of_unit.get, names)
+                    (share, getattr(times, kind).device)
+                    for share, times in map(of_unit.__getitem__, names)
                 ]
                 parts[kind] = Duration(sum(share * seconds for share, seconds in of))
             moved.append(replace(before, **parts))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from titanlike.config.hardware import Hardware
 from titanlike.config.schema import Config
@@ -93,7 +94,8 @@ def unit_times(config: Config, draft: Draft, roofline: Roofline) -> dict[str, Un
 
     def times(nodes: Sequence[NodeOperators], block: bool) -> UnitTimes:
         total = [Seconds()] * 4
-        waits, sent = (Counter(), Counter()), (Counter(), Counter())
+        waits: tuple[Any, Any] = Counter(), Counter()
+        sent: tuple[Any, Any] = Counter(), Counter()
         for node in nodes:
             found = (
                 roofline.seconds(node.forward, block),
@@ -110,9 +112,10 @@ def unit_times(config: Config, draft: Draft, roofline: Roofline) -> dict[str, Un
                 attends = roofline.attention(operators)
                 waits[way].update(exchanges.seconds(exchanged, attends))
                 sent[way].update({axis: values[0] for axis, values in exchanged.items()})
-        return UnitTimes(*total, 0, 0, *waits, *sent)
+        forward, backward, inputs, weights = total
+        return UnitTimes(forward, backward, inputs, weights, 0, 0, *waits, *sent)
 
-    found = {}
+    found: dict[str, UnitTimes] = {}
     for name, nodes in zip(names, calls, strict=True):
         key = tuple(map(id, nodes)), name in blocks
         if key not in known:
@@ -124,7 +127,7 @@ def unit_times(config: Config, draft: Draft, roofline: Roofline) -> dict[str, Un
 def guessed_times(config: Config, draft: Draft, roofline: Roofline) -> dict[str, UnitTimes]:
     """Of stages whose units cannot be run alone: by their parameters, all in a first unit."""
     tokens, itemsize = draft.memory().tokens, compute_dtype(config).itemsize
-    found = {}
+    found: dict[str, UnitTimes] = {}
     for stage, names in enumerate(draft.stages):
         numel = draft.stage_numel(stage)
         product = {Operator("aten.mm", 2 * numel * tokens, itemsize * numel, itemsize): 1}

@@ -13,9 +13,10 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,7 @@ from titanlike.training.guard import Guard
 from titanlike.training.session import open_data_on_every_rank
 from titanlike.training.step import measured_step
 
+MODES: tuple[Literal["sync", "async", "async_pinned", "async_process"], ...]
 MODES = ("sync", "async", "async_pinned", "async_process")
 ROUNDS = 5  # counted; one before them is not
 STEPS = 2  # of training after a save
@@ -71,7 +73,7 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
             # the next mode has the disk to itself
             checkpointer.finish(Progress(step=step), done=False)
         size, own = _sizes(folders["sync"], checkpointers["sync"].newest, worker.rank)
-        writes.append(_timed(run, lambda own=own: _plain_write(worker, own)))
+        writes.append(_timed(run, partial(_plain_write, worker, own)))
         reads.append(_timed(run, plain_file(worker).read_bytes))
         loads.append(_timed(run, checkpointers["sync"].resume))
     for mode in MODES:
@@ -109,7 +111,7 @@ def _sizes(folder: Path, step: int, rank: int) -> tuple[int, int]:
 
 def _plain_write(worker: Worker, size: int) -> None:
     plain_file(worker).unlink(missing_ok=True)
-    piece = memoryview(torch.ones(size, dtype=torch.uint8).numpy())
+    piece = torch.ones(size, dtype=torch.uint8).numpy().data
     with plain_file(worker).open("wb", buffering=0) as file:
         file.write(piece)
         os.fsync(file.fileno())

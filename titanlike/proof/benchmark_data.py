@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -102,9 +103,10 @@ def _corpora(folder: Path, files: int) -> tuple[list[tuple[str, str]], dict[str,
 
 
 def _with_workers(config: Config, count: int) -> Config:
-    if not hasattr(config.data, "workers"):
+    data: Any = config.data
+    if not hasattr(data, "workers"):
         return config
-    return replace(config, data=replace(config.data, workers=count))
+    return replace(config, data=replace(data, workers=count))
 
 
 def _rate(config: Config, seconds: float) -> float:

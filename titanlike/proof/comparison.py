@@ -44,6 +44,9 @@ class Comparison:
     amplified: bool = False  # fp32: rounding alone differs as much by now (see `explain`)
 
     def __add__(self, other: Comparison) -> Comparison:
+        rounding = None
+        if self.rounding is not None and other.rounding is not None:
+            rounding = self.rounding + other.rounding
         return Comparison(
             self.kind,
             self.name,
@@ -53,7 +56,7 @@ class Comparison:
             self.squared + other.squared,
             self.scale + other.scale,
             self.along + other.along,
-            None if None in (self.rounding, other.rounding) else self.rounding + other.rounding,
+            rounding,
             self.rounding_along + other.rounding_along,
         )
 
@@ -120,6 +123,7 @@ def compare(
     """
 
     def here(whole: Tensor) -> Tensor:
+        assert mine is not None
         return local_of(mine, part, whole.__getitem__)
 
     if mine is None:

@@ -124,7 +124,8 @@ def run_cell(cell: Cell, folder: Path) -> Outcome:
     runs = {"verify": _verify, "determinism": _determinism, "hangs": _hangs}
     runs |= {"kills": _kills, "speed": _speed}
     folder = folder.absolute()
-    status, output, figures = "ok", "", {}
+    figures: dict[str, Any] = {}
+    status, output = "ok", ""
     try:
         text, figures = runs[cell.kind](cell, folder, start + cell.timeout)
     except CellFailed as failed:

@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from titanlike.config.files import make_new_folder
 from titanlike.config.program import program
@@ -95,8 +96,9 @@ def _refuse(text: str) -> int:
     return 2
 
 
-def _run(cells: Sequence[Cell], folder: Path, machine: dict) -> int:
-    report, outcomes = folder / "report.md", []
+def _run(cells: Sequence[Cell], folder: Path, machine: dict[str, Any]) -> int:
+    report = folder / "report.md"
+    outcomes: list[Outcome] = []
     started = time.strftime("%Y-%m-%d %H:%M")
     print(f"{len(cells)} checks; the report is {report}, whole after each of them", flush=True)
     end = "still running"

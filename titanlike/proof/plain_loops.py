@@ -90,7 +90,7 @@ def _one_process(config: Config, data: Data, plan: Draft, mesh: Mesh) -> Iterato
 
 def _several(config: Config, data: Data, plan: Draft, mesh: Mesh) -> Iterator[float]:
     device, pipelined = mesh.device, config.pp > 1
-    model = build_model(plan.model)
+    model: Any = build_model(plan.model)
     part = _StageByHand(model, mesh.pp_rank, config.pp) if pipelined else model
     if mesh.tp > 1:
         divide_by_hand(model, mesh.axes["tp"])
@@ -129,9 +129,7 @@ def _several(config: Config, data: Data, plan: Draft, mesh: Mesh) -> Iterator[fl
         yield loss.item() / (mesh.dp * mesh.tp)
 
 
-def _accumulated(
-    model: nn.Module, batch: Any, plan: Draft, device: torch.device, stay: bool
-) -> Tensor:
+def _accumulated(model: Any, batch: Any, plan: Draft, device: torch.device, stay: bool) -> Tensor:
     """Forward and backward of each microbatch; gradients are reduced in the last one, and until then
     parameters stay gathered, or are gathered twice in each."""
     loss = torch.zeros((), device=device)
@@ -165,7 +163,8 @@ class _StageByHand(nn.Module):
         self.embedding = model.embedding if stage == 0 else None
         self.layers = nn.ModuleDict({str(i): model.layers[i] for i in range(begin, end)})
         last = stage == stages - 1
-        self.norm, self.head = (model.norm, model.head) if last else (None, None)
+        self.norm: Any = model.norm if last else None
+        self.head: Any = model.head if last else None
 
     def forward(self, x: Tensor) -> Tensor:
         positions = torch.arange(x.size(1), device=x.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,7 +33,8 @@ def divide_by_hand(model: nn.Module, mesh: DeviceMesh) -> None:
             ),
         },
     )
-    for block in model.layers:
+    layers: Any = model.layers
+    for block in layers:
         plan: dict[str, ParallelStyle] = {
             "attention_norm": SequenceParallel(),
             "ffn_norm": SequenceParallel(),

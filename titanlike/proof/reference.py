@@ -307,7 +307,7 @@ class _WholeBatchCounts:
 
     def balance(self, counts: dict[str, Tensor]) -> dict[str, Tensor]:
         """Tell the layers that hold experts; their buffers then, by name."""
-        found = {}
+        found: dict[str, Tensor] = {}
         for name, of_experts in counts.items():
             path, holder = self._holder(name)
             if hasattr(holder, "balance"):

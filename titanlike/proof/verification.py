@@ -167,7 +167,7 @@ def _compare_layout(
         losses[loss_name(step)] = loss.item()
         if step == 1:
             for name, parameter, part in parameters():
-                in_bf16 = rounded and rounded.gradients[name]
+                in_bf16 = rounded.gradients[name] if rounded else None
                 reference = exact.gradients[name]
                 mine = parameter.grad if reference.any() else gradient_of(parameter)
                 yield compare("gradient", name, mine, reference, in_bf16, part=part)
@@ -178,7 +178,8 @@ def _compare_layout(
         if step == 1:
             yield from _compare_buffers(run, exact, rounded)
     for name, parameter, part in parameters():
-        in_bf16 = rounded and rounded.updated[name]
+        in_bf16 = rounded.updated[name] if rounded else None
+        options: dict[str, Any]
         options = {"base": exact.initial[name], "mask": exact.reliable[name], "part": part}
         yield compare("update", name, parameter, exact.updated[name], in_bf16, **options)
     yield from _compare_copies(run, "tp update", lambda parameter: parameter)
@@ -188,7 +189,7 @@ def _compare_layout(
     losses["loss after the last step"] = after.item()
     for name, value in losses.items():
         reference = torch.tensor([exact.losses[name]], dtype=torch.float64)
-        in_bf16 = rounded and torch.tensor([rounded.losses[name]], dtype=torch.float64)
+        in_bf16 = torch.tensor([rounded.losses[name]], dtype=torch.float64) if rounded else None
         yield compare("loss", name, torch.tensor([value], dtype=torch.float64), reference, in_bf16)
 
 
@@ -219,7 +220,7 @@ def _compare_buffers(run: Run, exact: Reference, rounded: Reference | None) -> I
     for stage in run.stages:
         for name, buffer in stage.named_buffers():
             if name in exact.buffers:
-                in_bf16 = rounded and rounded.buffers[name]
+                in_bf16 = rounded.buffers[name] if rounded else None
                 yield compare("buffer", name, buffer, exact.buffers[name], in_bf16)
 
 
@@ -235,8 +236,10 @@ def _compare_states(run: Run, exact: Reference, rounded: Reference | None) -> It
                 value = mine.get(name.removeprefix(of_parameter))
                 reference = exact.state.get(name)
                 if reference is None:
+                    assert value is not None  # the name is one of `mine`
                     reference = torch.zeros(_whole_shape(stage, parameter_name, value))
-                in_bf16 = rounded and rounded.state.get(name, torch.zeros(reference.shape))
+                zeros = torch.zeros(reference.shape)
+                in_bf16 = rounded.state.get(name, zeros) if rounded else None
                 if value is not None and value.dtype == torch.bfloat16 and in_bf16 is None:
                     in_bf16 = reference  # kept in bf16: it agrees to the last digit of that
                 # not of a count of steps

@@ -78,6 +78,7 @@ def find_auto_split(
                 times = [round(1e9 * sum(each)) for each in of_run(config, unit_costs, units)]
                 costs = StageCosts(zeros, times, ones)
             case "time":
+                assert measure_times is not None
                 costs = StageCosts(zeros, measure_times(unit_costs), ones)
             case _:
                 costs = StageCosts(zeros, unit_costs.flops(), ones)
@@ -91,7 +92,7 @@ def find_auto_split(
     return AutoSplitResult(cost, best_split(costs, order.place), even, costs.scale)
 
 
-def of_run(config: Config, unit_costs: UnitCosts, units: list[Unit]) -> list[Sequence[float]]:
+def of_run(config: Config, unit_costs: UnitCosts, units: list[Unit]) -> Sequence[Sequence[float]]:
     """Seconds of each unit, as a run has measured them. Raises CostError."""
     assert isinstance(config.split, AutoSplit)
     run = config.split.run or ""

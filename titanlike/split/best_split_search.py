@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate, takewhile
+from typing import Any
 
 import numpy as np
 
@@ -99,7 +100,7 @@ class VPlacementSearch:
         return early, late
 
     @staticmethod
-    def _trace(steps: list, rank: int, i: int, middle: int, j: int) -> Starts:
+    def _trace(steps: list[Any], rank: int, i: int, middle: int, j: int) -> Starts:
         before, after = [i], [middle, j]
         for early, cost, nearest in reversed(steps):
             came = int(np.flatnonzero(early[:, i] + cost[:, j] <= rank)[0])
@@ -114,7 +115,7 @@ class BranchAndBound:
 
     def __init__(self, costs: StageCosts, place: Sequence[int], max_nodes: int) -> None:
         self._costs, self._place, self._nodes_left = costs, list(place), max_nodes
-        lists = {factor: None for factor in costs.factors}
+        lists: dict[int, Any] = {factor: None for factor in costs.factors}
         for stage, factor in enumerate(costs.factors):
             lists[factor] = lists[factor] or costs.table(stage).tolist()
         self._tables = [lists[factor] for factor in costs.factors]

@@ -169,7 +169,7 @@ def _point_starts(units: list[Unit], points: list[str], stages: int) -> list[int
         if at[before] == at[after]:
             raise wrong(f"{after} begins where {before} does")
         if at[before] > at[after]:
-            fix = f"write split.points={_text(sorted(set(points), key=at.get))}"
+            fix = f"write split.points={_text(sorted(set(points), key=at.__getitem__))}"
             raise wrong(f"{after} comes before {before} in the model", fix)
     if (made := len(points) + 1) != stages:
         schedule = f"the schedule has {stages}, which takes {stages - 1} points"

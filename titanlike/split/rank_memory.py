@@ -294,7 +294,8 @@ class RankMemory:
             queued = costs.queued_bytes(config.compile) if deferred else [0] * len(names)
         except CostError as error:
             self.unknown = str(error)
-            return {name: _Unit(*two) for name, *two in zip(names, own, experts, strict=True)}
+            rows = zip(names, own, experts, strict=True)
+            return {name: _Unit(size, of_experts) for name, size, of_experts in rows}
         rows = zip(own, experts, saved, kept, queued, peaks, strict=True)
         return dict(zip(names, (_Unit(*row) for row in rows), strict=True))
 

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from matplotlib import colormaps
 from matplotlib.axes import Axes
@@ -143,9 +143,11 @@ def _draw_curve(
     axes: Axes, row: JobRow, curve: _Curve, colour: Any, *, width: float, strong: bool
 ) -> Line2D:
     dashed = row.status in DASHED
+    style: dict[str, Any]
     style = {"linestyle": (0, (4, 2)) if dashed else "-", "alpha": 0.9 if strong else 0.6}
     (line,) = axes.plot(curve.steps, curve.losses, color=colour, linewidth=width, **style)
     if strong:
+        dots: dict[str, Any]
         dots = {"markersize": 5, "markeredgecolor": "white", "markeredgewidth": 0.7}
         axes.plot(curve.val_steps, curve.val_losses, "o", color=colour, **dots)
     if (curve.diverged or dashed) and curve.steps:
@@ -166,7 +168,7 @@ def _add_legend(axes: Axes, rows: list[JobRow], lines: dict[int, Line2D], table:
 
 def _add_colourbar(axes: Axes, value: str, all_ranked: bool) -> None:
     ranks = ScalarMappable(Normalize(0, 1 / _BEST_TO_WORST), _COLOURMAP)
-    place = {
+    place: dict[str, Any] = {
         "ax": axes,
         "orientation": "horizontal",
         "location": "bottom",
@@ -231,6 +233,7 @@ def _name_some(
         spots.append(max(height(row), spots[-1] + 0.05 if spots else 0.01))
     over = max(0.0, spots[-1] - 0.98)
     arrow = {"arrowstyle": "-", "linewidth": 1.2, "relpos": (0, 0.5), "shrinkB": 0}
+    text: dict[str, Any]
     text = {"fontsize": 8, "va": "center", "color": INK, "annotation_clip": False}
     for row, spot in zip(ordered, spots, strict=True):
         axes.annotate(
@@ -275,7 +278,7 @@ def _read_curve(run_dir: Path, most: int) -> _Curve:
 
 def _finite(records: Iterable[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
     """The steps at which a loss is finite, and its values."""
-    has = [(record["step"], record.get(name)) for record in records]
+    has: list[tuple[int, Any]] = [(record["step"], record.get(name)) for record in records]
     has = [pair for pair in has if isinstance(pair[1], (int, float)) and math.isfinite(pair[1])]
     return [step for step, _ in has], [loss for _, loss in has]
 
@@ -347,7 +350,7 @@ def _without_math(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def _style_axes(axes: Axes, title: str, *, grid: str) -> None:
+def _style_axes(axes: Axes, title: str, *, grid: Literal["both", "x", "y"]) -> None:
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK)
     axes.grid(True, axis=grid, color="#e6e6e6", linewidth=0.7)
     axes.spines[["top", "right"]].set_visible(False)

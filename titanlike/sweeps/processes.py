@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from titanlike.launch.environment import (
     available_cores,
@@ -150,14 +150,14 @@ class Processes:
         command, seconds = running.command, time.monotonic() - running.start
         if running.output is not None:
             running.output.close()
-        result = None
+        result: dict[str, Any] | None = None
         with contextlib.suppress(ValueError, OSError):
             result = read_result(command.folder)
         if result is None or running.error:
             error = running.error or describe_exit(running.code)
             error += _output_tail(command.folder) if running.output else ""
             result = {"status": "failed", "value": None, "error": error}
-            record = {**result, "seconds": seconds, "overrides": command.overrides}
+            record: dict[str, Any] = {**result, "seconds": seconds, "overrides": command.overrides}
             with contextlib.suppress(OSError):  # a full disk may be why it failed
                 write_result(command.folder, **record)
         error = result["error"] or ""

@@ -125,7 +125,7 @@ def _refusal(runner: JobRunner, item: Prepared) -> JobFailed | None:
     """What is wrong with a job's config: nothing, errors, or the failure of a user's function."""
     config, problems = item.composed
     try:
-        started = runner.ranks and runner.ranks.world_size
+        started = runner.ranks.world_size if runner.ranks else None
         if config is not None:
             problems = problems + config_problems(config, started, problems)
     except JobFailed as failed:
@@ -228,6 +228,7 @@ def _run_submit_command(submit: str, arguments: list[str]) -> tuple[str, str]:
     command = submit_command(submit, arguments)
     name = f"sweep.submit={redact_command(command[0])}"
     try:
+        streams: dict[str, Any]
         streams = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
         done = subprocess.run(command, timeout=_SUBMIT_TIMEOUT, errors="replace", **streams)
     except subprocess.TimeoutExpired:
@@ -269,7 +270,9 @@ def _final_result(folder: Path) -> dict[str, Any] | None:
     """
     with contextlib.suppress(ValueError):
         result = read_result(folder)
-        status = result and result["status"]
+        if result is None:
+            return None
+        status = result["status"]
         if status != "interrupted" and (
             status != "stopped" or ended_by_max_time(status, result["error"])
         ):
@@ -284,8 +287,9 @@ def arguments(sweep: SweepRun, item: Prepared) -> list[str]:
     words += [f"run_dir={quoted(str(sweep.folder / item.job.folder))}"]
     if item.config is not None and isinstance(item.config.logger, Wandb):
         logger = with_run_name(item.config, sweep.group, sweep.job_name(item.job.overrides)).logger
-        words += [f"logger.group={quoted(logger.group)}"]
-        words += [f"logger.run_name={quoted(logger.run_name)}"]
+        assert isinstance(logger, Wandb)
+        words += [f"logger.group={quoted(logger.group or '')}"]
+        words += [f"logger.run_name={quoted(logger.run_name or '')}"]
     return words
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from titanlike.config.credentials import REDACTED
 from titanlike.config.program import program_length, train_program
@@ -208,7 +208,7 @@ def first_line(error: str | None) -> str:
     return lines[0] if lines else ""
 
 
-def _is_finite(value: float | None) -> bool:
+def _is_finite(value: float | None) -> TypeGuard[float]:
     return value is not None and math.isfinite(value)
 
 

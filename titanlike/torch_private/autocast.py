@@ -13,7 +13,8 @@ import torch
 def watch_autocast(off: bool = False) -> Iterator[list[Any]]:
     """Within it, the autocasts that a model turns on are listed; with `off` they stay off."""
     used: list[Any] = []
-    enter = torch.autocast.__enter__
+    patched: Any = torch.autocast
+    enter = patched.__enter__
 
     def watched(self: torch.autocast) -> Any:
         if self._enabled:
@@ -21,8 +22,8 @@ def watch_autocast(off: bool = False) -> Iterator[list[Any]]:
             self._enabled = not off
         return enter(self)
 
-    torch.autocast.__enter__ = watched
+    patched.__enter__ = watched
     try:
         yield used
     finally:
-        torch.autocast.__enter__ = enter
+        patched.__enter__ = enter

@@ -46,7 +46,7 @@ def intercept_custom_functions(callback: Callable[..., Any]) -> Iterator[None]:
     is off, and not the function.
     Test: `test_fences.py::test_a_function_mode_does_not_see_a_custom_function`.
     """
-    base = torch.autograd.Function
+    base: Any = torch.autograd.Function
     before = vars(base)["apply"]
 
     def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
@@ -67,7 +67,7 @@ def intercept_checkpoints(callback: Callable[[int], None]) -> Iterator[None]:
     Symptom without it: the reentrant form runs the function without autograd, inside a custom
     function. Test: `test_fences.py::test_a_reentrant_checkpoint_runs_without_autograd`.
     """
-    module = torch.utils.checkpoint
+    module: Any = torch.utils.checkpoint
 
     def generator(*_: Any, **__: Any) -> Iterator[None]:
         callback(1)

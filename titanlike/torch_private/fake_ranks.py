@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,8 +64,8 @@ def _allocated(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     new = torch.empty(own.shape, dtype=own.dtype, device=device)
     if isinstance(parameter, DTensor):
         place = parameter.device_mesh, parameter.placements
-        size = {"shape": parameter.shape, "stride": parameter.stride()}
-        new = DTensor.from_local(new, *place, run_check=False, **size)
+        shape, stride = parameter.shape, parameter.stride()
+        new = DTensor.from_local(new, *place, run_check=False, shape=shape, stride=stride)
     return nn.Parameter(new, parameter.requires_grad)
 
 
@@ -84,13 +85,13 @@ def _without_first_messages() -> Iterator[None]:
     ours do (`make_stage`). Symptom without it (2.13): the answer, which never comes, is read.
     Test: `test_fake_ranks.py::test_torchs_runtime_asks_its_neighbours_first`.
     """
-    owner = schedules._PipelineSchedule
+    owner: Any = schedules._PipelineSchedule
     asking = getattr(owner, "_warmup_p2p", None)
     if asking is None:  # 2.11 and 2.15 do not ask
         yield
         return
 
-    def all_known(_: object, stages: list, *__: object) -> None:
+    def all_known(_: object, stages: list[Any], *__: object) -> None:
         from torch.distributed.pipelining._utils import InferenceMode
 
         for stage in stages:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
-from torch._C import _distributed_c10d
+from torch._C import _distributed_c10d as _torch_c10d
+
+_distributed_c10d: Any = _torch_c10d  # torch's stub lacks the recorders
 
 
 def write_records(folder: Path, rank: int) -> list[Path]:
@@ -32,7 +35,7 @@ def _records() -> dict[str, bytes]:
     if not dist.is_initialized():
         return {}
     names = dict.fromkeys(pair.split(":")[-1] for pair in dist.get_backend_config().split(","))
-    found = {}
+    found: dict[str, bytes] = {}
     # 2.11 and 2.13: one recorder for NCCL, in builds that have it, and one for all other backends.
     # 2.15: one for each backend, by the name of its implementation, besides the old NCCL's
     by_name = "backend" in (_distributed_c10d._dump_fr_trace.__doc__ or "").partition("\n")[0]

@@ -31,7 +31,8 @@ class LiveStorages(TorchDispatchMode):
             return result
 
         # FSDP frees gathered parameters so, which no operator shows
-        torch.UntypedStorage.resize_ = resize
+        patched: Any = torch.UntypedStorage
+        patched.resize_ = resize
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:

@@ -39,14 +39,17 @@ def _lower(order: Order, resident: int) -> dict[int, list[Any]]:
 
     resident: stages whose unsharded parameters a rank may hold at a time.
     """
-    reduce = [_Kind.REDUCE_GRAD]
+    reduce: list[Any] = [_Kind.REDUCE_GRAD]
     if hasattr(_Kind, "WAIT_REDUCE_GRAD"):  # 2.15
-        reduce.append(_Kind.WAIT_REDUCE_GRAD)
+        newer: Any = _Kind
+        reduce.append(newer.WAIT_REDUCE_GRAD)
     ranks: dict[int, list[Any]] = {}
     for rank, acts in enumerate(order.ranks):
         left = dict.fromkeys(order.local(rank), order.microbatches)
         actions = ranks[rank] = []
-        compute = [_Action(act.stage, _Kind(act.kind), act.mb) for act in acts]
+        compute: list[_Action | None] = [
+            _Action(act.stage, _Kind(act.kind), act.mb) for act in acts
+        ]
         for action in torch_schedules._add_unshard_reshard(compute, resident):
             actions.append(action)
             if action.computation_type in (_Kind.FULL_BACKWARD, _Kind.BACKWARD_WEIGHT):
@@ -82,7 +85,7 @@ def _check_transport_order(ranks: dict[int, list[Any]], place: tuple[int, ...]) 
     assert sent == received, "a rank would receive messages of a peer in another order than sent"
 
 
-class _Actions(list):
+class _Actions(list[Any]):
     """A rank's actions, with a call before and after each when torch's runtime runs it.
 
     The runtime has no hook for it: it iterates over its list once a step.
@@ -350,7 +353,7 @@ def generated_order(
     refuses; for others the order may still be wrong: check it.
     """
     with contextlib.redirect_stdout(io.StringIO()):  # torch prints while it inserts sends
-        ranks = get_schedule_ops(class_name, pp, microbatches, stages_per_rank)
+        ranks: Any = get_schedule_ops(class_name, pp, microbatches, stages_per_rank)
     return [
         [
             (part.computation_type.value, part.stage_index, part.microbatch_index)

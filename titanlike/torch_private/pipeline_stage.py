@@ -46,7 +46,7 @@ def make_stage(
     through the graph twice, and through a checkpointed block for each of its weights.
     """
     kind = _Stage if zero == 1 else _ShardingStage
-    stage = kind(
+    stage: Any = kind(
         module,
         index,
         stages,
@@ -117,13 +117,13 @@ class _Stage(PipelineStage):
 
     def _validate_fwd_input(self, *args: Any) -> None:
         if self._runtime_validate:
-            super()._validate_fwd_input(*args)
+            super()._validate_fwd_input(*args)  # type: ignore[misc]  # 2.11 alone has it
 
     def _validate_fwd_outputs(self, *args: Any) -> None:
         # the last stage sends none: its logits may be another part of the vocabulary than the first
         # tensor-parallel rank's, which is what it announces
         if self._runtime_validate and not self.is_last:
-            super()._validate_fwd_outputs(*args)
+            super()._validate_fwd_outputs(*args)  # type: ignore[misc]  # 2.11 alone has it
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
         _allocate(self.args_recv_info[fwd_chunk_id], self.device)

@@ -180,7 +180,7 @@ class ContextDraft:
                 raise ConfigError([Problem("context_parallel", wanted, reason, fix)])
             self.ranks.method, self.why = wanted, "asked for"
             return
-        chosen = next(name for name, reason in problems.items() if not reason)
+        chosen: Any = next(name for name, reason in problems.items() if not reason)
         before = [reason for name, reason in problems.items() if reason and name != chosen]
         first = next(iter(problems))
         self.ranks.method, self.why = chosen, _WHY_FIRST if chosen == first else before[0]

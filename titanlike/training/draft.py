@@ -10,6 +10,7 @@ import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -283,7 +284,7 @@ def _choose_zero(config: Config, splits_backward: bool) -> tuple[int, str]:
 
 def _divide_experts(config: Config, model: nn.Module) -> ExpertRanks:
     """Divide a model's experts on meta in place, as its first rank has them. Raises ConfigError."""
-    found = experts_of(model)
+    found: dict[str, Any] = {**experts_of(model)}
     if not found:
         reason = "the model has no experts (in modules that take them sorted, see docs/models.md)"
         raise ConfigError([Problem("ep", config.ep, reason, "ep=1")])
@@ -331,7 +332,9 @@ def _cut_stages(
             found = find_auto_split(config, unit_costs, units, order, zero, measure_times)
             model_graph.stages = found.stages(units)
         else:
-            split = schema.EvenSplit() if auto else config.split
+            split = config.split
+            if isinstance(split, schema.AutoSplit):
+                split = schema.EvenSplit()
             model_graph.stages = partition(units, split, order.stages)
         return found, model_graph.graphs(fields, True), model_graph.graphs(fields, False)
     except SplitError as error:

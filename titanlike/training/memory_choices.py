@@ -63,11 +63,11 @@ def choose_by_memory(
     recomputed = recomputed_with(lambda: memory_at(level))
     # with one microbatch ZeRO 3 gathers and reduces hardly more often, and meanwhile computes
     often = order.microbatches > 1 and level > 1
-    if config.fsdp.zero == "auto" and often and limit() is not None:
+    if config.fsdp.zero == "auto" and often and (room := limit()) is not None:
         memory = memory_at(1)
         if not memory.unknown:
             whole = recomputed_with(lambda: memory)
-            most, room = max(memory.of_ranks(whole.blocks)), limit()
+            most = max(memory.of_ranks(whole.blocks))
             what = "a pipeline" if config.pp > 1 else f"{order.microbatches} microbatches"
             sizes = f"{units.size(most)} of {units.size(room)}"
             if most <= room and whole.count <= recomputed.count:
@@ -76,15 +76,15 @@ def choose_by_memory(
             else:
                 why = f"{what}, and ZeRO 1, with less traffic, would take about {sizes}"
     changed = ""
-    if deferred and limit() is not None and not memory_at(level).unknown:
+    if deferred and (room := limit()) is not None and not memory_at(level).unknown:
         memory = memory_at(level)
-        left = _that_fit(memory, order, deferred, recomputed, limit())
+        left = _that_fit(memory, order, deferred, recomputed, room)
         if left != deferred:
             recomputed = recomputed_with(lambda: memory.deferring(left))
             shown = ", ".join(map(str, sorted(deferred - left)))
             changed = (
                 f"together with those of activations on stages {shown}: deferred, they would not "
-                f"fit into {units.size(limit())}"
+                f"fit into {units.size(room)}"
             )
             deferred = left
 

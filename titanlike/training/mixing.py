@@ -20,9 +20,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from titanlike.config.errors import ConfigError, Problem
@@ -127,6 +128,7 @@ class _Rows:
         each = (place, place // 2, (place + size) // 2, (place + 1) % size)
         starts = torch.arange(count)[:, None] * size
         places = [(starts + one).flatten() for one in each]
+        assert pipeline is not None
         return cls(run, pipeline, batch, places, by_row)
 
     def losses(self, arrangement: int) -> tuple[int, Tensor]:
@@ -175,7 +177,8 @@ class _Rows:
         if len(right) == len(self.places[0]):
             pairs = [(losses.cpu(), right[self.places[at]]) for at, losses in others]
         else:  # of a microbatch only the sum is known: the halves, each twice, are twice the whole
-            pairs = [(sum(losses.cpu() for _, losses in others), len(others) * right)]
+            total: Any = sum(losses.cpu() for _, losses in others)
+            pairs = [(total, len(others) * right)]
         return self._over_all_ranks(pairs)
 
     def _over_all_ranks(self, pairs: list[tuple[Tensor, Tensor]]) -> float:
@@ -203,6 +206,7 @@ def _most_by_size(config: Config) -> float:
 def _mode(run: Run, training: bool) -> Iterator[None]:
     """Within it the model trains, torch's modules in it evaluate; `unchanged` restores the modes."""
     modules = [module for stage in run.stages for module in stage.modules()]
+    affine: list[Any]
     affine = [m for m in modules if isinstance(m, BatchNorm) and m.running_mean is None]
     run.train_mode(training)
     for module in modules:
@@ -219,7 +223,7 @@ def _mode(run: Run, training: bool) -> Iterator[None]:
             del norm.forward
 
 
-def _affine(norm: nn.Module, x: Tensor) -> Tensor:
+def _affine(norm: Any, x: Tensor) -> Tensor:
     """A batch norm of mean 0 and variance 1."""
     if norm.weight is None:
         return x

@@ -112,6 +112,7 @@ class Profile:
         texts = []
         if written:
             of = f"{_numbers('step', self._recorded)}, {_numbers('rank', written)}"
+            assert isinstance(settings, MemoryProfile)
             viewer = viewer_of(settings, mesh.device)
             texts.append(f"{settings.name} of {of} is in {self._folder}: open it in {viewer}")
         if left := [rank for rank in known if failed[rank]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -98,7 +99,8 @@ def _record(
     traced = isinstance(config.split, schema.TraceSplit)
     key = "model.name"
     buffers = functools.cache(lambda: constructed_buffers(resolved, config.seed))
-    options = {"traced": traced, "device": first_device(config.device).type, "buffers": buffers}
+    device = first_device(config.device).type
+    options: dict[str, Any] = {"traced": traced, "device": device, "buffers": buffers}
     if tensor is not None:
         options["before"] = functools.partial(tensor.prepare, tensor.like)
     if context is not None:
@@ -109,8 +111,9 @@ def _record(
             points = [*points, *nested]
             graph = ModelGraph(model, fields, microbatch_size, points, **options)
         graph.recording(fields, False)
-        for unit in graph.units if context is not None else ():
-            context.attention.around(model.get_submodule(unit.name))
+        if context is not None:
+            for unit in graph.units:
+                context.attention.around(model.get_submodule(unit.name))
         return graph
     except ConfigError:
         raise

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping
+from typing import Any
 
+from titanlike.config.groups import Float8Precision
 from titanlike.config.program import train_program
 from titanlike.config.schema import Config
 from titanlike.metrics import units
@@ -64,9 +66,9 @@ def opening(session: Session) -> None:
     found, headings, rows = draft.auto_split, ["rank", "stage", "modules", "parameters"], []
     if mesh.tp > 1 or config.ep > 1:
         headings[-1] += " of a tp rank" if config.ep == 1 else " of a rank's part"
-    costed = found is not None and found.cost != "params"  # those have a column already
+    costed = found if found is not None and found.cost != "params" else None  # has a column already
     if costed:
-        headings.append("memory" if found.cost == "memory" else "one microbatch")
+        headings.append("memory" if costed.cost == "memory" else "one microbatch")
     chosen, recomputed = draft.recomputed, config.activation_checkpoint.name != "none"
     if recomputed:
         headings += ["recomputed", *(["memory of rank"] if chosen.memory else [])]
@@ -78,7 +80,8 @@ def opening(session: Session) -> None:
             numel = units.count(draft.stage_numel(stage))
             rows.append([ranks, stage, span(draft.stages[stage]), numel])
             if costed:
-                rows[-1].append(_TEXT[found.cost](found.chosen.stages[stage] * found.scale))
+                cost = costed.chosen.stages[stage] * costed.scale
+                rows[-1].append(_TEXT[costed.cost](cost))
             if recomputed:
                 rows[-1].append(f"{len(chosen.blocks[stage])} of {len(draft.blocks(stage))} blocks")
             if chosen.memory:
@@ -124,7 +127,8 @@ def tensor_parallel(config: Config, draft: Draft) -> str:
         {name: p for name, p in tensor.placements.items() if p.part is not None and wanted(p)}
         for wanted in (lambda p: p.copies == 1, lambda p: p.copies > 1)
     )
-    share = sum(p.part.shape.numel() for p in (divided | repeated).values()) / draft.whole_numel
+    parts = [p.part for p in (divided | repeated).values()]
+    share = sum(part.shape.numel() for part in parts if part is not None) / draft.whole_numel
     text = f"{share:.0%} of the parameters divided: {_modules(divided)}"
     if repeated:
         most = max(p.copies for p in repeated.values())
@@ -161,6 +165,7 @@ def _expert_parallel(config: Config, draft: Draft) -> str:
     """What ep divides; "" without it."""
     if config.ep == 1:
         return ""
+    experts: set[Any]
     experts = {module.num_experts for module in experts_of(draft.model_graph.model).values()}
     counts = " or ".join(f"{count // config.ep} of {count}" for count in sorted(experts))
     return f"each rank has {counts} experts of a layer"
@@ -211,6 +216,7 @@ def _precision(config: Config, draft: Draft) -> str:
     layers, precision = draft.float8, config.precision
     if layers is None:
         return precision.name
+    assert isinstance(precision, Float8Precision)
     text = f"bf16, and {layers.count} of {layers.of} linear layers in float8 ({precision.recipe})"
     emulated = "emulated, which is slower: this device has no float8 matrix products"
     return f"{text}; {emulated}" if layers.emulated else text

@@ -128,7 +128,7 @@ def write_samples(
     if say is None:
         return
     prompts = config.sample.prompts
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"step": step, "prompt": prompt, "text": text}
         for prompt, text in zip(prompts, texts, strict=True)
     ]

@@ -127,8 +127,9 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
         run.ranges.connect(run.pipeline, watchdog.start_action, queued)
         if mesh.world_size > 1:
             groups = [group for stage in run.stages for group in parameter_groups(stage)]
-            run = replace(run, busy=BusyTime(mesh.device, groups))
-            run.ranges.add(run.busy)
+            busy = BusyTime(mesh.device, groups)
+            run = replace(run, busy=busy)
+            run.ranges.add(busy)
 
         def report_profile(step: int, text: str) -> None:
             events.log("profile", step, text)

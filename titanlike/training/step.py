@@ -118,7 +118,7 @@ def update(
     stop_code = worker.stop_request.code(config.max_time)
     graphs = run.compiled.new_graphs() if run.compiled else 0
     peak = peak_memory(run.mesh.device)
-    largest = [stop_code, graphs, peak.allocated]
+    largest: list[float] = [stop_code, graphs, peak.allocated]
     if peak.reserved is not None:
         largest.append(peak.reserved)
     if run.busy is not None:

@@ -126,8 +126,8 @@ def _checked(
         raise plan_error(config, tensor.modules, mistakes)
     if not wrong and (mistakes := mixed_draws(drawn_whole)):
         wrong = f"{mistakes[0].module} {mistakes[0].reason}"
-    found = {"draws": drawn, "draws_whole": drawn_whole, "wrong_whole": wrong}
-    return replace(tensor, **found, unchecked=comparison.unchecked)
+    found = replace(tensor, draws=drawn, draws_whole=drawn_whole, wrong_whole=wrong)
+    return replace(found, unchecked=comparison.unchecked)
 
 
 def async_problems(config: Config) -> list[Problem]:

@@ -218,7 +218,7 @@ def events_of(marks: Sequence[tuple[float, _Entry]]) -> list[Box]:
     """
     waited = {str(of) for _, (what, of) in marks if what == "received"}
     found: list[Box] = []
-    now = ("host", -1, -1)
+    now: tuple[str, int, int] = ("host", -1, -1)
     interrupted: list[tuple[str, int, int]] = []  # by exchanges
     since = marks[0][0]
     for at, (what, of) in marks:

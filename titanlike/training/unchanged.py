@@ -36,6 +36,6 @@ def unchanged(run: Run, seed: int) -> Iterator[None]:
         with torch.no_grad():
             for module, own in zip(modules, buffers, strict=True):
                 for name, (buffer, value) in own.items():
-                    if buffer is not None:
+                    if buffer is not None and value is not None:
                         buffer.copy_(value)
                     module._buffers[name] = buffer  # one may have been put in its place

@@ -118,7 +118,7 @@ class ContextAttention(TorchFunctionMode):
 
         attn_mask: [..., T or t, T or t]; a dimension of t is this rank's part.
         """
-        options = {"dropout_p": dropout_p, "scale": scale}
+        options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale}
         if self.instead is not None:
             given = {"attn_mask": attn_mask, "is_causal": is_causal, "enable_gqa": enable_gqa}
             return self.instead({"query": query, "key": key, "value": value, **given, **options})

@@ -47,7 +47,8 @@ class _Ring(torch.autograd.Function):
             coming = _send_on(held, ranks, True) if step < ranks.size - 1 else None
             halves = [_heads(half, q.shape[1]) for half in held.chunk(2, 1 + _TOKENS)]
             for mine, theirs, same in _pairs(ranks, step, causal):
-                block = block_attention.forward(queries[mine], *halves[theirs], same, scale)
+                keys, values = halves[theirs]
+                block = block_attention.forward(queries[mine], keys, values, same, scale)
                 found[mine] = _added(found[mine], block)
             if coming is not None:
                 held = coming()
@@ -73,7 +74,8 @@ class _Ring(torch.autograd.Function):
             halves = [_heads(half, q.shape[1]) for half in held.chunk(2, 1 + _TOKENS)]
             parts = of_held.chunk(2, 1 + _TOKENS)
             for mine, theirs, same in _pairs(ranks, step, causal):
-                given = gradients[mine], queries[mine], *halves[theirs], wholes[mine]
+                keys, values = halves[theirs]
+                given = gradients[mine], queries[mine], keys, values, wholes[mine]
                 of_query, *both = block_attention.backward(*given, same, scale)
                 of_queries[mine] += of_query
                 for total, part in zip(parts[theirs], both, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ class Call:
 
     name: str  # "aten.mm"
     given: dict[str, Any]  # arguments by name, tensors as Operands
-    whole: dict[str, Any]  # in the whole model, tensors as None
+    whole: Mapping[str, Any]  # in the whole model, tensors as None
     operands: list[Operand]
     results: list[tuple[Shape, Shape]]  # shapes (whole, local)
     pointwise: bool = False  # as torch has tagged it

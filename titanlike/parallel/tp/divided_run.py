@@ -219,6 +219,7 @@ class DividedRun(SeenRun):
             pattern = (w,)
             if columns and entry is not None and entry.style == "packed_colwise":
                 count = entry.argument
+                assert count is not None
                 pattern = count if isinstance(count, tuple) else (w // count,) * count
             kind: Kind = "features" if columns else "tokens"
             layout.append(packed(Division(kind, pattern, 1, name if columns else ""), w))
@@ -286,7 +287,7 @@ class DividedRun(SeenRun):
             alike = known.layout is not None and len(known.layout) == len(layout)
             for dim, one in enumerate(known.layout or ()):
                 constant = one is not None and one.kind == "constant"
-                if constant and not (alike and layout[dim] is not None):
+                if one is not None and constant and not (alike and layout[dim] is not None):
                     raise WrongCall(f"it writes to some elements of {part_of(one)}", one)
             if known.layout is not None and alike:
                 kinds = zip(known.layout, layout, strict=True)

@@ -170,8 +170,8 @@ def indexed(call: Call) -> list[Layout]:
     x = call.input
     indices = call.given.get("indices", [])
     for dim, index in enumerate(indices):
-        if index is not None and x.layout[dim] is not None:
-            raise partly("looks up", x.layout[dim])
+        if index is not None and (division := x.layout[dim]) is not None:
+            raise partly("looks up", division)
     for index in call.operands[1:]:
         if wrong := next((one for one in index.layout if one is not None), None):
             raise partly("looks up", wrong)

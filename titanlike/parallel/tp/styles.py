@@ -33,6 +33,7 @@ from titanlike.parallel.tp.part import Part
 from titanlike.parallel.tp.plan import DIVIDING, Entry
 
 FEATURES = -1
+_When = Literal["never", "sequence", "always"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Placement:
     copies: int = 1  # ranks that hold the same elements
     # when the gradients of these ranks are parts of a sum, and not the same: in batches whose
     # activations are divided along the sequence, or in all
-    partial: Literal["never", "sequence", "always"] = "never"
+    partial: _When = "never"
 
 
 def divide(
@@ -76,7 +77,7 @@ class _Divider:
         self._model, self._modules, self._ranks = model, modules, ranks
         self._whole_logits = whole_logits
         self._cut: dict[int, tuple[nn.Parameter, nn.Parameter, Placement]] = {}  # whole, part
-        self._partial: dict[int, str] = {}  # of parameters that are not cut
+        self._partial: dict[int, _When] = {}  # of parameters that are not cut
 
     def divide(self, name: str, entry: Entry) -> None:
         module, ranks, style = self._model.get_submodule(name), self._ranks, entry.style
@@ -90,9 +91,11 @@ class _Divider:
                 vars(module)[_GATHERS] = ranks
                 _before(module, partial(_enter, ranks))
             if style == "colwise_gather":
-                _after(module, partial(_gather_features, ranks, module.tp_rows, not gathered))
+                rows: Any = module.tp_rows
+                _after(module, partial(_gather_features, ranks, rows, not gathered))
             elif style == "vocab" and self._whole_logits:  # which are the loss's: all tokens, too
-                _after(module, partial(_gather_features, ranks, module.tp_rows, False))
+                rows = module.tp_rows
+                _after(module, partial(_gather_features, ranks, rows, False))
         elif style in ("rowwise", "rowwise_split"):
             if style == "rowwise_split":
                 _before(module, partial(_split_features, ranks, not gathered))
@@ -102,14 +105,14 @@ class _Divider:
         elif style == "split":
             _after(module, partial(_split_sequence, ranks))
         elif style in ("sequence", "replicate_sum"):
-            when = "sequence" if style == "sequence" else "always"
+            when: _When = "sequence" if style == "sequence" else "always"
             self._partial |= {id(p): when for p in module.parameters()}
 
     def placements(self) -> dict[str, Placement]:
         of_parts = {id(part): placement for _, part, placement in self._cut.values()}
         found, problems = {}, []
         for name, parameter in self._model.named_parameters():
-            when = self._partial.get(id(parameter), "never")
+            when: _When = self._partial.get(id(parameter), "never")
             own = of_parts.get(id(parameter), Placement(None, self._ranks.size, when))
             found[name] = own
             if id(parameter) in self._cut:
@@ -145,21 +148,25 @@ class _Divider:
 
     def _columns(self, module: nn.Module, entry: Entry) -> None:
         """Divide output features."""
-        dim, _ = _feature_dims(module)
-        rows = module.weight.shape[dim]
+        dims, weight = _feature_dims(module), _weight(module)
+        assert dims is not None
+        dim, _ = dims
+        rows: Any = weight.shape[dim]
         ranges, copies = _ranges(entry, rows, self._ranks)
         module.tp_rows = rows
         bias = getattr(module, "bias", None)
-        self._take(module, "weight", Part(module.weight.shape, dim, ranges), copies)
+        self._take(module, "weight", Part(weight.shape, dim, ranges), copies)
         if bias is not None:
             self._take(module, "bias", Part(bias.shape, 0, ranges), copies)
         _set_features(module, out=sum(stop - start for start, stop in ranges))
 
     def _rows(self, module: nn.Module) -> None:
         """Divide input features."""
-        _, dim = _feature_dims(module)
-        held = self._ranks.part(module.weight.shape[dim])
-        part = Part(module.weight.shape, dim, ((held.start, held.stop),))
+        dims, weight = _feature_dims(module), _weight(module)
+        assert dims is not None
+        _, dim = dims
+        held = self._ranks.part(weight.shape[dim])
+        part = Part(weight.shape, dim, ((held.start, held.stop),))
         self._take(module, "weight", part)
         _set_features(module, into=held.stop - held.start)
         bias = getattr(module, "bias", None)
@@ -178,7 +185,8 @@ class _Divider:
             inside = held.start <= padding < held.stop
             module.padding_idx = padding - held.start if inside else None
         module.num_embeddings = held.stop - held.start
-        module.forward = partial(_look_up, module.forward, held, part.shape[0], self._ranks)
+        patched: Any = module
+        patched.forward = partial(_look_up, module.forward, held, part.shape[0], self._ranks)
 
 
 def mark(module: nn.Module, entry: Entry) -> None:
@@ -212,7 +220,7 @@ def _problems(model: nn.Module, modules: dict[str, Entry], size: int) -> list[st
             fix = "vocab" if isinstance(module, nn.Embedding) else "replicate"
             raise ConfigError([Problem(at, style, reason, f"{at}={fix}")])
         into = style in ("rowwise", "rowwise_split")
-        features = module.weight.shape[dims[1] if into else dims[0]]
+        features = _weight(module).shape[dims[1] if into else dims[0]]
         if text := _size_problem(entry, features, size):
             found[entry.pattern] = f"{name} has {text}"
     return [*found.values()]
@@ -273,6 +281,11 @@ def _feature_dims(module: nn.Module) -> tuple[int, int] | None:
         return 0, 1
     # transformers' linear layer of GPT-2, whose weight is transposed
     return (1, 0) if type(module).__name__ == "Conv1D" and hasattr(module, "nf") else None
+
+
+def _weight(module: nn.Module) -> Tensor:
+    weight: Any = module.weight
+    return weight
 
 
 def _set_features(module: nn.Module, *, out: int | None = None, into: int | None = None) -> None:
@@ -368,6 +381,7 @@ def adds_bias_later(module: nn.Module) -> bool:
 
 def _without_bias(module: nn.Module, x: Tensor) -> Tensor:
     """The forward of a linear layer whose bias is added behind a sum over ranks."""
+    weight: Any = module.weight
     if _feature_dims(module) == (0, 1):
-        return F.linear(x, module.weight)
-    return torch.matmul(x, module.weight)
+        return F.linear(x, weight)
+    return torch.matmul(x, weight)

@@ -165,10 +165,12 @@ def joined(call: Call) -> list[Layout]:
             wrong = next(one for one in along if one is not None)
             raise partly("concatenates", wrong)
         # also constants, which differ from each other
-        if along[0].kind != "features" and len(along) > 1:
-            raise partly("concatenates", along[0])
-        pattern = tuple(p for one in along for p in one.pattern * one.repeat)
-        others[dim] = Division(along[0].kind, pattern, 1, along[0].source)
+        divided = [one for one in along if one is not None]  # all of them
+        first = divided[0]
+        if first.kind != "features" and len(along) > 1:
+            raise partly("concatenates", first)
+        pattern = tuple(p for one in divided for p in one.pattern * one.repeat)
+        others[dim] = Division(first.kind, pattern, 1, first.source)
     [(whole, local)] = call.results
     if any(one is None and w != n for one, w, n in zip(others, whole, local, strict=True)):
         raise WrongCall("its sizes are not those of the whole model")
