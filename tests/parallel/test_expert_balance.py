@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from support.cells import cells
 from support.families import hf, moe
 from support.models import tiny
+from support.opened import opened
 from support.proven import assert_proven
 from support.skipped_step import three_steps
 from support.world import run_world
@@ -28,8 +28,13 @@ from titanlike.config.schema import (
     Model,
 )
 from titanlike.config.validate import problems
+from titanlike.data.loader import batches, open_data
+from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.models.moe import Moe, RoutedFeedForward
+from titanlike.models.registry import initial_weights_of, resolve_model
+from titanlike.optim.optimizer import build_optimizers
+from titanlike.parallel.initialize import initialize
 from titanlike.training.draft import draft, preflight
 from titanlike.training.train import train
 
@@ -65,35 +70,69 @@ def test_every_layout_trains_and_balances_as_one_process(config: Config, tmp_pat
 # --- what the losses are --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
-def test_the_losses_are_those_of_the_last_steps_load_written_in_plain_torch(scores: str) -> None:
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(64, (4, 17), generator=generator)
-    loads = torch.rand(2, 8, generator=generator).softmax(-1)
+class Written:
+    """The losses of a step, written down: what each router gives, and the choices."""
 
-    def gradients(written: bool) -> list[Tensor]:
-        torch.manual_seed(0)
-        losses = {} if written else {"balance_loss": 0.02, "z_loss": 0.01}
-        model = Moe(**SIZES | {"layers": 2, "vocab_size": 64, "scores": scores} | losses)
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.2)
-        layers = [m for m in model.modules() if isinstance(m, RoutedFeedForward)]
-        routed: list[Tensor] = []
-        for layer, load in zip(layers, loads, strict=True):
-            layer.router.register_forward_hook(lambda m, _, out: routed.append(out.flatten(0, -2)))
-            if not written:
-                layer.load.copy_(load)
-        total = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
-        for logits, load in zip(routed, loads, strict=True) if written else ():
-            odds = logits.softmax(-1) if scores == "softmax" else logits.sigmoid()
-            mean = (odds / odds.sum(-1, keepdim=True)).mean(0)
-            total = total + 0.02 * 8 * (load * mean).sum()
-            total = total + 0.01 * logits.logsumexp(-1).square().mean()
-        total.backward()
-        return [parameter.grad for parameter in model.parameters()]
+    def __init__(self, model: Moe) -> None:
+        self.logits: dict[nn.Module, Tensor] = {}
+        self.counts: dict[nn.Module, Tensor] = {}
+        self.layers = [m for m in model.modules() if isinstance(m, RoutedFeedForward)]
+        for layer in self.layers:
+            layer.router.register_forward_hook(lambda m, _, out: self.logits.update({m: out}))
+            layer.experts.register_forward_pre_hook(lambda m, a: self.counts.update({m: a[1]}))
 
-    for mine, right in zip(gradients(False), gradients(True), strict=True):
-        torch.testing.assert_close(mine, right)
+    def loss(self, load: list[Tensor]) -> Tensor:
+        """load: of each layer, the share of tokens of each expert in the step before."""
+        total = torch.zeros(())
+        for layer, shares in zip(self.layers, load, strict=True):
+            logits = self.logits[layer.router]
+            probabilities = logits.softmax(-1).mean(0)
+            total += 0.02 * len(shares) * (shares * probabilities).sum()
+            total += 0.01 * logits.logsumexp(-1).square().mean()
+        return total
+
+    def load(self) -> list[Tensor]:
+        counts = [self.counts[layer.experts] for layer in self.layers]
+        return [each / each.sum() for each in counts]
+
+
+def gradients_of_two_steps(config: Config, worker: Worker) -> list[dict[str, Tensor]]:
+    found: list[dict[str, Tensor]] = []
+    with opened(config, worker) as job:
+
+        def keep() -> None:
+            found.append({name: p.grad.full_tensor() for name, p in job.parameters()})
+
+        for step in (1, 2):
+            job.step(step, before_update=keep)
+    return found
+
+
+@pytest.mark.slow
+def test_the_losses_are_those_of_the_global_batch_with_the_last_steps_load(tmp_path: Path) -> None:
+    """Written down in plain torch, for two steps of a pipeline in microbatches."""
+    config = mixture(2, 2, lr=ConstantLr(warmup=0), optimizer=AdamW(clip=None))
+    ranks = run_world(gradients_of_two_steps, config, tmp_path)
+    model = Moe(**SIZES | {"layers": 2, "vocab_size": 64, "bias_rate": 0.01})
+    initialize(model, initial_weights_of(resolve_model(config), config.seed), torch.device("cpu"))
+    parameters = dict(model.named_parameters())
+    [optimizer] = build_optimizers(parameters, model, config)
+    written, data = Written(model), open_data(config)
+    stream = batches(data.train, replace(config, pp=1, dp=1), dp_rank=0)
+    load = [torch.full((8,), 1 / 8) for _ in written.layers]
+    for step in (0, 1):
+        batch = next(stream)
+        logits = model(batch["inputs"])
+        text = nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+        (text + written.loss(load)).backward()
+        for name, mine in (item for rank in ranks for item in rank[step].items()):
+            right = parameters[name].grad
+            assert (mine - right).norm() < 1e-5 * right.norm(), (step, name)
+        for layer in written.layers:
+            layer.balance(written.counts[layer.experts])
+        load = written.load()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @pytest.mark.slow
