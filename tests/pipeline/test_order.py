@@ -110,7 +110,9 @@ def can_run(order: Order) -> bool:
 
 @settings(max_examples=100, deadline=None)
 @given(orders, st.data())
-def test_two_swapped_actions_are_refused_exactly_when_they_cannot_run(order, data) -> None:
+def test_two_swapped_actions_are_refused_exactly_when_they_deadlock_or_cannot_run(
+    order, data
+) -> None:
     ranks = [list(acts) for acts in order.ranks]
     row = ranks[data.draw(st.integers(0, len(ranks) - 1))]
     i, j = (data.draw(st.integers(0, len(row) - 1)) for _ in "ij")
