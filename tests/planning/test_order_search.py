@@ -6,25 +6,21 @@ from __future__ import annotations
 import math
 import random
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
 
 import pytest
 
 from support.cells import slow
-from support.cost_sets import Compared, CostSet, compare, compare_all, known
-from support.exact_order import exact_seconds
+from support.cost_sets import CostSet, compare, compare_all, known
 from support.message_streams import a_pair, compute, makespan, one_stream
-from titanlike.pipeline.schedules import interleaved_1f1b, loop, vee
+from titanlike.pipeline.order import Act, Order
+from titanlike.pipeline.schedules import interleaved_1f1b, loop
 from titanlike.planning.list_scheduling import Problem, Rule, list_order, wanted
 from titanlike.planning.order_search import Found, best_order, lower_bound, trials_for
 from titanlike.planning.simulate import Duration, StageTimes, equal_stages
 from titanlike.torch_private.pipeline_runtime import _lower
-
-# all of 200 random sets of costs
-REST = slow(range(1, 13), range(200), marks=[pytest.mark.slow, pytest.mark.grid])
-SHARES = (math.inf, 1.0, 0.75, 0.5, 0.35)
-TRIALS = 40
 
 
 def checked(found: Found) -> None:
@@ -38,88 +34,35 @@ def checked(found: Found) -> None:
             makespan(ranks, evaluated.place, stream, 0.1)
 
 
-def table(each: dict[float, list[Compared]]) -> str:
-    """Medians (and the worst) of each limit of memory."""
-    lines = ["memory  fits  found  built-in/bound  found/bound     faster by"]
-    for share, rows in each.items():
-        both = [row for row in rows if row.built_in and row.found]
-        cells = []
-        for of in (
-            lambda r: r.built_in.seconds / r.bound,
-            lambda r: r.found.seconds / r.bound,
-            lambda r: r.built_in.seconds / r.found.seconds,
-        ):
-            values = [of(row) for row in both]
-            shown = f"{statistics.median(values):.3f} ({max(values):.3f})" if values else "-"
-            cells.append(f"{shown:14}")
-        found = sum(row.found is not None for row in rows)
-        lines.append(f"{share:6}  {len(both):4}  {found:5}  {'  '.join(cells)}")
-    return "\n".join(lines)
-
-
-def compared(sets: range, of: Callable[[CostSet, float], Compared]) -> dict[float, list[Compared]]:
-    return {share: [of(CostSet.draw(seed), share) for seed in sets] for share in SHARES}
-
-
-def gain(rows: list[Compared]) -> float:
-    return statistics.median(
-        row.built_in.seconds / row.found.seconds for row in rows if row.built_in and row.found
-    )
-
-
-@pytest.mark.parametrize("sets", [range(1), *slow(range(1, 4)), *REST])
-def test_an_order_made_for_a_split_is_never_slower_and_halves_what_is_left(sets: range) -> None:
-    """Of the time by which the best schedule is above the lower bound, on the median."""
-    each = compared(sets, lambda costs, share: compare(costs, share, False, TRIALS))
-    print("\nsplit=even, order and placement searched\n" + table(each))
-    for rows in each.values():
-        for row in rows:
-            if row.built_in is not None:
-                assert row.found and row.found.seconds <= row.built_in.seconds
-            if row.found is not None:
-                checked(row.found)
-    both = [row for row in each[1.0] if row.built_in]
-    left = [
-        (row.built_in.seconds / row.bound - 1, row.found.seconds / row.bound - 1) for row in both
-    ]
-    if len(both) > 10:
-        halves = [ours / theirs for theirs, ours in left if theirs > 0]
-        assert statistics.median(halves) < 0.6
-
-
-@pytest.mark.parametrize("sets", [range(1), *slow(range(1, 4)), *REST])
-def test_split_placement_and_order_together_gain_five_percent(sets: range) -> None:
-    """Over the best schedule with split=auto; and there is an order wherever there can be one."""
-    each = compared(sets, lambda costs, share: compare_all(costs, share, TRIALS))
-    print("\nsplit, placement and order searched\n" + table(each))
-    for share, rows in each.items():
-        for seed, row in zip(sets, rows, strict=True):
-            costs = CostSet.draw(seed)
-            if row.found is None:
-                # no split leaves every rank room for one microbatch
-                assert costs.least_memory() > costs.limit(share)
-                continue
-            checked(row.found)
-            if row.built_in is not None:
-                assert row.found.seconds <= row.built_in.seconds
-    if len(sets) > 10:
-        assert gain(each[1.0]) > 1.05
-
-
-@pytest.mark.slow
-def test_a_large_pipeline_is_searched_in_ten_seconds_of_one_core() -> None:
-    pp, microbatches = 16, 64
-    problems = []
-    for place in (vee(pp), loop(pp), loop(pp, 2)):
-        own = known(place, pp, microbatches)
-        times = equal_stages(next(own).order)
-        held = [1.0] * len(place)
-        problems.append(Problem(place, microbatches, times, held, held, len(place)))
-    begin = time.process_time()
-    for problem in problems:
-        own = [*known(problem.place, pp, microbatches)]
-        assert best_order(problem, own, trials_for(problems)) is not None
-    assert time.process_time() - begin < 10
+@pytest.mark.parametrize(
+    "sets, shares, trials",
+    [([4], [1.0, 0.5], 20), *slow((range(12), [math.inf, 1.0, 0.5, 0.35], 40))],
+)
+def test_an_order_made_for_costs_is_never_slower_than_a_schedule(sets, shares, trials) -> None:
+    """Random costs, split=even and what a search cuts; and there is an order wherever there can be
+    one. On the median of many it halves what the best schedule is above the lower bound, and gains 5%
+    where the split is open, too."""
+    left, gains = [], []
+    for seed, share in product(sets, shares):
+        costs = CostSet.draw(seed)
+        limit = costs.limit(share)
+        both = [compare(costs, limit, trials), compare_all(costs, limit, trials)]
+        for each in both:
+            if each.built_in is not None:
+                assert each.found and each.found.seconds <= each.built_in.seconds
+            if each.found is not None:
+                checked(each.found)
+        given, free = both
+        if free.found is None:  # no split leaves every rank room for one microbatch
+            assert costs.least_memory() > limit
+        if share == 1.0 and given.built_in and free.built_in:
+            theirs, ours = (
+                each.seconds / given.bound - 1 for each in (given.built_in, given.found)
+            )
+            left.append(ours / theirs if theirs > 0 else 1.0)
+            gains.append(free.built_in.seconds / free.found.seconds)
+    if len(left) > 10:
+        assert statistics.median(left) < 0.6 and statistics.median(gains) > 1.05
 
 
 def test_an_order_follows_its_keys_and_keeps_within_its_memory() -> None:
@@ -132,34 +75,44 @@ def test_an_order_follows_its_keys_and_keeps_within_its_memory() -> None:
     less = Problem(loop(2), 4, problem.times, [1.0, 1.0], [0.0, 0.0], 0.5)
     assert list_order(less, *wanted(problem, order), Rule()) is None
     assert best_order(less, [], 10) is None
+    # a search takes seconds, whatever the sizes: so many actions are scheduled
+    for microbatches in (4, 64, 1024):
+        many = replace(problem, microbatches=microbatches)
+        assert trials_for([many] * 3) * 3 * 3 * 2 * microbatches <= 500_000
 
 
-@pytest.mark.slow
+def rows(stage: int, microbatches: int) -> Iterator[tuple[Act, ...]]:
+    """All orders of a stage's F, I and W: microbatches of each in turn, F before I before W."""
+
+    def go_on(done: tuple[Act, ...], counts: dict[str, int]) -> Iterator[tuple[Act, ...]]:
+        if len(done) == 3 * microbatches:
+            yield done
+        for kind, most in zip("FIW", (microbatches, counts["F"], counts["I"]), strict=True):
+            if counts[kind] < most:
+                act = Act(kind, stage, counts[kind])
+                yield from go_on((*done, act), {**counts, kind: counts[kind] + 1})
+
+    return go_on((), dict.fromkeys("FIW", 0))
+
+
 def test_small_orders_are_within_two_percent_of_the_optimum() -> None:
-    """By a search that is exact (see support/exact_order.py)."""
-    pytest.importorskip("ortools", reason="see tests/support/exact_order.py")
-    above = []
-    for seed in range(10):
+    """By trying all 1764 orders of 3 microbatches on 2 ranks."""
+    every = [Order(ranks, loop(2), 3) for ranks in product(*(rows(s, 3) for s in (0, 1)))]
+    assert len(every) == 42**2
+    for seed in range(3):
         draw = random.Random(seed)
-        pp, microbatches = draw.choice((2, 2, 3)), draw.choice((3, 4))
-        for place in (vee(pp), loop(pp), loop(pp, 2)):
-            seconds = [draw.uniform(0.8, 1.2) for _ in place]
-            seconds[-1] *= draw.uniform(1, 2)
-            times = [
-                StageTimes(
-                    *(Duration(round(part * each, 3)) for part in (1, 2, 1.1, 0.9)), 0.02, 0.02
-                )
-                for each in seconds
-            ]
-            held = [2 * pp / len(place)] * len(place)
-            limit = 2 * pp * draw.choice((1.0, 0.8, 0.6))
-            problem = Problem(place, microbatches, times, held, held, limit)
-            own = [*known(place, pp, microbatches)]
-            found = best_order(problem, own, trials_for([problem]))
-            if found is not None:
-                best, bound = exact_seconds(found, 8)
-                above.append(found.seconds / best - 1)
-                print(
-                    f"pp={pp} {len(place)} stages: {above[-1]:.2%} above; bound {bound / best:.1%}"
-                )
-    assert len(above) > 20 and max(above) <= 0.02
+        times = [
+            StageTimes(*(Duration(part * each) for part in (1, 2, 1.1, 0.9)), 0.02, 0.02)
+            for each in (draw.uniform(0.8, 1.2), draw.uniform(0.8, 2))
+        ]
+        limit = 2 * draw.choice((1.5, 1.0, 0.5))
+        problem = Problem(loop(2), 3, times, [1.0, 1.0], [1.0, 1.0], limit)
+        seconds = []
+        for order in filter(problem.fits, every):
+            try:
+                seconds.append(problem.step(order))
+            except ValueError:  # it would wait forever
+                continue
+        found = best_order(problem, known(loop(2), 2, 3), 100)
+        assert problem.fits(found.order)
+        assert min(seconds) * (1 - 1e-9) <= found.seconds <= 1.02 * min(seconds)

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import json
-import resource
-import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from support.cells import slow
 from support.commands import command
 from support.plans import planned
 from titanlike.command import plan as plan_command
 from titanlike.metrics.chart_picture import draw
 from titanlike.metrics.chart_trace import write_trace
 from titanlike.planning.advice import advise
+from titanlike.planning.closed_form import simulated_seconds
 from titanlike.planning.known_hardware import shipped
 from titanlike.planning.plan_chart import chart_of
 from titanlike.planning.plan_text import as_text
+from titanlike.planning.roofline import Roofline
 
-SMALL = ["data=synthetic", "device=cpu", "model.layers=8", "batch_size=16", "hardware=h100_sxm"]
+TINY = ["data=synthetic", "device=cpu", "hardware=h100_sxm", "model.layers=4", "batch_size=16"]
 
 
 def run(capsys: pytest.CaptureFixture, *words: str) -> tuple[int, str, str]:
@@ -29,24 +29,30 @@ def run(capsys: pytest.CaptureFixture, *words: str) -> tuple[int, str, str]:
 
 
 def test_the_line_that_trains_is_the_line_that_plans(tmp_path: Path) -> None:
-    words = ["experiment=llama3_8b", "hardware=h100_sxm", "--json"]
+    words = [*TINY, "pp=2", "dp=2", "schedule=interleaved1f1b", "seq_len=64", "--json"]
     done = command(*words, cwd=tmp_path, tool="tools/plan.py")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["fits"] and 3 < found["step_seconds"] < 30 and 0.1 < found["mfu"] < 0.7
-    assert len(found["memory_bytes"]) == 4 and max(found["memory_bytes"]) <= 80 * 2**30
-    tokens = 512 * 8192 / found["step_seconds"] / 64
+    assert found["fits"] and 0 < found["mfu"] < 0.7
+    assert len(found["memory_bytes"]) == 2 and max(found["memory_bytes"]) <= 80 * 2**30
+    tokens = 16 * 64 / found["step_seconds"] / 4
     assert found["tokens_per_second_per_gpu"] == pytest.approx(tokens)
-    assert 0 < found["bubble"] < 0.5 and len(found["ranks"]) == 4 and len(found["stages"]) == 8
+    assert 0 < found["bubble"] < 0.5 and len(found["ranks"]) == 2 and len(found["stages"]) == 4
 
 
-def test_a_table_fits_into_a_terminal() -> None:
-    words = [*SMALL, "pp=4", "dp=2", "schedule=zbvzerobubble", "schedule.microbatches=8"]
-    plan = planned(*words)
+def test_a_table_fits_into_a_terminal_and_its_advice_fits_and_is_faster() -> None:
+    words = "pp=2 dp=2 schedule=zbvzerobubble schedule.microbatches=8 activation_checkpoint=full"
+    plan = planned(*TINY, *words.split(), "hardware.memory=22MiB")
+    advice = advise(plan, 60)
+    assert plan.fits and advice and all(one.plan.fits and one.gain > 0.01 for one in advice)
     for columns in (80, 160):
-        text = as_text(plan, advise(plan, 0.5), "", columns)
+        text = as_text(plan, advice, "", columns)
         assert "fits" in text and "queued" in text and "reduce-scatters of gradients" in text
         assert max(map(len, text.splitlines())) <= columns
+    parts = [parts.total for parts in plan.memory]
+    assert parts == plan.memory_bytes and min(min(vars(p).values()) for p in plan.memory) >= 0
+    shares = plan.shares(plan.slowest)
+    assert sum(shares.values()) == pytest.approx(1, abs=0.01) and min(shares.values()) >= 0
 
 
 def test_what_does_not_fit_is_said_with_what_would(capsys) -> None:
@@ -75,56 +81,60 @@ def test_mistakes_are_answered_like_those_of_training(capsys, words, said) -> No
 
 def test_every_choice_that_costs_is_known() -> None:
     """A change of the command line changes the plan in the direction that is known."""
-    base = planned(*SMALL, "pp=2", "precision=bf16", "schedule.microbatches=4", "seq_len=1024")
-    words = [*SMALL, "pp=2", "precision=bf16", "schedule.microbatches=4", "seq_len=1024"]
+    words = [*TINY, "pp=2", "precision=bf16", "schedule.microbatches=4", "seq_len=1024"]
+    base = planned(*words)
     full = planned(*words, "activation_checkpoint=full")
     assert full.step_seconds > base.step_seconds
     assert max(full.memory_bytes) < max(base.memory_bytes)
-    fused = planned(*words, "compile=true")
-    assert fused.step_seconds < base.step_seconds
-    more = planned(*words[:-2], "schedule.microbatches=16", "seq_len=1024")
-    assert more.simulation.bubble < base.simulation.bubble
-    offloaded = planned(*words, "dp=2", "batch_size=32", "fsdp.cpu_offload=true")
-    resident = planned(*words, "dp=2", "batch_size=32")
+    assert planned(*words, "compile=true").step_seconds < base.step_seconds
+    fewer = planned(*words, "schedule.microbatches=2")
+    assert fewer.simulation.bubble > base.simulation.bubble
+    resident, offloaded = (
+        planned(*words, "dp=2", "batch_size=32", f"fsdp.cpu_offload={off}")
+        for off in ("false", "true")
+    )
     assert max(offloaded.memory_bytes) < max(resident.memory_bytes)
     assert offloaded.simulation.step > resident.simulation.step
     divided = planned(*words, "tp=2")
     assert divided.traffic(0).tp > 0 and max(divided.memory_bytes) < max(base.memory_bytes)
-    fp32 = planned(*SMALL, "pp=2", "schedule.microbatches=4", "seq_len=1024")
-    assert fp32.step_seconds > base.step_seconds
-    again = planned(*words, "optimizer=muon")
-    assert again.times.stages[0].update > base.times.stages[0].update
+    assert divided.times.parts[0]["tp exchanges"] > 0
+    assert planned(*words, "precision=fp32").step_seconds > base.step_seconds
+    muon = planned(*words, "optimizer=muon")
+    assert muon.times.stages[0].update > base.times.stages[0].update
+    # too small microbatches cost more than they fill
+    tiny = [*TINY, "pp=2", "batch_size=256", "seq_len=16", "model.dim=32", "model.heads=4"]
+    few, many = (planned(*tiny, f"schedule.microbatches={count}") for count in (8, 256))
+    assert few.step_seconds < many.step_seconds
 
 
 def test_zero_trades_traffic_for_memory() -> None:
-    words = [*SMALL, "pp=2", "dp=2", "batch_size=64", "schedule.microbatches=32"]
+    words = [*TINY, "pp=2", "dp=2", "schedule.microbatches=8", "model.layers=8"]
     words += ["model.dim=512", "model.heads=8", "activation_checkpoint=full"]
     one, two, three = (planned(*words, f"fsdp.zero={level}") for level in (1, 2, 3))
     assert max(one.memory_bytes) > max(two.memory_bytes) > max(three.memory_bytes)
     assert one.traffic(0).gathered == two.traffic(0).gathered < three.traffic(0).gathered
-    assert 32 * one.traffic(0).reduced == two.traffic(0).reduced == three.traffic(0).reduced
+    assert 8 * one.traffic(0).reduced == two.traffic(0).reduced == three.traffic(0).reduced
 
 
-def test_parts_of_the_memory_are_the_whole() -> None:
-    words = [*SMALL, "pp=2", "dp=2", "precision=bf16"]
-    for schedule in ("1f1b", "zbvzerobubble", "interleavedzerobubble"):
-        plan = planned(*words, f"schedule={schedule}", "schedule.microbatches=8")
-        assert [parts.total for parts in plan.memory] == plan.memory_bytes
-        assert all(min(vars(parts).values()) >= 0 for parts in plan.memory)
-        shares = plan.shares(plan.slowest)
-        assert sum(shares.values()) == pytest.approx(1, abs=0.01) and min(shares.values()) >= 0
+def test_equal_blocks_are_costed_once_however_many_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that the largest models are planned in seconds."""
+    calls: Counter[int] = Counter()
+    seconds = Roofline.seconds
 
+    def counted(self: Roofline, *args: object, **more: object) -> object:
+        calls[layers] += 1
+        return seconds(self, *args, **more)
 
-@pytest.mark.parametrize("words", ["pp=16 dp=1024 batch_size=8192", *slow("pp=16 dp=64")])
-def test_the_largest_model_is_planned_in_seconds(words: str) -> None:
-    begin = time.process_time()
-    plan = planned("experiment=llama3_405b", "hardware=h100_sxm", *words.split())
-    assert plan.step_seconds > 1 and time.process_time() - begin < 10
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 * 2**20  # KiB, of all tests
+    monkeypatch.setattr(Roofline, "seconds", counted)
+    for layers in (2, 8):
+        planned(*TINY, f"model.layers={layers}", "pp=2", "seq_len=64")
+    assert calls[2] == calls[8] > 0
 
 
 def test_pictures_and_traces_show_every_action(tmp_path: Path) -> None:
-    words = [*SMALL, "pp=2", "schedule=interleaved1f1b", "schedule.microbatches=4"]
+    words = [*TINY, "pp=2", "schedule=interleaved1f1b", "schedule.microbatches=4"]
     plan = planned(*words)
     svg, png, trace = (tmp_path / f"a.{ending}" for ending in ("svg", "png", "json"))
     draw(chart_of(plan), png)
@@ -141,63 +151,55 @@ def test_pictures_and_traces_show_every_action(tmp_path: Path) -> None:
     assert {e["ph"] for e in events} == {"M", "X", "s", "f", "C"}
 
 
-@pytest.mark.parametrize("gpus", [2, *slow(4)])
-def test_a_search_finds_what_planning_each_layout_finds(gpus: int, capsys) -> None:
-    """Of a small space, by planning every layout in full."""
-    words = [*SMALL, "precision=bf16", "fsdp.zero=1", "activation_checkpoint=none", "seq_len=1024"]
-    code, text, _ = run(capsys, "search", *words, f"gpus={gpus}", "tp=1", "schedule=1f1b", "--json")
+def test_a_search_finds_what_planning_each_layout_finds(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a small space, by planning every layout in full. What all are judged by first is near that."""
+    judged = []
+    monkeypatch.setattr(
+        "titanlike.planning.plan_search.simulated_seconds",
+        lambda one, hardware: judged.append(one) or simulated_seconds(one, hardware),
+    )
+    words = [*TINY, "precision=bf16", "fsdp.zero=1", "activation_checkpoint=none", "seq_len=512"]
+    words += ["tp=1", "schedule=1f1b"]
+    code, text, _ = run(capsys, "search", *words, "gpus=2", "--json", "--top", "2")
     assert code == 0
-    found = json.loads(text)
-    first = found["ranked"][0]
+    first = json.loads(text)["ranked"][0]
     times = {}
-    for pp in (pp for pp in (1, 2, 4) if pp <= gpus):
+    for pp in (1, 2):
         for microbatches in (1, 2, 8, 16):
-            if 16 // (gpus // pp) % microbatches == 0:
-                line = [f"pp={pp}", f"dp={gpus // pp}", f"schedule.microbatches={microbatches}"]
-                plan = planned(*words, *line, "tp=1", "schedule=1f1b")
-                times[" ".join(line)] = plan.step_seconds
+            if 16 // (2 // pp) % microbatches == 0:
+                line = [f"pp={pp}", f"dp={2 // pp}", f"schedule.microbatches={microbatches}"]
+                times[pp, microbatches] = planned(*words, *line).step_seconds
     assert first["step_seconds"] <= 1.01 * min(times.values())
     assert "pp=" in first["command"] and "hardware" not in first["command"]
     replayed = [word for word in first["command"].split() if "=" in word]
     again = planned(*replayed, "hardware=h100_sxm")
     assert again.step_seconds == pytest.approx(first["step_seconds"])
+    near = {(one.config.pp, one.layout.microbatches): one.seconds for one in judged}
+    for layout, seconds in times.items():
+        assert 0.99 < near[layout] / seconds < 1.3, layout
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "choices"),
     [
-        (["model=moe_tiny"], ["ep=1", "ep=4"]),
-        (["seq_len=16384"], ["cp=1 dp=4", "cp=2 dp=2"]),
-        (["fsdp.zero=3", "hardware.devices_per_node=2"], ["replicate=1", "replicate=2"]),
+        (["model=moe_tiny", "fsdp.zero=1"], ["ep=1 dp=4", "ep=4 dp=4"]),
+        (["seq_len=16384", "fsdp.zero=1"], ["cp=1 dp=4", "cp=2 dp=2"]),
+        (["fsdp.zero=3", "hardware.devices_per_node=2"], ["replicate=1 dp=4", "replicate=2 dp=4"]),
     ],
     ids=["ep", "cp", "replicate"],
 )
 def test_a_search_tries_every_axis(capsys, words: list[str], choices: list[str]) -> None:
     """Its first choice is that of planning each."""
-    line = ["data=synthetic", "device=cpu", "batch_size=16", "hardware=h100_sxm", "precision=bf16"]
-    line += [*words, "pp=1", "tp=1", "schedule=1f1b", "schedule.microbatches=2"]
-    line += ["activation_checkpoint=none"]
+    line = [*TINY, "precision=bf16", *words, "pp=1", "tp=1", "schedule=1f1b"]
+    line += ["schedule.microbatches=2", "activation_checkpoint=none"]
     code, text, _ = run(capsys, "search", *line, "gpus=4", "--json")
-    assert code == 0
-    found = json.loads(text)
-    seconds = []
-    for choice in choices:
-        for zero in (1, 2, 3) if "fsdp.zero=3" not in words else (3,):
-            each = [f"fsdp.zero={zero}", *(choice.split() if "dp=" in choice else [choice, "dp=4"])]
-            seconds.append(planned(*line, *each).step_seconds)
-    assert len(found["ranked"]) == len(seconds)
-    assert found["ranked"][0]["step_seconds"] == pytest.approx(min(seconds))
-
-
-@pytest.mark.slow
-@pytest.mark.grid  # for a machine that does nothing else
-def test_a_search_over_512_devices_takes_less_than_a_minute(capsys) -> None:
-    begin = time.process_time()
-    words = ["experiment=llama3_70b", "hardware=h100_sxm", "gpus=512", "batch_size=1024"]
-    code, text, _ = run(capsys, "search", *words)
-    assert code == 0 and "why others lose" in text
-    assert time.process_time() - begin < 60
+    seconds = [planned(*line, *choice.split()).step_seconds for choice in choices]
+    ranked = json.loads(text)["ranked"]
+    assert code == 0 and len(ranked) == len(seconds)
+    assert ranked[0]["step_seconds"] == pytest.approx(min(seconds))
 
 
 def test_shipped_hardware_agrees_with_the_peaks_that_mfu_uses() -> None:

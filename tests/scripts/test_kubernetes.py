@@ -28,18 +28,8 @@ from tools.kubernetes.render import KINDS, manifest, read_file
 
 RENDER = ROOT / "tools/kubernetes/render.py"
 NEEDED = ["NAME=tiny", "IMAGE=registry/tiny:1", "CLAIM=shared"]
-TINY = [
-    "data=synthetic",
-    "logger=none",
-    "model.layers=2",
-    "model.dim=32",
-    "model.ffn_dim=64",
-    "validation.every=0",
-    "batch_size=4",
-    "seq_len=16",
-    "device=cpu",
-    "log_every=1",
-]
+TINY = "data=synthetic logger=none model.layers=2 model.dim=32 model.ffn_dim=64 validation.every=0"
+TINY = [*TINY.split(), "batch_size=4", "seq_len=16", "device=cpu", "log_every=1"]
 # the first with all that a Job asks for, and the newest of which there are schemas
 VERSIONS = ("1.29", kubernetes_validate.latest_version())
 
@@ -51,13 +41,9 @@ def refuse_unless_valid(objects: list[dict[str, Any]]) -> None:
     for item in objects:
         if item["apiVersion"].startswith("kubeflow.org"):
             _of_kubeflow("KubeflowOrgV1PyTorchJob", item)
-        else:
-            _of_kubernetes(item)
-
-
-def _of_kubernetes(item: dict[str, Any]) -> None:
-    for version in VERSIONS:
-        kubernetes_validate.validate(item, version, strict=True)
+            continue
+        for version in VERSIONS:
+            kubernetes_validate.validate(item, version, strict=True)
 
 
 def _of_kubeflow(kind: str, value: Any) -> None:
@@ -69,9 +55,9 @@ def _of_kubeflow(kind: str, value: Any) -> None:
         for item in value.values():
             _of_kubeflow(inner[1], item)
     elif kind == "V1PodTemplateSpec":
-        _of_kubernetes({"apiVersion": "v1", "kind": "Pod", **value})
+        refuse_unless_valid([{"apiVersion": "v1", "kind": "Pod", **value}])
     elif kind == "V1ObjectMeta":
-        _of_kubernetes({"apiVersion": "v1", "kind": "ConfigMap", "metadata": value})
+        refuse_unless_valid([{"apiVersion": "v1", "kind": "ConfigMap", "metadata": value}])
     elif kind in ("str", "int", "bool"):
         assert type(value).__name__ == kind, f"{value!r} is no {kind}"
     else:
@@ -84,91 +70,78 @@ def _of_kubeflow(kind: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "settings",
-    [
-        [],
-        ["NODES=2", "GPUS=8", "NAMESPACE=training"],
-        ["NODES=64", "NPROC=4", "NAME=a" + 48 * "-" + "z", "CLAIM=disk.of-all", "MOUNT=/mnt/a"],
-        ["NODES=3", "GPUS=4", "GPU_KIND=amd.com/gpu", "CPUS=96", "MEMORY=800Gi", "SHM=64Gi"],
-        ["SECRET_NAME=keys", "env.NCCL_SOCKET_IFNAME=eth0", "PORT=1234", "GRACE=30", "RESTARTS=0"],
-    ],
-)
-def test_kubernetes_accepts_a_manifest(kind: str, settings: list[str]) -> None:
-    refuse_unless_valid(manifest(kind, NEEDED + settings, ["pp=2"]))
+def test_kubernetes_accepts_a_manifest(kind: str) -> None:
+    example = read_file(RENDER.with_name("kubernetes.env.example"))
+    refuse_unless_valid(manifest(kind, [*example, "NAME=tiny", "NODES=2"], []))
+    for settings in (
+        "",
+        f"NODES=64 NPROC=4 NAME=a{48 * '-'}z CLAIM=disk.of-all MOUNT=/mnt/a NAMESPACE=training",
+        "NODES=3 GPUS=4 GPU_KIND=amd.com/gpu CPUS=96 MEMORY=800Gi SHM=64Gi",
+        "SECRET_NAME=keys env.NCCL_SOCKET_IFNAME=eth0 PORT=1234 GRACE=30 RESTARTS=0",
+    ):
+        refuse_unless_valid(manifest(kind, [*NEEDED, *settings.split()], ["pp=2"]))
 
 
-@pytest.mark.parametrize(
-    "kind, place, key, value",
-    [
-        ("job", (1, "spec"), "backoffLimitPerIndexes", 3),
-        ("job", (1, "spec", "template", "spec", "containers", 0), "workingDirectory", "/"),
-        ("job", (1, "spec", "template", "spec", "initContainers", 0), "arg", ["pp=2"]),
-        ("job", (1, "spec", "podFailurePolicy", "rules", 0, "onExitCodes"), "value", 2),
-        ("job", (1, "spec"), "completions", "2"),
-        ("job", (0, "spec"), "publishNotReadyAddress", True),
-        ("pytorchjob", (0, "spec"), "nProcPerNode", "8"),
-        ("pytorchjob", (0, "spec"), "nprocPerNode", 8),
-        ("pytorchjob", (0, "metadata"), "nmae", "tiny"),
-        ("pytorchjob", (0, "spec", "runPolicy"), "backofLimit", 3),
-        ("pytorchjob", (0, "spec", "pytorchReplicaSpecs", "Worker"), "replica", 2),
-        (
-            "pytorchjob",
-            (0, "spec", "pytorchReplicaSpecs", "Master", "template", "spec"),
-            "terminationGracePeriod",
-            30,
-        ),
-    ],
-)
-def test_a_misspelt_key_of_a_manifest_would_be_found(
-    kind: str, place: tuple[Any, ...], key: str, value: Any
-) -> None:
-    objects = manifest(kind, [*NEEDED, "NODES=2"], [])
-    inner: Any = objects
-    for step in place:
-        inner = inner[step]
-    inner[key] = value
-    with pytest.raises((kubernetes_validate.ValidationError, AssertionError)):
-        refuse_unless_valid(objects)
+def test_a_misspelt_key_of_a_manifest_would_be_found() -> None:
+    for kind, at, key, value in (
+        ("job", 1, "completions", "2"),
+        ("pytorchjob", 0, "nprocPerNode", 8),
+    ):
+        objects = manifest(kind, [*NEEDED, "NODES=2"], [])
+        objects[at]["spec"][key] = value
+        with pytest.raises((kubernetes_validate.ValidationError, AssertionError)):
+            refuse_unless_valid(objects)
 
 
-def test_the_pods_of_a_job_find_each_other_by_name() -> None:
-    service, job = manifest("job", [*NEEDED, "NODES=2", "PORT=2345"], [])
-    template = job["spec"]["template"]["spec"]
+def test_all_pods_of_a_job_run_at_once_find_each_other_by_name_and_are_started_again() -> None:
+    settings = [*NEEDED, "NODES=3", "GPUS=4", "PORT=2345", "RESTARTS=7"]
+    service, job = manifest("job", settings, [])
+    spec = job["spec"]
+    assert spec["completions"] == spec["parallelism"] == 3
+    assert spec["backoffLimitPerIndex"] == 7 and spec["maxFailedIndexes"] == 0
+    assert [rule["action"] for rule in spec["podFailurePolicy"]["rules"]] == ["FailJob", "Ignore"]
+    template = spec["template"]["spec"]
     assert template["subdomain"] == service["metadata"]["name"]
     (command,) = (container["command"] for container in template["containers"])
     assert f"--master-addr=tiny-0.{template['subdomain']}" in command
-    assert "--master-port=2345" in command and service["spec"]["ports"][0]["port"] == 2345
+    assert {"--nnodes=3", "--nproc-per-node=4", "--master-port=2345"} < {*command}
+    assert service["spec"]["ports"][0]["port"] == 2345
     # the label that Kubernetes puts on a Job's pods
     assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
+    # a config is checked for the ranks of all pods
+    (check,) = template["initContainers"]
+    env = {item["name"]: item["value"] for item in check["env"]}
+    assert (env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) == ("12", "4")
+    (job,) = manifest("pytorchjob", settings, [])
+    # of the restarts of all pods together
+    assert job["spec"]["runPolicy"]["backoffLimit"] == 21 and job["spec"]["nprocPerNode"] == "4"
+    counts = {role: each["replicas"] for role, each in job["spec"]["pytorchReplicaSpecs"].items()}
+    assert counts == {"Master": 1, "Worker": 2}
 
 
 # --- what a user may write ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "setting, told",
-    [
-        ("NAME=Llama", "NAME=Llama: is no name of a host: .*; write NAME=llama-8b"),
-        ("NAME=8b", "NAME=8b: .*begun by a letter.*; write NAME=llama-8b"),
-        ("NAME=llama_8b", "NAME=llama_8b: is no name"),
-        ("NAME=llama-", "NAME=llama-: is no name"),
-        (f"NAME={51 * 'a'}", "at most 50; write NAME=llama-8b"),
-        ("NAME=", "NAME: is no name"),
-        ("CLAIM=a_b", "CLAIM=a_b: is no name of an object.*; write CLAIM=shared"),
-        ("NODES=0", "NODES=0: is no integer from 1; write NODES=2"),
-        ("GPUS=eight", "GPUS=eight: is no integer from 0; write GPUS=8"),
-        ("MEMORY=80 GB", "MEMORY=80 GB: is no amount of bytes; write MEMORY=200Gi"),
-        ("MOUNT=data", "MOUNT=data: is no path; write MOUNT=/shared"),
-        ("NODE=2", "NODE=2: no such variable; write NODES=2"),
-        ("NCCL_DEBUG=INFO", "NCCL_DEBUG=INFO: no such variable; write env.NCCL_DEBUG=INFO"),
-        ("env.PET_MAX_RESTARTS=5", "env.PET_MAX_RESTARTS=5: .*; write RESTARTS=5"),
-        ("env.a-b=1", "env.a-b=1: no name of a variable; write env.NCCL_SOCKET_IFNAME=eth0"),
-    ],
-)
-def test_what_kubernetes_would_refuse_is_refused_with_what_works(setting: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        manifest("job", [*NEEDED, setting], [])
+def test_what_kubernetes_would_refuse_is_refused_with_what_works() -> None:
+    for setting, told in {
+        "NAME=Llama": "NAME=Llama: is no name of a host: .*; write NAME=llama-8b",
+        "NAME=8b": "NAME=8b: .*begun by a letter.*; write NAME=llama-8b",
+        "NAME=llama_8b": "NAME=llama_8b: is no name",
+        "NAME=llama-": "NAME=llama-: is no name",
+        f"NAME={51 * 'a'}": "at most 50; write NAME=llama-8b",
+        "NAME=": "NAME: is no name",
+        "CLAIM=a_b": "CLAIM=a_b: is no name of an object.*; write CLAIM=shared",
+        "NODES=0": "NODES=0: is no integer from 1; write NODES=2",
+        "GPUS=eight": "GPUS=eight: is no integer from 0; write GPUS=8",
+        "MEMORY=80 GB": "MEMORY=80 GB: is no amount of bytes; write MEMORY=200Gi",
+        "MOUNT=data": "MOUNT=data: is no path; write MOUNT=/shared",
+        "NODE=2": "NODE=2: no such variable; write NODES=2",
+        "NCCL_DEBUG=INFO": "NCCL_DEBUG=INFO: no such variable; write env.NCCL_DEBUG=INFO",
+        "env.PET_MAX_RESTARTS=5": "env.PET_MAX_RESTARTS=5: .*; write RESTARTS=5",
+        "env.a-b=1": "env.a-b=1: no name of a variable; write env.NCCL_SOCKET_IFNAME=eth0",
+    }.items():
+        with pytest.raises(ConfigError, match=told):
+            manifest("job", [*NEEDED, setting], [])
 
 
 def test_a_secret_is_named_and_never_written() -> None:
@@ -204,11 +177,11 @@ def test_variables_come_from_a_file_and_the_command_line_counts(tmp_path: Path) 
     ]
 
 
-def test_the_example_file_is_a_working_choice() -> None:
-    example = read_file(RENDER.with_name("kubernetes.env.example"))
-    service, job = manifest("job", [*example, "NAME=tiny", "NODES=2"], [])
-    refuse_unless_valid([service, job])
-    assert job["metadata"] == {"name": "tiny", "namespace": "training"}
+def test_an_override_comes_through_kubernetes_unchanged() -> None:
+    overrides = ["logger.run_name=${steps}", "a=$(HOME)", "b=$$(HOME)", "c=$", "run_dir=/x y/z"]
+    _, job = manifest("job", NEEDED, overrides)
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert [expanded(word, {"HOME": "/root"}) for word in container["args"]] == overrides
 
 
 # --- what a pod runs ----------------------------------------------------------------------------
@@ -307,39 +280,33 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_pods_train_one_model(cluster: Cluster, kind: str) -> None:
-    codes, text = cluster.wait(cluster.start(cluster.manifest(kind, "dp=2", "steps=3")))
+    """Whose config is checked before."""
+    objects = cluster.manifest(kind, "dp=2", "steps=2")
+    if kind == "job":
+        (check,) = objects[1]["spec"]["template"]["spec"]["initContainers"]
+        (code,), text = cluster.wait([cluster.run(check, {"JOB_COMPLETION_INDEX": "1"})])
+        assert code == 0, text
+    codes, text = cluster.wait(cluster.start(objects))
     assert codes == [0, 0], text
-    assert cluster.result()["status"] == "completed" and cluster.steps() == [1, 2, 3]
+    assert cluster.result()["status"] == "completed" and cluster.steps() == [1, 2]
     assert (cluster.volume / "outputs/tiny/logs/rank1.log").is_file()
 
 
 def test_a_mistake_ends_the_job_before_anything_is_started(cluster: Cluster) -> None:
-    _, job = cluster.manifest("job", "dp=2", "stepps=3")
+    """Also a mesh that does not fit the pods."""
+    _, job = cluster.manifest("job", "dp=4", "stepps=3")
     (check,) = job["spec"]["template"]["spec"]["initContainers"]
     (code,), text = cluster.wait([cluster.run(check, {"JOB_COMPLETION_INDEX": "1"})])
     rule = job["spec"]["podFailurePolicy"]["rules"][0]
     assert rule["action"] == "FailJob" and rule["onExitCodes"]["containerName"] == check["name"]
     assert code in rule["onExitCodes"]["values"], text
     assert "stepps=3: unknown key; write steps=3" in text
+    assert "4 processes, but 2 were started" in text, text
     assert not any(path.is_file() for path in cluster.volume.rglob("*"))
 
 
-def test_a_mesh_that_does_not_fit_the_pods_ends_the_job_too(cluster: Cluster) -> None:
-    _, job = cluster.manifest("job", "dp=4", "steps=3")
-    (check,) = job["spec"]["template"]["spec"]["initContainers"]
-    (code,), text = cluster.wait([cluster.run(check, {"JOB_COMPLETION_INDEX": "0"})])
-    assert code == 2 and "4 processes, but 2 were started" in text, text
-
-
-def test_the_check_lets_a_good_config_pass(cluster: Cluster) -> None:
-    _, job = cluster.manifest("job", "dp=2", "steps=3")
-    (check,) = job["spec"]["template"]["spec"]["initContainers"]
-    (code,), text = cluster.wait([cluster.run(check, {"JOB_COMPLETION_INDEX": "1"})])
-    assert code == 0, text
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["job", "pytorchjob"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_run_whose_pod_is_evicted_goes_on_without_gap_or_repeat(
     cluster: Cluster, kind: str
 ) -> None:
@@ -359,10 +326,3 @@ def test_a_run_whose_pod_is_evicted_goes_on_without_gap_or_repeat(
     codes, text = cluster.wait(cluster.start(again))
     assert codes == [0, 0] and f"resuming from step {stopped}" in text, text
     assert cluster.steps() == list(range(1, stopped + 3))
-
-
-def test_an_override_comes_through_kubernetes_unchanged() -> None:
-    overrides = ["logger.run_name=${steps}", "a=$(HOME)", "b=$$(HOME)", "c=$", "run_dir=/x y/z"]
-    _, job = manifest("job", NEEDED, overrides)
-    (container,) = job["spec"]["template"]["spec"]["containers"]
-    assert [expanded(word, {"HOME": "/root"}) for word in container["args"]] == overrides

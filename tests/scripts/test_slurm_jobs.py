@@ -20,18 +20,8 @@ from support.waiting import until
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
-TINY = [
-    "model.layers=2",
-    "model.dim=32",
-    "model.ffn_dim=64",
-    "seq_len=16",
-    "batch_size=4",
-    "data=synthetic",
-    "data.vocab_size=64",
-    "validation.every=0",
-    "logger=none",
-    "device=cpu",
-]
+TINY = "model.layers=2 model.dim=32 model.ffn_dim=64 seq_len=16 batch_size=4 data=synthetic"
+TINY = [*TINY.split(), "data.vocab_size=64", "validation.every=0", "logger=none", "device=cpu"]
 # says that it was stopped before its first step, however often it is started
 NEVER_GETS_ANYWHERE = """
 import json, pathlib, sys, time
@@ -162,22 +152,18 @@ def test_a_job_that_its_user_cancels_saves_and_stays_cancelled(
     assert "requeued" not in log(folder)
 
 
-def test_a_job_whose_time_is_up_by_its_own_config_is_not_put_back(
-    cluster: Cluster, folder: Path
+@pytest.mark.parametrize(
+    "words, code, restarts",
+    [(["max_time=1"], "75:0", "0"), pytest.param([], "1:0", "1", marks=pytest.mark.slow)],
+    ids=["its own config ends it", "two starts bring no step"],
+)
+def test_a_job_that_gets_nowhere_is_not_put_back(
+    cluster: Cluster, folder: Path, words: list[str], code: str, restarts: str
 ) -> None:
     (folder / "train.py").write_text(NEVER_GETS_ANYWHERE)
-    ended = cluster.wait(cluster.submit("train_srun.sbatch", "max_time=1", cwd=folder))
-    assert (ended["ExitCode"], ended["Restarts"]) == ("75:0", "0"), log(folder)
-
-
-@pytest.mark.slow
-def test_a_job_that_brings_no_step_in_two_starts_is_not_put_back_again(
-    cluster: Cluster, folder: Path
-) -> None:
-    (folder / "train.py").write_text(NEVER_GETS_ANYWHERE)
-    ended = cluster.wait(cluster.submit("train_srun.sbatch", cwd=folder))
-    assert (ended["ExitCode"], ended["Restarts"]) == ("1:0", "1"), log(folder)
-    assert "two starts in a row completed no new step" in log(folder)
+    ended = cluster.wait(cluster.submit("train_srun.sbatch", *words, cwd=folder))
+    assert (ended["ExitCode"], ended["Restarts"]) == (code, restarts), log(folder)
+    assert words or "two starts in a row completed no new step" in log(folder)
 
 
 def test_an_environment_file_that_is_not_there_is_named(

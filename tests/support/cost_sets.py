@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
 
 import numpy as np
 
-from titanlike.config.schema import LoopedSchedule, Schedule
-from titanlike.pipeline.from_config import build_order, microbatch_problem
-from titanlike.pipeline.order import Order
-from titanlike.pipeline.schedules import LOOPED, SCHEDULES, V_SCHEDULES, loop, vee
+from support.message_streams import order_of
+from titanlike.pipeline.schedules import LOOPED, SCHEDULES, V_SCHEDULES, loop, one_f_one_b, vee
 from titanlike.planning.list_scheduling import Problem
 from titanlike.planning.order_search import Found, Known, best_known, best_order, lower_bound
 from titanlike.planning.simulate import Duration, StageTimes
@@ -58,6 +56,11 @@ class CostSet:
         microbatches = pp * draw.choice((2, 3, 4))
         return cls(pp, microbatches, forward, inputs, weights, [0.1, *held, 0.5], message)
 
+    @property
+    def places(self) -> list[tuple[int, ...]]:
+        """Placements that are searched."""
+        return [vee(self.pp), loop(self.pp), loop(self.pp, 2)]
+
     def balanced(self, place: tuple[int, ...], by_memory: bool = False) -> Split:
         """As split=auto, by the time of each unit, or what it holds."""
         count, each = len(self.forward), self.held
@@ -75,7 +78,7 @@ class CostSet:
         """What the fullest rank holds at the least, of one microbatch, whatever the split."""
         return min(
             self.problem(place, self.balanced(place, True), 1.0).least_memory
-            for place in (vee(self.pp), loop(self.pp), loop(self.pp, 2))
+            for place in self.places
         )
 
     def even(self, place: tuple[int, ...]) -> Split:
@@ -87,8 +90,7 @@ class CostSet:
         """A share of what 1f1b holds, at the most on a rank, with an even split."""
         place = loop(self.pp)
         problem = self.problem(place, self.even(place), 1.0)
-        order = known_order("1f1b", self.pp, self.microbatches)
-        assert order is not None
+        order = one_f_one_b(self.pp, self.microbatches)
         return share * max(problem.peak(order, rank) for rank in range(self.pp))
 
     def problem(self, place: tuple[int, ...], split: Split, limit: float) -> Problem:
@@ -107,19 +109,14 @@ class CostSet:
 
 
 @cache
-def known_order(name: str, pp: int, microbatches: int) -> Order | None:
-    schedule = LoopedSchedule(name, microbatches, 2) if name in LOOPED else Schedule(name)
-    if microbatch_problem(schedule, pp, microbatches):
-        return None
-    return build_order(schedule, pp, microbatches)
-
-
-def known(place: tuple[int, ...], pp: int, microbatches: int) -> Iterator[Known]:
+def known(place: tuple[int, ...], pp: int, microbatches: int) -> list[Known]:
     """Schedules of a placement."""
+    found = []
     for name in SCHEDULES:
         of = vee(pp) if name in V_SCHEDULES else loop(pp, 2 if name in LOOPED else 1)
-        if of == place and (order := known_order(name, pp, microbatches)) is not None:
-            yield Known(name, order)
+        if of == place and (order := order_of(name, pp, microbatches)) is not None:
+            found.append(Known(name, order))
+    return found
 
 
 @dataclass(frozen=True)
@@ -128,46 +125,41 @@ class Compared:
 
     built_in: Found | None  # the fastest of all schedules
     found: Found | None
-    bound: float  # of the placements
-    best_bound: float  # of the rank with the least to do, whatever the split and the placement
+    bound: float  # below which no order of any of the placements can be
 
 
-def compare(costs: CostSet, share: float, balance: bool, trials: int) -> Compared:
-    """The best order with the split given: even, or balanced as split=auto does it."""
+def compare(costs: CostSet, limit: float, trials: int) -> Compared:
+    """The best order and placement with split=even."""
     built_in, found, bounds = None, None, []
-    for place in (vee(costs.pp), loop(costs.pp), loop(costs.pp, 2)):
-        split = costs.balanced(place) if balance else costs.even(place)
-        problem = costs.problem(place, split, costs.limit(share))
-        own = [*known(place, costs.pp, costs.microbatches)]
+    for place in costs.places:
+        problem = costs.problem(place, costs.even(place), limit)
+        own = known(place, costs.pp, costs.microbatches)
         bounds.append(lower_bound(problem))
         built_in = _faster(built_in, best_known(problem, own))
         found = _faster(found, best_order(problem, own, trials))
-    work = sum(costs.forward) + sum(costs.inputs) + sum(costs.weights)
-    return Compared(built_in, found, min(bounds), costs.microbatches * work / costs.pp)
+    return Compared(built_in, found, min(bounds))
 
 
-def _faster(one: Found | None, other: Found | None) -> Found | None:
-    found = [each for each in (one, other) if each is not None]
-    return min(found, key=lambda each: each.seconds, default=None)
-
-
-def compare_all(costs: CostSet, share: float, trials: int) -> Compared:
+def compare_all(costs: CostSet, limit: float, trials: int) -> Compared:
     """The best split, placement and order together, against schedules with split=auto."""
 
     def problem_of(cut: Cut) -> Problem:
         return costs.problem(cut.place, cut.starts, limit)
 
     def known_of(problem: Problem) -> list[Known]:
-        return [*known(problem.place, costs.pp, costs.microbatches)]
+        return known(problem.place, costs.pp, costs.microbatches)
 
-    limit, built_in = costs.limit(share), None
-    cuts = []
-    for place in (vee(costs.pp), loop(costs.pp), loop(costs.pp, 2)):
+    built_in, cuts = None, []
+    for place in costs.places:
         balanced = Cut(place, costs.balanced(place))
         problem = problem_of(balanced)
         built_in = _faster(built_in, best_known(problem, known_of(problem)))
         cuts += [balanced, Cut(place, costs.even(place)), Cut(place, costs.balanced(place, True))]
     one = best_cut(problem_of, known_of, cuts, len(costs.forward), trials)
     work = sum(costs.forward) + sum(costs.inputs) + sum(costs.weights)
-    bound = costs.microbatches * work / costs.pp
-    return Compared(built_in, None if one is None else one.found, bound, bound)
+    return Compared(built_in, one and one.found, costs.microbatches * work / costs.pp)
+
+
+def _faster(one: Found | None, other: Found | None) -> Found | None:
+    found = [each for each in (one, other) if each is not None]
+    return min(found, key=lambda each: each.seconds, default=None)

@@ -16,6 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from titanlike.config.schema import LoopedSchedule, Schedule
+from titanlike.pipeline.from_config import build_order, microbatch_problem
+from titanlike.pipeline.order import Order
+from titanlike.pipeline.schedules import LOOPED
+
 Stream = Callable[[int], Any]  # the rank of the peer -> name of a stream of this rank
 
 
@@ -36,6 +41,14 @@ def compute(peer: int) -> Any:
 
 COMPUTE = "compute"
 _SECONDS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # of a whole rank's layers, in any unit
+
+
+def order_of(name: str, pp: int, microbatches: int, stages_per_rank: int = 2) -> Order | None:
+    """None where the schedule refuses such sizes."""
+    looped = name in LOOPED
+    schedule = LoopedSchedule(name, stages_per_rank=stages_per_rank) if looped else Schedule(name)
+    refused = microbatch_problem(schedule, pp, microbatches)
+    return None if refused else build_order(schedule, pp, microbatches)
 
 
 class Deadlock(Exception):

@@ -10,22 +10,13 @@ import sys
 import pytest
 
 from support.paths import ROOT
-from support.sweep_folders import (
-    COMMAND,
-    age,
-    config,
-    done,
-    log,
-    steps,
-)
+from support.sweep_folders import COMMAND, age, config, done, log, steps
 from titanlike.launch.heartbeat import Beat, Heartbeat
 from titanlike.metrics.events import Events
 from titanlike.metrics.summary import OBJECTIVES, Summary, objective_value, summarize
 from titanlike.sweeps.picture import draw
 from titanlike.sweeps.plan import Job, Plan, add_jobs, read_plan, write_plan
 from titanlike.sweeps.table import read_table
-
-# --- statuses ----------------------------------------------------------------------------------
 
 
 def test_a_job_is_running_as_long_as_its_heart_beats(tmp_path):
@@ -71,36 +62,21 @@ def test_a_job_that_was_not_started_waits_and_one_with_a_result_has_ended(
 
 def test_jobs_are_found_that_no_plan_names(tmp_path):
     """An older sweep's, and those of a search; their overrides are in what they left."""
-    for number, lr in enumerate(("0.1", "0.01", "0.001")):
+    lrs = ["0.1", "0.01", "0.001"]
+    for number, lr in enumerate(lrs):
         config(tmp_path / str(number), f"optimizer:\n  name: adamw\n  lr: {lr}\nsteps: 5")
-    for number, lr in enumerate(("0.1", "0.01")):
-        done(tmp_path / str(number), overrides=["steps=5", f"optimizer.lr={lr}"])
+        if number < 2:  # else it is running: of its config.yaml
+            done(tmp_path / str(number), overrides=["steps=5", f"optimizer.lr={lr}"])
     (tmp_path / "notes").mkdir()
-    table = read_table(tmp_path)
-    assert [row.settings for row in table.rows] == [
-        {"optimizer.lr": "0.1"},
-        {"optimizer.lr": "0.01"},
-        {"optimizer.lr": "0.001"},  # is running: of its config.yaml
-    ]
+    settings = [{"optimizer.lr": lr} for lr in lrs]
+    assert [row.settings for row in read_table(tmp_path).rows] == settings
     for number in range(2):
         (tmp_path / str(number) / "result.json").unlink()
-    configs_alone = [row.settings for row in read_table(tmp_path).rows]
-    assert configs_alone == [row.settings for row in table.rows]
+    assert [row.settings for row in read_table(tmp_path).rows] == settings
     write_plan(tmp_path, Plan(COMMAND, "loss", "", [Job(0, "0", ["optimizer.lr=0.1"], [])]))
     assert [row.job.folder for row in read_table(tmp_path).rows] == ["0", "1", "2"]
     add_jobs(tmp_path, [Job(3, ".", ["optimizer.lr=1"], [])])  # in the sweep's own directory
     assert [row.job.folder for row in read_table(tmp_path).rows] == ["0", "1", "2", "."]
-
-
-def test_a_result_that_is_torn_is_no_result(tmp_path):
-    """As a copy that broke off leaves it: the table still comes."""
-    config(tmp_path / "0")
-    (tmp_path / "0" / "result.json").write_text('{"status": "comp')
-    age(tmp_path / "0", 1000)
-    assert [row.status for row in read_table(tmp_path).rows] == ["killed"]
-
-
-# --- numbers -----------------------------------------------------------------------------------
 
 
 def test_speed_is_that_of_a_run_in_full_swing(tmp_path):
@@ -135,17 +111,20 @@ def test_the_last_numbers_of_a_long_run_are_found_at_its_end(tmp_path):
     assert objective_value("val_loss", summarize(tmp_path)) == records[-1]["loss"]
 
 
-@pytest.mark.parametrize("text", [b"", b"\n", b'{"step": 1, "lo', b"\xff\xfe\n[1]\n{}\n"])
-def test_a_run_without_a_whole_line_has_no_numbers(tmp_path, text):
-    """It is a row like others."""
-    (tmp_path / "0").mkdir()
-    (tmp_path / "0" / "metrics.jsonl").write_bytes(text)
-    assert summarize(tmp_path / "0") == summarize(tmp_path / "none") == Summary()
-    assert len(read_table(tmp_path).rows) == 1
+def test_a_run_without_a_whole_line_has_no_numbers(tmp_path):
+    """It is a row like others; a result that is torn, as a copy that broke off leaves it, is none."""
+    for number, text in enumerate((b"", b"\n", b'{"step": 1, "lo', b"\xff\xfe\n[1]\n{}\n")):
+        folder = tmp_path / str(number)
+        config(folder)
+        (folder / "metrics.jsonl").write_bytes(text)
+        assert summarize(folder) == summarize(tmp_path / "none") == Summary()
+        (folder / "result.json").write_text('{"status": "comp')
+        age(folder, 1000)
+    assert [row.status for row in read_table(tmp_path).rows] == ["killed"] * 4
     assert draw(read_table(tmp_path)) is None
 
 
-@pytest.mark.parametrize("value", OBJECTIVES)
+@pytest.mark.parametrize("value", ["loss", "tokens_per_second", "memory_bytes"])
 def test_the_best_job_is_the_one_that_the_objective_says(tmp_path, value):
     """The most tokens a second, or the least of a loss. A loss that is nan, or of a job that did
     not complete, is never the best."""
@@ -157,9 +136,6 @@ def test_the_best_job_is_the_one_that_the_objective_says(tmp_path, value):
         done(tmp_path / str(number), "completed" if number < 3 else "failed", "no" * (number == 3))
     table = read_table(tmp_path)
     assert table.best.job.number == (1 if OBJECTIVES[value] else 0)
-
-
-# --- the plan ----------------------------------------------------------------------------------
 
 
 def test_the_tasks_of_an_array_add_jobs_at_once_and_none_is_lost_or_twice(tmp_path):

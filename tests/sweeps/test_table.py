@@ -10,31 +10,14 @@ import sys
 import warnings
 from pathlib import Path
 
-import pytest
-
 from support.paths import ROOT
-from support.sweep_folders import (
-    COMMAND,
-    STATUSES,
-    config,
-    done,
-    every_status,
-    log,
-    steps,
-)
+from support.sweep_folders import COMMAND, STATUSES, config, done, every_status, log, steps
 from titanlike.metrics.summary import Summary
+from titanlike.sweeps.job_status import JobRow
 from titanlike.sweeps.picture import draw
 from titanlike.sweeps.plan import Job, Plan, write_plan
-from titanlike.sweeps.report import write_csv, write_markdown
+from titanlike.sweeps.report import main, report, write_csv, write_markdown
 from titanlike.sweeps.table import job_command, read_table, terminal_lines
-
-TOOL = [sys.executable, str(ROOT / "tools" / "sweep.py")]
-
-
-def tool(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """tools/sweep.py as a user runs it."""
-    command = [*TOOL, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
 def csv_rows(folder: Path) -> list[dict[str, str]]:
@@ -88,9 +71,15 @@ def test_of_jobs_that_are_equally_good_the_fastest_is_the_best(tmp_path):
 def test_the_tool_tells_what_became_of_every_job_and_what_is_left(tmp_path):
     """One line a job, each error, the best job's command, and the command that runs the rest."""
     every_status(tmp_path)
-    ended = tool(tmp_path, "--no-picture")
+    code = (  # as tools/sweep.py, and answers at once: without torch and what draws
+        "import sys; from titanlike.sweeps.report import main; code = main(sys.argv[1:]);"
+        "print({'torch', 'matplotlib', 'wandb', 'hydra'} & set(sys.modules)); sys.exit(code)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path), "--no-picture"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert (ended.returncode, ended.stderr) == (1, "")
     text = ended.stdout
+    assert text.endswith("\nset()\n")
     found = re.findall(r"^ +(\d+)  (?:gpipe|1f1b|interleaved1f1b) +[12] +[01] +(\w+)", text, re.M)
     assert found == [(str(number), status) for number, status in enumerate(STATUSES)]
     assert "3 failed: the loss of step 15 is nan\n" in text
@@ -106,44 +95,36 @@ def test_the_tool_tells_what_became_of_every_job_and_what_is_left(tmp_path):
     assert not (tmp_path / "sweep.png").exists()
 
 
-def test_the_tool_ends_with_0_where_all_is_done_and_with_2_where_there_is_no_sweep(tmp_path):
+def test_the_tool_ends_with_0_where_all_is_done_and_with_2_where_there_is_no_sweep(
+    tmp_path, capsys
+):
     """A folder that is something else is told in one line."""
     log(tmp_path / "sweep" / "0", steps(10))
     done(tmp_path / "sweep" / "0", overrides=["pp=1"])
     log(tmp_path / "sweep" / "1", steps(10, 1.5))
     done(tmp_path / "sweep" / "1", overrides=["pp=2"])
-    ended = tool(tmp_path / "sweep")
-    assert ended.returncode == 0, ended.stderr
-    assert "2 of 2 done\n" in ended.stdout and "sweep.resume" not in ended.stdout
+    assert main([str(tmp_path / "sweep")]) == 0
+    out = capsys.readouterr().out
+    assert "2 of 2 done\n" in out and "sweep.resume" not in out
     assert (tmp_path / "sweep" / "sweep.png").read_bytes()[:4] == b"\x89PNG"
     assert "![loss curves and throughput](sweep.png)" in (tmp_path / "sweep/sweep.md").read_text()
     config(tmp_path / "run")
-    (tmp_path / "empty").mkdir()
-    for folder, why in ("run", "one run"), ("empty", "no job is in it"), ("gone", "is no folder"):
-        ended = tool(tmp_path / folder)
-        assert ended.returncode == 2 and ended.stdout == ""
-        assert why in ended.stderr and ended.stderr.count("\n") == 1
-    (tmp_path / "empty" / "sweep.jsonl").write_text("{torn")
-    ended = tool(tmp_path / "empty")
-    assert ended.returncode == 2 and "no header of a sweep" in ended.stderr
-
-
-def test_the_tool_loads_neither_torch_nor_what_draws_unless_it_draws(tmp_path):
-    """So that it answers at once."""
-    every_status(tmp_path)
-    code = (
-        "import sys; from titanlike.sweeps.report import main; main(sys.argv[1:]);"
-        "print({'torch', 'matplotlib', 'wandb', 'hydra'} & set(sys.modules))"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path), "--no-picture"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert ended.stdout.splitlines()[-1] == "set()", ended.stderr
+    for folder in ("empty", "torn"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "torn" / "sweep.jsonl").write_text("{torn")
+    for folder, why in {
+        "run": "one run",
+        "empty": "no job is in it",
+        "gone": "is no folder",
+        "torn": "no header of a sweep",
+    }.items():
+        assert main([str(tmp_path / folder)]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and why in err and err.count("\n") == 1
 
 
 def test_a_folder_that_cannot_be_written_still_shows_its_table(tmp_path, monkeypatch):
     """A full disk must not hide what a sweep came to."""
-    from titanlike.sweeps.report import report
-
     every_status(tmp_path)
     for name in ("sweep.csv", "sweep.md", "sweep.png"):
         (tmp_path / name).mkdir()  # stands in the way
@@ -196,21 +177,20 @@ def test_any_override_is_written_so_that_it_can_be_read_again(tmp_path):
         assert draw(table) == tmp_path / "sweep.png"
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 100, 160, 300])
-def test_the_terminals_table_fits_and_keeps_what_matters(tmp_path, width):
+def test_the_terminals_table_fits_and_keeps_what_matters(tmp_path):
     """Job, status and objective are there however narrow it is; memory from 80 columns on."""
     every_status(tmp_path)
-    for lines in _tables(tmp_path, width), _tables(_many_settings(tmp_path / "many"), width):
-        most = min(width, 160)
-        assert max(map(len, lines)) <= most
-        assert lines[0].split()[0] == "job"
-        if width >= 60:
-            assert {"status", "val_loss", "tok/s"} <= set(lines[0].split())
-            assert sum(" completed " in line for line in lines) in (4, 12)  # is not cut
-        if width >= 80:
-            assert all(not line.rstrip().endswith("…") for line in lines[2:14])
-    if width >= 80:
-        assert "memory" in _tables(tmp_path, width)[0]
+    _many_settings(tmp_path / "many")
+    for width in (40, 60, 80, 160, 300):
+        for lines in _tables(tmp_path, width), _tables(tmp_path / "many", width):
+            assert max(map(len, lines)) <= min(width, 160)
+            assert lines[0].split()[0] == "job"
+            if width >= 60:
+                assert {"status", "val_loss", "tok/s"} <= set(lines[0].split())
+                assert sum(" completed " in line for line in lines) in (4, 12)  # is not cut
+            if width >= 80:
+                assert all(not line.rstrip().endswith("…") for line in lines[2:14])
+        assert width < 80 or "memory" in _tables(tmp_path, width)[0]
 
 
 def _tables(folder: Path, width: int) -> list[str]:
@@ -219,7 +199,7 @@ def _tables(folder: Path, width: int) -> list[str]:
     return lines[: next(i for i, line in enumerate(lines) if line.startswith("best"))]
 
 
-def _many_settings(folder: Path) -> Path:
+def _many_settings(folder: Path) -> None:
     """A sweep of nine keys, of long values."""
     jobs = [
         Job(i, str(i), [f"group{k}.key{k}=/a/long/path/{k}/{i}/file.txt" for k in range(9)], [])
@@ -229,7 +209,6 @@ def _many_settings(folder: Path) -> Path:
     for i in range(12):
         log(folder / str(i), steps(10, 1 + i / 10))
         done(folder / str(i))
-    return folder
 
 
 def test_the_csv_has_every_digit_and_the_terminal_few(tmp_path):
@@ -265,26 +244,17 @@ def test_a_thousand_jobs_end_in_a_few_lines(tmp_path):
     assert "0 of 1000 done; left: 31 failed (0, 100-129); 969 waiting (1-99, 130-999)" in lines
 
 
-@pytest.mark.parametrize(
-    ("command", "alone"),
-    [
-        ("python train.py -m pp=1,2", "python train.py pp=2"),
-        ("/bin/titanlike --config-dir 'my c' -m pp=1,2", "/bin/titanlike --config-dir 'my c' pp=2"),
-        ("OMP_NUM_THREADS=1 python train.py pp=1,2 --multirun -cn my", None),
-        ("torchrun --nproc-per-node 2 train.py -m pp=1,2", None),
-        ("titanlike verify -m pp=1,2", "titanlike verify pp=2"),
-        ("python -m titanlike -m pp=1,2", "python -m titanlike pp=2"),
-        ("", "titanlike train pp=2"),
-    ],
-)
-def test_the_best_jobs_command_is_the_sweeps_with_its_own_overrides(command, alone, monkeypatch):
+def test_the_best_jobs_command_is_the_sweeps_with_its_own_overrides(monkeypatch):
     """The same program, started in the same way, with the same config."""
-    alone = alone or {
-        "O": "OMP_NUM_THREADS=1 python train.py -cn my pp=2",
-        "t": "torchrun --nproc-per-node 2 train.py pp=2",
-    }.get(command[:1])
-    from titanlike.sweeps.job_status import JobRow
-
     monkeypatch.setenv("TITANLIKE_PROGRAM", "titanlike sweep")
     row = JobRow(Job(1, "1", ["pp=2"], []), Path(), "completed", None, 1.0, Summary(), 1.0, {})
-    assert job_command(Plan(command, "loss"), row) == alone
+    for command, alone in {
+        "python train.py -m pp=1,2": "python train.py pp=2",
+        "/bin/titanlike --config-dir 'my c' -m pp=1,2": "/bin/titanlike --config-dir 'my c' pp=2",
+        "N=1 python train.py pp=1,2 --multirun -cn my": "N=1 python train.py -cn my pp=2",
+        "torchrun -n 2 train.py -m pp=1,2": "torchrun -n 2 train.py pp=2",
+        "titanlike verify -m pp=1,2": "titanlike verify pp=2",
+        "python -m titanlike -m pp=1,2": "python -m titanlike pp=2",
+        "": "titanlike train pp=2",
+    }.items():
+        assert job_command(Plan(command, "loss"), row) == alone
