@@ -19,6 +19,8 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # workers have the controller's
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="torchinductor-")
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
+CELLS = 6  # slow ones of a long list (families, command lines) that .ci/run takes
+TABLE = "tests/proof/test_layouts.py"  # whose slow cells are chosen by themselves
 LONGEST = ("test_the_main_job", "test_of_five_jobs")  # with -m slow, and without
 
 
@@ -31,9 +33,20 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(GridPart(parse_part(text)))
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest test comes first: as the last one, it would keep one worker busy, the other idle."""
+    """Of a list with more slow cases than CELLS the others are marked grid, too. The longest test
+    comes first: as the last one, it would keep one worker busy and the other idle."""
+    lists: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("grid"):
+            lists.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, cases in lists.items():
+        count = len(cases) if name.startswith(TABLE) else min(CELLS, len(cases))
+        taken = {at * len(cases) // count for at in range(count)}
+        for at, item in enumerate(cases):
+            if at not in taken:
+                item.add_marker(pytest.mark.grid)
     items.sort(key=lambda item: not item.name.startswith(LONGEST))
 
 

@@ -18,8 +18,10 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from support.cells import slow
+from support.families import moe
 from support.models import tiny
 from support.opened import opened
+from support.proven import assert_proven
 from support.world import run_world
 from titanlike.config.errors import ConfigError
 from titanlike.config.groups import ActivationCheckpoint, EveryActivationCheckpoint
@@ -228,3 +230,10 @@ def test_fit_recomputes_the_fewest_blocks_that_fit_on_each_rank() -> None:
         if least < limit < most - 1:
             counts = [len(blocks) for blocks in found.blocks]
             assert counts[-1] < min(counts[:-1])
+
+
+def test_experts_that_are_sharded_apart_are_recomputed_selectively(tmp_path: Path) -> None:
+    """FSDP's hooks run inside of the block there, in the recomputation as well."""
+    model = moe(balance_loss=0.01)
+    config = tiny(dp=2, ep=2, model=model, batch_size=8, activation_checkpoint=Selective())
+    assert_proven(config, tmp_path)

@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from support.cells import cells
-from support.families import hf
+from support.families import hf, moe
 from support.models import tiny
 from support.proven import assert_proven
 from support.world import run_world
 from titanlike.config.keys import Model
-from titanlike.config.schema import Config, Custom, Sample, TextData
+from titanlike.config.schema import Config, Custom, Precision, Sample, TextData
 from titanlike.config.validate import problems
 from titanlike.launch.worker import Worker
 from titanlike.parallel.cp.attention import ContextAttention
@@ -250,3 +250,8 @@ def test_the_method_is_chosen_by_heads_and_masks() -> None:
     documents = TextData(documents=True)
     assert chosen(cp=2, data=documents)[0] == "ulysses"
     assert chosen(cp=8, seq_len=32, data=documents)[0] == "gather"
+
+
+def test_buffers_keep_their_dtype_where_tokens_are_checked_beside_tensor_parallel_ranks() -> None:
+    model = moe(balance_loss=0.01)
+    assert preflight(tiny(cp=2, tp=2, model=model, precision=Precision("bf16"))) == []
