@@ -59,10 +59,10 @@ BF16, FLOAT8 = Precision("bf16"), Float8Precision(min_features=16)
 SCALED = {"bf16": 1.02, "float8": 1.1}  # what a fault multiplies a gradient with
 UNEVEN = Custom("support.data.uneven", {"vocab_size": 64})
 
-QUICK = one_of_each(PAIRS)
-COMPILED = [c for c in one_of_each([c for c in PAIRS if c not in QUICK]) if ranks(c) < 8]
+SMALL = [cell for cell in random_cells(1000, seed=1) if ranks(cell) <= 4]
+QUICK = one_of_each([cell for cell in SMALL if cell["pp"] > 1 or ranks(cell) == 4])
+COMPILED = [cell for cell in one_of_each(PAIRS) if ranks(cell) < 8]
 PATIENCE = 300  # seconds: blocks are compiled by one cell, others find them on disk
-REST = [cell for cell in PAIRS if cell not in QUICK]
 MORE = random_cells(300, seed=0)
 
 
@@ -70,7 +70,7 @@ MORE = random_cells(300, seed=0)
     "cell",
     [
         *(pytest.param(cell, id=name_of(cell)) for cell in QUICK),
-        *(pytest.param(cell, id=name_of(cell), marks=pytest.mark.slow) for cell in REST),
+        *(pytest.param(cell, id=name_of(cell), marks=pytest.mark.slow) for cell in PAIRS),
         *(pytest.param(cell, id=f"random: {name_of(cell)}", marks=GRID) for cell in MORE),
     ],
 )

@@ -264,7 +264,7 @@ def one_of_each(cells: list[Cell]) -> list[Cell]:
     missing = {item for cell in cells for item in cell.items()}
     taken = []
     while missing:
-        best = max(cells, key=lambda cell: len(missing & {*cell.items()}) / (4 + ranks(cell)))
+        best = max(cells, key=lambda cell: len(missing & {*cell.items()}) / (8 + ranks(cell)))
         taken.append(best)
         missing -= {*best.items()}
     return taken
