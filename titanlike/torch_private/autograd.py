@@ -104,7 +104,7 @@ def ignore_ranges_in_selective_checkpoints() -> None:
     fails with "_record_function_enter_new ... encountered during backward but not found in storage".
     Test: `test_fences.py::test_ranges_may_differ_in_a_selective_recomputation`.
     """
-    ignored = getattr(torch.utils.checkpoint, "SAC_IGNORED_OPS", set())
+    ignored: set[Any] = getattr(torch.utils.checkpoint, "SAC_IGNORED_OPS", set())
     operators = torch.ops.profiler
     ignored.add(operators._record_function_enter_new.default)
     ignored.add(operators._record_function_exit._RecordFunction)
