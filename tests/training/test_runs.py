@@ -92,7 +92,8 @@ def test_verify_leaves_a_runs_files_alone_and_ends_with_a_verdict(
 ) -> None:
     run, _ = finished
     before = {path.name: path.read_bytes() for path in run.glob("*.*")}
-    done = command(*TINY, f"run_dir='{run}'", "pp=2", tool="tools/verify.py", cwd=run.parent)
+    words = [*TINY, "model.layers=2", "pp=2", f"run_dir='{run}'"]
+    done = command(*words, tool="tools/verify.py", cwd=run.parent)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.strip().splitlines()[-1].startswith("PASS")
     assert {path.name: path.read_bytes() for path in run.glob("*.*")} == before
