@@ -81,7 +81,7 @@ def test_every_value_of_each_dimension_with_each_of_every_other(cell: Cell, tmp_
 @pytest.mark.parametrize(
     "cell",
     [
-        *(pytest.param(cell, id=name_of(cell), marks=pytest.mark.slow) for cell in COMPILED),
+        *(pytest.param(cell, id=name_of(cell), marks=GRID) for cell in COMPILED),
         *(pytest.param(cell, id=f"random: {name_of(cell)}", marks=GRID) for cell in MORE[:30]),
     ],
 )
