@@ -58,7 +58,9 @@ def test_a_step_computes_exchanges_waits_and_holds_as_a_plain_loop_does(
             for found in (ours, plain)
         ]
         assert operations[0] <= operations[1] + 80  # of thousands, whatever the model
-        assert held <= 1.02 * held_there
+        # torch 2.15's own schedules give a message free sooner than those of 2.13 and ours
+        message = 4 * 16 * 32 * 4 if pp > 1 else 0  # sequences, tokens, channels, bytes
+        assert held <= 1.02 * held_there + 2 * message
 
 
 @pytest.mark.parametrize(
