@@ -29,6 +29,19 @@ from titanlike.config.overrides import key_of
 from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config
 
 
+def test_a_right_command_line_is_composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each composition takes a fifth of a second, of every start."""
+    composed, compose = [], ConfigLoaderImpl.load_configuration
+    monkeypatch.setattr(
+        ConfigLoaderImpl,
+        "load_configuration",
+        lambda *args, **kwargs: composed.append(args) or compose(*args, **kwargs),
+    )
+    for words in (["pp=2"], ["logger=none", "schedule=gpipe", "steps=3"]):
+        composed.clear()
+        assert not examined(*words).problems and len(composed) == 1
+
+
 def test_mistakes_of_every_kind_are_reported_together(tmp_path: Path) -> None:
     """Key, choice, another choice's key, added key, syntax, type, and rules between keys."""
     mistakes = ["dpp=2", "schedule=1f1bb", "data=synthetic", "data.path=x", "+foo=1", "a b"]

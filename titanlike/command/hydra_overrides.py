@@ -13,6 +13,7 @@ Uses Hydra 1.3's internals (`hydra._internal`), which is why its version is pinn
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import itertools
 import re
@@ -157,18 +158,18 @@ class _OverrideChecker:
             _, self.repository = self.loader._parse_overrides_and_create_caching_repo(
                 self.config_name, lines
             )
-            self.lines, self.choices, self.composed = lines, (), self._compose(lines)
+            self.lines, self.composed = lines, self._compose_first(lines)
             self.default_choices = self.composed.hydra.runtime.choices
         except Exception as error:
             self.checked.add(Problem(f"--config-name {self.config_name}", "", one_line(error)))
             return
-        self.checked.multirun |= self._is_multirun_by_config(lines)
+        self.checked.multirun |= self._is_multirun_by_config()
         groups, values = self._split_by_kind()
         wrong = [text for text, override in parsed.items() if override is None]
         swept = {o.key_or_group for o in (*groups, *values) if o.is_sweep_override()}
         for choices in itertools.product(*map(single_overrides, groups)):
             try:
-                composed = self._compose([*lines, *choices])
+                composed = copy.deepcopy(self._compose([*lines, *choices]))
             except Exception as error:
                 self.checked.add(Problem(" ".join(choices) or "config", "", one_line(error)))
                 continue
@@ -186,20 +187,24 @@ class _OverrideChecker:
         for words in no_overrides:
             self.checked.add(override_errors.no_override(words, self._advice()))
 
-    def _is_multirun_by_config(self, lines: list[str]) -> bool:
+    def _compose_first(self, lines: list[str]) -> DictConfig:
+        """With the choices that are given, which most often are right, or with none of them."""
+        groups = [o for o in self.overrides if self.repository.group_exists(o.key_or_group)]
+        single = [o for o in groups if not o.is_sweep_override()]
+        choices = tuple(str(o.input_line) for o in single)
+        if not any(o.is_add() for o in single):  # else the group is one of the choices at any rate
+            with contextlib.suppress(Exception):  # reported when the choices are checked
+                composed = self._compose([*lines, *choices])
+                self.choices = choices
+                return composed
+        return self._compose(lines)
+
+    def _is_multirun_by_config(self) -> bool:
         """Whether hydra.mode makes this a sweep, without -m."""
         modes = [o.value() for o in self.overrides if o.key_or_group == "hydra.mode"]
         if modes:
             return str(modes[-1]) == RunMode.MULTIRUN.name
-        choices = [
-            str(o.input_line)
-            for o in self.overrides
-            if self.repository.group_exists(o.key_or_group) and not o.is_sweep_override()
-        ]
-        try:
-            return self._compose([*lines, *choices]).hydra.mode == RunMode.MULTIRUN
-        except Exception:
-            return False  # reported when the choices are checked
+        return self.composed.hydra.mode == RunMode.MULTIRUN
 
     def _split_by_kind(self) -> tuple[list[Override], list[Override]]:
         """The overrides that choose a group's file, and those that set a key; valid ones alone."""
@@ -282,11 +287,12 @@ class _OverrideChecker:
         if not all(self._exists(group, o.value()) for group, o in new.items()):
             return []
         try:
-            composed = copy.deepcopy(self.composed)
+            composed = self.composed
             if new:
                 others = [text for text in self.choices if key_of(text) not in new]
                 chosen = [str(o.input_line) for o in new.values()]
                 composed = self._compose([*self.lines, *others, *chosen])
+            composed = copy.deepcopy(composed)
             ConfigLoaderImpl._apply_overrides_to_config(values, composed)
             config, problems = parse(plain_config(composed))
         except Exception:  # of Hydra, of OmegaConf's resolvers
@@ -320,11 +326,12 @@ class _OverrideChecker:
         return swept
 
     def _compose(self, lines: list[str]) -> DictConfig:
+        """To be copied before it is changed."""
         known = self.compositions.get(key := tuple(lines))
         if known is None:
             known = self.loader.load_configuration(self.config_name, lines, RunMode.RUN)
             self.compositions[key] = known
-        return copy.deepcopy(known)
+        return known
 
     def _apply(self, composed: DictConfig, values: list[Override]) -> None:
         """Apply each override by itself, with the first value of a sweep."""

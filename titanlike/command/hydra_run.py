@@ -17,13 +17,16 @@ import re
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hydra._internal.hydra import Hydra
 from hydra._internal.utils import _run_hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from titanlike.command.hydra_overrides import CheckedOverrides, check_overrides, complete_args
@@ -222,7 +225,11 @@ def _run(args: argparse.Namespace, task: Task) -> ExitCode:
     code: ExitCode = 0
     try:
         shown = io.StringIO()  # a config that may hold secrets
-        with contextlib.redirect_stdout(shown) if args.cfg else contextlib.nullcontext():
+        known_mode = RunMode.MULTIRUN if sweep_run is not None and not args.multirun else None
+        with (
+            contextlib.redirect_stdout(shown) if args.cfg else contextlib.nullcontext(),
+            _mode_is_known(known_mode),
+        ):
             _run_hydra(args, parser(), task, args.config_path, args.config_name)
         print(redact(shown.getvalue()), end="")
         code = task.end.code if task.end is not None else 0
@@ -246,6 +253,17 @@ def _run(args: argparse.Namespace, task: Task) -> ExitCode:
         if sweep_run is not None:
             code = sweep_run.close(code)
     return code
+
+
+@contextlib.contextmanager
+def _mode_is_known(mode: RunMode | None) -> Iterator[None]:
+    """Hydra would compose the whole config once more to see hydra.mode. None: as its flags say."""
+    found = Hydra.get_mode
+    Hydra.get_mode = lambda self, **_: mode  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Hydra.get_mode = found  # type: ignore[method-assign]
 
 
 def _is_user_error(error: Exception) -> bool:

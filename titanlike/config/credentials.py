@@ -18,7 +18,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -98,6 +98,7 @@ _ASSIGNED = re.compile(rf"(?<![\w.?&;-])([A-Za-z_][\w.-]*=){_TEXT}")  # password
 _MAPPED = re.compile(rf"""([{{,]\s*['"]?[A-Za-z_][\w.-]*['"]?:\s*){_TEXT}""")  # {password: ...}
 
 
+@lru_cache(maxsize=4096)
 def is_secret_name(name: str, environment: bool | None = None) -> bool:
     """Whether a name is that of a secret.
 
@@ -267,12 +268,9 @@ def _is_secret_parameter(name: str) -> bool:
 
 def _environment_secrets() -> list[tuple[str, str]]:
     """(name, value) of the environment variables that are secrets, longest first."""
-    stripped = ((name, value.strip()) for name, value in os.environ.items())
-    secrets = [
-        (name, value)
-        for name, value in stripped
-        if _is_long_enough(value) and is_secret_name(name, True) and not _is_path(value)
-    ]
+    named = [name for name in os.environ if is_secret_name(name, True)]
+    values = ((name, os.environ.get(name, "").strip()) for name in named)
+    secrets = [each for each in values if _is_long_enough(each[1]) and not _is_path(each[1])]
     return sorted(secrets, key=lambda secret: len(secret[1]), reverse=True)
 
 
