@@ -83,9 +83,6 @@ def test_every_choice_that_costs_is_known() -> None:
     """A change of the command line changes the plan in the direction that is known."""
     words = [*TINY, "pp=2", "precision=bf16", "schedule.microbatches=4", "seq_len=1024"]
     base = planned(*words)
-    full = planned(*words, "activation_checkpoint=full")
-    assert full.step_seconds > base.step_seconds
-    assert max(full.memory_bytes) < max(base.memory_bytes)
     assert planned(*words, "compile=true").step_seconds < base.step_seconds
     fewer = planned(*words, "schedule.microbatches=2")
     assert fewer.simulation.bubble > base.simulation.bubble
@@ -167,7 +164,7 @@ def test_a_search_finds_what_planning_each_layout_finds(
     first = json.loads(text)["ranked"][0]
     times = {}
     for pp in (1, 2):
-        for microbatches in (1, 2, 8, 16):
+        for microbatches in (1, 2, 8):
             if 16 // (2 // pp) % microbatches == 0:
                 line = [f"pp={pp}", f"dp={2 // pp}", f"schedule.microbatches={microbatches}"]
                 times[pp, microbatches] = planned(*words, *line).step_seconds

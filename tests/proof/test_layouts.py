@@ -59,8 +59,8 @@ BF16, FLOAT8 = Precision("bf16"), Float8Precision(min_features=16)
 SCALED = {"bf16": 1.02, "float8": 1.1}  # what a fault multiplies a gradient with
 UNEVEN = Custom("support.data.uneven", {"vocab_size": 64})
 
-SMALL = [cell for cell in random_cells(1000, seed=1) if ranks(cell) <= 4]
-QUICK = one_of_each([cell for cell in SMALL if cell["pp"] > 1 or ranks(cell) == 4])
+SMALL = [cell for cell in random_cells(1000, seed=3) if 1 < ranks(cell) <= 4]
+QUICK = one_of_each(SMALL)
 COMPILED = [cell for cell in one_of_each(PAIRS) if ranks(cell) < 8]
 PATIENCE = 300  # seconds: eight ranks on a busy machine; blocks that are compiled
 MORE = random_cells(300, seed=0)
@@ -197,8 +197,7 @@ LOW_PRECISIONS = [(precision, fault) for precision in (BF16, FLOAT8) for fault i
 def test_a_wrong_gradient_is_named_in_low_precision_too(
     precision: Precision, fault: str, tmp_path: Path
 ) -> None:
-    dp = 2 if precision == BF16 or fault == "dp rank" else 1
-    config = tiny(2, dp, optimizer=Sgd(), precision=precision)
+    config = tiny(2, 2 if fault == "dp rank" else 1, optimizer=Sgd(), precision=precision)
     results = run_world(verify_with_a_fault, config, tmp_path, fault)
     assert {result["exit_code"] for result in results} == {1}
     shown = (tmp_path / "rank0.out").read_text()
@@ -253,14 +252,14 @@ def test_five_steps_in_any_two_layouts_give_the_same_curve(tmp_path: Path) -> No
 
 def test_a_run_resumes_to_the_last_bit(tmp_path: Path) -> None:
     saving = Checkpoint(every=2, last=True)
-    whole = tiny(2, 2, checkpoint=saving, steps=6)
+    whole = tiny(2, 1, checkpoint=saving, steps=4)
     run_world(train, whole, tmp_path / "whole")
     cut = tmp_path / "cut"
     run_world(stop_after_three, whole, cut)
     assert [row["step"] for row in read_jsonl(cut / "metrics.jsonl")] == [1, 2, 3]
     run_world(train, whole, cut)
     assert losses(cut) == losses(tmp_path / "whole")
-    assert [row["step"] for row in read_jsonl(cut / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in read_jsonl(cut / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
 class Stop(Exception):

@@ -260,13 +260,18 @@ with TABLE.open(newline="") as rows:
 
 
 def one_of_each(cells: list[Cell]) -> list[Cell]:
-    """Some of the cells, as few as are found by taking the next best, with few ranks."""
-    missing = {item for cell in cells for item in cell.items()}
+    """Some of the cells, found by taking the next best, with few ranks: each value that one of them
+    has is there; a schedule with two stages at least."""
+
+    def values(cell: Cell) -> set[tuple[str, Any]]:
+        return {item for item in cell.items() if item[0] != "schedule" or cell["pp"] > 1}
+
+    missing = set().union(*map(values, cells))
     taken = []
     while missing:
-        best = max(cells, key=lambda cell: len(missing & {*cell.items()}) / (8 + ranks(cell)))
+        best = max(cells, key=lambda cell: len(missing & values(cell)) / ranks(cell) ** 1.5)
         taken.append(best)
-        missing -= {*best.items()}
+        missing -= values(best)
     return taken
 
 
