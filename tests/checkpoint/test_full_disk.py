@@ -94,6 +94,7 @@ def test_a_save_that_fails_is_told_and_the_run_goes_on_unless_it_is_the_last(
     assert sorted(numbers(run_dir)) == list(range(1, 10))
 
 
+@pytest.mark.slow
 def test_the_second_failure_in_a_row_ends_the_run_and_a_later_start_goes_on(
     disk: Path, tmp_path: Path
 ) -> None:

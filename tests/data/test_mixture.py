@@ -15,7 +15,7 @@ import torch
 from support.models import tiny
 from support.runs import assert_goes_on
 from support.saved_runs import a_run
-from titanlike.config.schema import Config, MixtureData
+from titanlike.config.schema import Config, MixtureData, Validation
 from titanlike.data import checks
 from titanlike.data.errors import DataError
 from titanlike.data.fingerprint import data_fingerprint, fingerprint_changes
@@ -123,7 +123,8 @@ def test_a_source_is_read_whole_before_it_repeats_and_its_epochs_are_counted(
 
 
 def test_validation_has_the_shares_too(corpora: dict[str, Path]) -> None:
-    source = open_data(mixed(corpora)).validation
+    config = replace(mixed(corpora), validation=Validation(batches=4))
+    source = open_data(config).validation
     first = Counter(
         chr(byte) for i in range(30) for byte in source[i]["inputs"].tolist() if byte < 256
     )

@@ -34,6 +34,7 @@ def test_a_forward_is_recorded_for_the_device_that_it_will_run_on(
     assert "the test runs on the CPU" in problem.reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["t5", "bart", "mixtral"])
 def test_a_module_that_wraps_a_model_of_transformers_is_recorded(name: str) -> None:
     """Their masks and mixtures of experts do not run on meta, unless they are compiled."""

@@ -57,6 +57,7 @@ def test_on_external_ranks_a_sweep_continues_after_max_time_and_ends_after_a_sig
     assert [log.read_text() for log in logs] == ["found (None, 0)\n"] * 4
 
 
+@pytest.mark.slow
 def test_torchrun_does_not_restart_a_run_that_got_a_stop_request(tmp_path: Path) -> None:
     options = ("--max-restarts", "1")
     launched = Launched("stops", "pp=2", f"run_dir={tmp_path}", torchrun=2, options=options)
@@ -190,6 +191,7 @@ def test_workers_that_do_not_end_are_killed_with_what_they_have_started() -> Non
             os.killpg(process.pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_second_signal_stops_immediately(tmp_path: Path) -> None:
     """The first reaches the driver twice, and does not end what waits for the end of its step."""
     launched = Launched("never_reaches_a_step", "pp=2", f"run_dir={tmp_path}")

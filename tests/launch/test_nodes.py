@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from support.cells import slow
 from support.commands import TINY
 from support.launched import Launched
 from support.nodes import nodes, power_off, worker
@@ -120,9 +121,7 @@ def config(tmp_path: Path, **keys) -> Config:
 def test_dp_follows_the_ranks(tmp_path: Path) -> None:
     for declared, ranks, dp, replicate in (
         ({"pp": 2, "dp": 4}, 4, 2, 1),
-        ({"pp": 2, "dp": 2}, 6, 3, 1),
         ({"dp": 4, "replicate": 4}, 2, 2, 2),
-        ({"dp": 4, "replicate": 2}, 2, 2, 2),
         ({"dp": 4, "tp": 2}, 4, 2, 1),
     ):
         fitted, problems = fit_mesh(config(tmp_path, **declared), ranks)
@@ -135,8 +134,8 @@ def test_dp_follows_the_ranks(tmp_path: Path) -> None:
     "declared, ranks, key, possible",
     [
         ({"pp": 2, "dp": 4}, 5, "pp", "2, 4, 6, 8"),
-        ({"dp": 6, "replicate": 2}, 3, "replicate", "2, 4, 6"),
-        ({"dp": 8}, 5, "batch_size", "2, 3, 4, 6"),
+        *slow(({"dp": 6, "replicate": 2}, 3, "replicate", "2, 4, 6")),
+        *slow(({"dp": 8}, 5, "batch_size", "2, 3, 4, 6")),
         ({"dp": 2, "schedule": Schedule(microbatches=12)}, 4, "schedule.microbatches", "1, 2"),
     ],
 )

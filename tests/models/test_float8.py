@@ -162,6 +162,7 @@ def test_a_recipe_says_what_has_a_scale(recipe: str, inputs: str, weight_gradien
     assert names == [inputs, weight_gradient]
 
 
+@pytest.mark.slow
 def test_the_estimates_and_flops_are_those_of_bf16() -> None:
     config = tiny(2, 2, layers=4, precision=BF16)
     float8 = replace(config, precision=FLOAT8)

@@ -90,6 +90,7 @@ def test_a_plan_searches_and_leaves_nothing(
     assert "schedule=auto: " in capsys.readouterr().out and not [*tmp_path.iterdir()]
 
 
+@pytest.mark.slow
 def test_no_schedule_of_the_same_memory_is_faster_by_simulation(tmp_path: Path) -> None:
     for split in (AutoSplit(), BalanceSplit(balance=[6, 2])):
         config = tiny(2, 1, replace(AUTO, search="split"), split=split, **H100)
@@ -148,6 +149,7 @@ def test_what_cannot_be_searched_is_refused(schedule: AutoSchedule, words: str) 
         build_order(schedule, 2, 8)
 
 
+@pytest.mark.slow
 def test_measured_times_are_those_of_weight_gradients_that_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

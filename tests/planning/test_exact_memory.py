@@ -166,8 +166,7 @@ def test_a_search_leaves_out_what_does_not_fit_when_it_is_counted(
 @pytest.mark.parametrize(
     "words",
     [
-        "experiment=llama3_70b",
-        *slow("experiment=llama3_8b pp=1 dp=8", "experiment=llama3_405b"),
+        *slow("experiment=llama3_70b", "experiment=llama3_8b pp=1 dp=8", "experiment=llama3_405b"),
         *slow("experiment=gpt2_124m", marks=GRID),
     ],
 )

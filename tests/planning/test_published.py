@@ -16,20 +16,8 @@ import pytest
 from support.published import LATER, ROWS, Row, planned, predicted
 
 
-def error(row: Row) -> float:
-    return predicted(row, planned(row)) / row.measured - 1
-
-
 def row(name: str) -> Row:
     return next(row for row in ROWS if row.name.endswith(name))
-
-
-def test_a_published_run_is_predicted() -> None:
-    """And on a slower device it is slower."""
-    chosen = row("torchtitan 8B, 8")
-    assert abs(error(chosen)) < 0.1
-    slow = replace(chosen, words=chosen.words.replace("h100_sxm", "h100_pcie"))
-    assert planned(slow).step_seconds > 1.2 * planned(chosen).step_seconds
 
 
 @pytest.mark.slow
@@ -42,6 +30,9 @@ def test_all_published_runs_are_predicted() -> None:
     one, loops = row("1f1b, float8"), row("interleaved, float8")
     gain = predicted(loops, planned(loops)) / predicted(one, planned(one))
     assert gain == pytest.approx(1.28, rel=0.05)
+    fast = row("torchtitan 8B, 8")
+    slower = replace(fast, words=fast.words.replace("h100_sxm", "h100_pcie"))
+    assert planned(slower).step_seconds > 1.2 * planned(fast).step_seconds
 
 
 def table(rows: list[Row]) -> tuple[float, float]:

@@ -92,10 +92,7 @@ def squeezed(schedule: object) -> Config:
 
 @pytest.mark.parametrize(
     "schedule",
-    [
-        ZeroBubbleSchedule("zbvzerobubble", 8),
-        *slow(LoopedZeroBubbleSchedule(microbatches=8)),
-    ],
+    slow(ZeroBubbleSchedule("zbvzerobubble", 8), LoopedZeroBubbleSchedule(microbatches=8)),
 )
 def test_weight_gradients_wait_only_where_their_queue_fits(
     schedule: object, tmp_path: Path

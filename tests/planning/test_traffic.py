@@ -67,6 +67,7 @@ def test_tokens_go_to_experts_and_experts_are_sharded_over_fewer_ranks() -> None
     assert max(plan.memory_bytes) < max(alone.memory_bytes)
 
 
+@pytest.mark.slow
 def test_measured_collectives_count_inside_a_node_alone() -> None:
     """A profile that was measured knows what collectives and FSDP reach, which is not what messages do."""
     plan = planned(*f"{WORDS} {SIZES} batch_size=64 dp=2 tp=2".split())

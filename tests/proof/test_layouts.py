@@ -6,7 +6,6 @@ gradient to 1e-6, the updated parameters, and the validation loss.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -59,7 +58,7 @@ BF16, FLOAT8 = Precision("bf16"), Float8Precision(min_features=16)
 SCALED = {"bf16": 1.02, "float8": 1.1}  # what a fault multiplies a gradient with
 UNEVEN = Custom("support.data.uneven", {"vocab_size": 64})
 
-SMALL = [cell for cell in random_cells(1000, seed=3) if 1 < ranks(cell) <= 4]
+SMALL = [cell for cell in random_cells(1000, seed=1) if 1 < ranks(cell) <= 4]
 QUICK = one_of_each(SMALL)
 COMPILED = [cell for cell in one_of_each(PAIRS) if ranks(cell) < 8]
 PATIENCE = 300  # seconds: eight ranks on a busy machine; blocks that are compiled
@@ -154,7 +153,7 @@ def verify_with_a_fault(config: Config, worker: Worker, fault: str) -> dict:
     return verify(config, worker)
 
 
-@pytest.mark.parametrize("fault", ["scaled", "missing", "nan", "loss"])
+@pytest.mark.parametrize("fault", ["scaled", *slow("missing", "nan", "loss")])
 def test_a_wrong_gradient_or_loss_is_caught_and_named(fault: str, tmp_path: Path) -> None:
     # SGD, because Adam's first update does not show the size of a gradient
     results = run_world(verify_with_a_fault, tiny(2, 1, optimizer=Sgd()), tmp_path, fault)
@@ -164,6 +163,7 @@ def test_a_wrong_gradient_or_loss_is_caught_and_named(fault: str, tmp_path: Path
     assert verdict.startswith("FAIL") and wrong in verdict
 
 
+@pytest.mark.slow
 def test_a_wrong_gradient_of_a_later_step_is_not_taken_for_rounding(tmp_path: Path) -> None:
     config = tiny(2, 1, optimizer=Sgd())
     results = run_world(verify_with_a_fault, config, tmp_path, "scaled later")
@@ -172,7 +172,8 @@ def test_a_wrong_gradient_of_a_later_step_is_not_taken_for_rounding(tmp_path: Pa
     assert verdict.startswith("FAIL") and "update of layers.5.ffn.up.weight" in verdict
 
 
-@pytest.mark.parametrize("pp", [1, *slow(2)])
+@pytest.mark.slow
+@pytest.mark.parametrize("pp", [1, 2])
 def test_rounding_that_a_model_amplifies_from_step_to_step_is_no_fault(
     pp: int, tmp_path: Path
 ) -> None:
@@ -214,9 +215,11 @@ def test_an_update_that_follows_from_rounding_alone_is_no_fault_in_fp32(tmp_path
     "config",
     [
         tiny_hf(model_of("opt"), 2, 1, precision=BF16),
-        pytest.param(tiny_hf(model_of("qwen2"), 2, 2, precision=BF16), marks=pytest.mark.slow),
-        pytest.param(tiny_hf(model_of("gpt_neox"), 1, 2, precision=BF16), marks=pytest.mark.slow),
-        tiny_hf(model_of("opt"), 1, 2, precision=BF16, lr=ConstantLr(warmup=0)),
+        *slow(
+            tiny_hf(model_of("qwen2"), 2, 2, precision=BF16),
+            tiny_hf(model_of("gpt_neox"), 1, 2, precision=BF16),
+            tiny_hf(model_of("opt"), 1, 2, precision=BF16, lr=ConstantLr(warmup=0)),
+        ),
     ],
 )
 def test_a_gradient_that_is_rounding_alone_is_no_fault_in_bf16(
@@ -278,6 +281,7 @@ def test_random_numbers_of_a_model_are_resumed(tmp_path: Path) -> None:
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_save_that_was_killed_does_not_count(tmp_path: Path) -> None:
     config = tiny(2, 1, checkpoint=Checkpoint(every=2, last=True), steps=4)
     run_world(train, config, tmp_path / "whole")
@@ -353,16 +357,3 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> Non
         run_world(train, tiny(steps=2, layers=9, checkpoint=saving), tmp_path)
     with pytest.raises(AssertionError, match=r"seed=7: .*write seed=0"):
         run_world(train, tiny(steps=2, seed=7, checkpoint=saving), tmp_path)
-
-
-def test_a_run_that_diverges_stops_before_the_update_and_says_where(tmp_path: Path) -> None:
-    diverging = tiny(2, 2, optimizer=Sgd(lr=1e30, clip=None), lr=ConstantLr(warmup=0), steps=20)
-    expected = (
-        r"step \d+: loss \S+, grad_norm (nan|inf).*rank \d: .*last good checkpoint is \S+step-"
-    )
-    with pytest.raises(AssertionError, match=expected):
-        run_world(train, replace(diverging, checkpoint=Checkpoint(every=1)), tmp_path)
-    assert all(
-        math.isfinite(json.loads(line)["loss"])
-        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
-    )

@@ -20,6 +20,7 @@ import pytest
 import yaml
 from kubeflow.training import models
 
+from support.cells import slow
 from support.forked import ForkedProgram
 from support.paths import ROOT
 from support.waiting import until
@@ -278,7 +279,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         process.communicate(timeout=10)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["job", *slow("pytorchjob")])
 def test_two_pods_train_one_model(cluster: Cluster, kind: str) -> None:
     """Whose config is checked before."""
     objects = cluster.manifest(kind, "dp=2", "steps=2")

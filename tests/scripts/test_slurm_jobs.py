@@ -104,6 +104,7 @@ def test_srun_starts_each_rank_by_itself(cluster: Cluster, folder: Path) -> None
     assert not (folder / "outputs").exists()
 
 
+@pytest.mark.slow
 def test_a_mistake_is_told_once_within_seconds_and_no_node_begins(
     cluster: Cluster, folder: Path
 ) -> None:

@@ -15,6 +15,7 @@ from titanlike.config.schema import (
     NoLogger,
     Schedule,
     SyntheticData,
+    Validation,
 )
 from titanlike.pipeline.schedules import LOOPED, interleaved_1f1b
 
@@ -57,6 +58,7 @@ def tiny(pp: int = 1, dp: int = 1, schedule: Any = "1f1b", **changes: Any) -> Co
         schedule=schedule,
         data=SyntheticData(vocab_size=64),
         logger=NoLogger(),
+        validation=Validation(batches=1),
         checkpoint=Checkpoint(every=0, last=False),
     )
     return replace(config, **changes)

@@ -159,6 +159,7 @@ def test_what_cannot_be_divided_is_refused_in_words_with_what_can(
     assert re.search(said, str(found[0])), str(found[0])
 
 
+@pytest.mark.slow
 def test_messages_flops_and_parameters_are_those_of_one_tensor_parallel_rank() -> None:
     sizes = {**LLAMA, "kv_heads": 4, "layers": 2, "vocab_size": 64}
     whole = tiny(2, model=Model("llama", sizes))

@@ -257,6 +257,7 @@ def failing(config: Config, worker: Worker) -> None:
         train(config, worker)
 
 
+@pytest.mark.slow
 def test_a_timeline_that_cannot_be_written_is_told_and_the_run_goes_on(tmp_path: Path) -> None:
     (tmp_path / "timeline").write_text("a file in its place")
     run_world(train, short(), tmp_path)
