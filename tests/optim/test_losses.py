@@ -25,7 +25,9 @@ from titanlike.config.schema import (
     Precision,
     SyntheticData,
 )
+from titanlike.data.sources import IGNORE
 from titanlike.launch.worker import Worker
+from titanlike.optim.loss import build_loss
 from titanlike.training.draft import draft, preflight
 
 CHUNKED = ChunkedCrossEntropy(chunk=7)  # does not divide the tokens of a microbatch
@@ -65,6 +67,13 @@ MORE_LAYOUTS = {
 @pytest.mark.parametrize("config", cells(LAYOUTS, MORE_LAYOUTS))
 def test_losses_in_layouts(config: Config, tmp_path: Path) -> None:
     assert_proven(config, tmp_path)
+
+
+def test_the_mean_of_ones_own_is_over_what_it_counts() -> None:
+    targets = torch.tensor([[3, IGNORE, 5, IGNORE]])
+    for loss, count in ((own("Smoothed", amount=0.1), 2), (own("huber"), None)):
+        found = build_loss(loss).count(targets)
+        assert (found if found is None else int(found)) == count
 
 
 # --- memory ------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def test_the_line_that_trains_is_the_line_that_plans(tmp_path: Path) -> None:
 
 def test_a_table_fits_into_a_terminal_and_its_advice_fits_and_is_faster() -> None:
     words = "pp=2 dp=2 schedule=zbvzerobubble schedule.microbatches=8 activation_checkpoint=full"
-    plan = planned(*TINY, *words.split(), "hardware.memory=22MiB")
+    plan = planned(*TINY, *words.split(), "hardware.memory=11MiB")
     advice = advise(plan, 60)
     assert plan.fits and advice and all(one.plan.fits and one.gain > 0.01 for one in advice)
     for columns in (80, 160):
@@ -111,6 +111,7 @@ def test_zero_trades_traffic_for_memory() -> None:
     assert max(one.memory_bytes) > max(two.memory_bytes) > max(three.memory_bytes)
     assert one.traffic(0).gathered == two.traffic(0).gathered < three.traffic(0).gathered
     assert 8 * one.traffic(0).reduced == two.traffic(0).reduced == three.traffic(0).reduced
+    assert planned(*words).draft.zero == 1, "auto, where whole gradients fit"
 
 
 def test_equal_blocks_are_costed_once_however_many_there_are(

@@ -43,10 +43,12 @@ def warned(*words: str, memory: int) -> tuple[str, list[str]]:
 def test_a_run_that_cannot_fit_is_told_what_does() -> None:
     config = examined(*WORDS, *PIPELINE, "activation_checkpoint=full").config
     assert config is not None
-    memory = int(0.9 * estimate(config, draft(config)).memory)
-    text, overrides = warned(*PIPELINE, memory=memory)
-    assert "a rank would take about" in text and overrides, text
-    assert warned(*PIPELINE, *overrides, memory=memory) == ("", [])
+    needed = estimate(config, draft(config)).memory
+    for share in (0.9, 0.45):
+        memory = int(share * needed)
+        text, overrides = warned(*PIPELINE, memory=memory)
+        assert "a rank would take about" in text and overrides, text
+        assert warned(*PIPELINE, *overrides, memory=memory) == ("", [])
 
 
 def test_no_alarm_where_it_fits_or_is_meant_for_another_machine() -> None:
