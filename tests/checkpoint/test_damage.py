@@ -164,6 +164,7 @@ def test_any_flipped_bit_is_found(saved: Config, data: st.DataObject) -> None:
         flip(path, position, bit)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_kept_for_a_look_and_may_be_given_back(
     saved: Config, tmp_path: Path
 ) -> None:

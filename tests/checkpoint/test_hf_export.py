@@ -80,6 +80,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Config:
     return trained(folder / "run", LLAMA, data=data, export="hf", model_only="bf16")
 
 
+@pytest.mark.slow
 def test_a_run_exports_its_model_at_its_end_and_from_a_url(llama: Config, tmp_path: Path) -> None:
     """With its tokenizer, also that of bytes."""
     export(llama.run_dir, str(tmp_path / "out"))

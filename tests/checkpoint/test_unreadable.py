@@ -61,6 +61,7 @@ def load_with_faults(
     return found
 
 
+@pytest.mark.slow
 def test_an_error_that_passes_is_tried_again_and_one_that_stays_marks_nothing(
     saved: Config, tmp_path: Path
 ) -> None:

@@ -82,6 +82,7 @@ def same(found: Weights, expected: Weights) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_the_weights_of_another(source: Path, tmp_path: Path) -> None:
     """Of a run, of one of its checkpoints, of the model alone, of a restored file, of names that
     are changed; the optimizer begins anew."""

@@ -181,6 +181,7 @@ def several_steps(config: Config, worker: Worker) -> dict[int, tuple[float, list
     return found
 
 
+@pytest.mark.slow
 def test_steps_of_any_lengths_are_exact_and_a_length_is_prepared_once(tmp_path: Path) -> None:
     for found in run_world(several_steps, tiny(2, seq_len=32, layers=4), tmp_path):
         for most_shapes, (worst, made, recordings) in found.items():

@@ -29,10 +29,10 @@ SKIPS = TraceSplit(points=["down.2", "up.0.1", "up.2"])  # the second is inside 
 @pytest.mark.parametrize(
     "config",
     [
-        of_images("UNet", 2, 1, "zbvzerobubble", split=SKIPS),
-        *slow(traced("layers.1.attention.wk", tied=True)),
+        traced("layers.1.attention.wk", tied=True),
+        *slow(of_images("UNet", 2, 1, "zbvzerobubble", split=SKIPS)),
     ],
-    ids=["U-Net", "1f1b"],
+    ids=["1f1b", "U-Net"],
 )
 def test_traced_models_in_layouts(config: Config, tmp_path: Path) -> None:
     assert_proven(config, tmp_path)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from support.cells import cells
+from support.cells import cells, slow
 from support.models import tiny
 from support.proven import assert_proven
 from titanlike.command.plan import main as plan
@@ -101,7 +101,7 @@ def test_no_schedule_of_the_same_memory_is_faster_by_simulation(tmp_path: Path) 
     assert found.seconds < 0.9 * found.known.seconds
 
 
-@pytest.mark.parametrize("limits", [{"memory": 0.1}, {"memory_bytes": 2**20}])
+@pytest.mark.parametrize("limits", [{"memory": 0.1}, *slow({"memory_bytes": 2**20})])
 def test_too_little_memory_is_refused_with_the_least_that_works(
     limits: dict[str, float], tmp_path: Path
 ) -> None:

@@ -51,6 +51,7 @@ def test_a_run_that_cannot_fit_is_told_what_does() -> None:
         assert warned(*PIPELINE, *overrides, memory=memory) == ("", [])
 
 
+@pytest.mark.slow
 def test_no_alarm_where_it_fits_or_is_meant_for_another_machine() -> None:
     for words in ([], ["experiment=llama3_8b"]):
         config = examined("data=synthetic", *words).config

@@ -279,7 +279,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         process.communicate(timeout=10)
 
 
-@pytest.mark.parametrize("kind", ["job", *slow("pytorchjob")])
+@pytest.mark.parametrize("kind", slow("job", "pytorchjob"))
 def test_two_pods_train_one_model(cluster: Cluster, kind: str) -> None:
     """Whose config is checked before."""
     objects = cluster.manifest(kind, "dp=2", "steps=2")

@@ -18,7 +18,7 @@ import pytest
 from support.slurm_cluster import ROOT, Cluster, missing
 from support.waiting import until
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]
 
 TINY = "model.layers=2 model.dim=32 model.ffn_dim=64 seq_len=16 batch_size=4 data=synthetic"
 TINY = [*TINY.split(), "data.vocab_size=64", "validation.every=0", "logger=none", "device=cpu"]
@@ -65,7 +65,6 @@ def log(folder: Path) -> str:
     return (folder / "log").read_text()
 
 
-@pytest.mark.slow
 def test_a_preempted_job_on_two_nodes_comes_back_and_goes_on(
     cluster: Cluster, folder: Path
 ) -> None:
@@ -91,7 +90,6 @@ def test_a_preempted_job_on_two_nodes_comes_back_and_goes_on(
         assert {"python", "torch", "titanlike"} < said.keys()
 
 
-@pytest.mark.slow
 def test_srun_starts_each_rank_by_itself(cluster: Cluster, folder: Path) -> None:
     """Three ranks on two nodes, two on one and one on the other, in a run directory of the user's."""
     options = ("--nodes=2", "--ntasks=3")
@@ -104,7 +102,6 @@ def test_srun_starts_each_rank_by_itself(cluster: Cluster, folder: Path) -> None
     assert not (folder / "outputs").exists()
 
 
-@pytest.mark.slow
 def test_a_mistake_is_told_once_within_seconds_and_no_node_begins(
     cluster: Cluster, folder: Path
 ) -> None:
@@ -120,7 +117,6 @@ def test_a_mistake_is_told_once_within_seconds_and_no_node_begins(
     assert left == []
 
 
-@pytest.mark.slow
 def test_a_sweep_is_an_array_whose_tasks_share_the_jobs(cluster: Cluster, folder: Path) -> None:
     words = [*TINY, "steps=2", "seed=0,1"]
     array = cluster.submit("sweep.sbatch", *words, options=("--array=3-5:2",), cwd=folder)
@@ -138,7 +134,6 @@ def test_an_array_with_gaps_is_refused(cluster: Cluster, folder: Path) -> None:
     assert log(folder).count("gaps; write sbatch --array=0-1\n") == 2
 
 
-@pytest.mark.slow
 def test_a_job_that_its_user_cancels_saves_and_stays_cancelled(
     cluster: Cluster, folder: Path
 ) -> None:
@@ -176,7 +171,6 @@ def test_an_environment_file_that_is_not_there_is_named(
     assert log(folder).startswith("TITANLIKE_ENV=/no/such.env: cannot be read on ")
 
 
-@pytest.mark.slow
 def test_a_sweep_goes_to_slurm_through_submitit(cluster: Cluster, folder: Path) -> None:
     """On two nodes, where srun starts each rank; a job that fails does not stop the other."""
     words = [*TINY, "dp=2", "steps=3", "batch_size=4,5", "run_dir=night"]

@@ -92,6 +92,7 @@ def test_other_settings_are_printed_and_the_same_data_elsewhere_are_no_word_wort
     assert [first["time"], *times] == sorted([first["time"], *times]) and len(times) == 9
 
 
+@pytest.mark.slow
 def test_a_resume_without_changes_says_nothing(run: Config) -> None:
     """But that a checkpoint of an older version does not know its data."""
     folder = Path(run.run_dir)
