@@ -121,7 +121,9 @@ def config(tmp_path: Path, **keys) -> Config:
 def test_dp_follows_the_ranks(tmp_path: Path) -> None:
     for declared, ranks, dp, replicate in (
         ({"pp": 2, "dp": 4}, 4, 2, 1),
+        ({"pp": 2, "dp": 2}, 6, 3, 1),
         ({"dp": 4, "replicate": 4}, 2, 2, 2),
+        ({"dp": 4, "replicate": 2}, 2, 2, 2),
         ({"dp": 4, "tp": 2}, 4, 2, 1),
     ):
         fitted, problems = fit_mesh(config(tmp_path, **declared), ranks)

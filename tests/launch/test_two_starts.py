@@ -34,7 +34,7 @@ SAVING = [*TINY, "model.layers=2", "checkpoint.every=1", "checkpoint.keep=2", "r
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("starts", "layout"),
-    [(4, ["pp=2", "steps=100"]), (8, ["dp=2", "steps=200", "checkpoint.mode=sync"])],
+    [(4, ["pp=2", "steps=200"]), (8, ["dp=2", "steps=400", "checkpoint.mode=sync"])],
 )
 def test_of_many_starts_during_saves_the_newest_completes_and_the_others_say_why_they_end(
     starts: int, layout: list[str], tmp_path: Path

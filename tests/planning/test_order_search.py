@@ -36,7 +36,7 @@ def checked(found: Found) -> None:
 
 @pytest.mark.parametrize(
     "sets, shares, trials",
-    [([2], [math.inf, 0.5], 20), *slow((range(8), [math.inf, 1.0, 0.5, 0.35], 40))],
+    [([2], [math.inf, 0.5], 20), *slow((range(12), [math.inf, 1.0, 0.5, 0.35], 40))],
 )
 def test_an_order_made_for_costs_is_never_slower_than_a_schedule(sets, shares, trials) -> None:
     """Random costs, split=even and what a search cuts; and there is an order wherever there can be
@@ -61,7 +61,7 @@ def test_an_order_made_for_costs_is_never_slower_than_a_schedule(sets, shares, t
             )
             left.append(ours / theirs if theirs > 0 else 1.0)
             gains.append(free.built_in.seconds / free.found.seconds)
-    if len(left) > 6:
+    if len(left) > 10:
         assert statistics.median(left) < 0.6 and statistics.median(gains) > 1.05
 
 

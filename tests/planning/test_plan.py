@@ -83,6 +83,9 @@ def test_every_choice_that_costs_is_known() -> None:
     """A change of the command line changes the plan in the direction that is known."""
     words = [*TINY, "pp=2", "precision=bf16", "schedule.microbatches=4", "seq_len=1024"]
     base = planned(*words)
+    full = planned(*words, "activation_checkpoint=full")
+    assert full.step_seconds > base.step_seconds
+    assert max(full.memory_bytes) < max(base.memory_bytes)
     assert planned(*words, "compile=true").step_seconds < base.step_seconds
     fewer = planned(*words, "schedule.microbatches=2")
     assert fewer.simulation.bubble > base.simulation.bubble

@@ -6,6 +6,7 @@ gradient to 1e-6, the updated parameters, and the validation loss.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -352,3 +353,17 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> Non
         run_world(train, tiny(steps=2, layers=9, checkpoint=saving), tmp_path)
     with pytest.raises(AssertionError, match=r"seed=7: .*write seed=0"):
         run_world(train, tiny(steps=2, seed=7, checkpoint=saving), tmp_path)
+
+
+@pytest.mark.slow
+def test_a_run_that_diverges_stops_before_the_update_and_says_where(tmp_path: Path) -> None:
+    diverging = tiny(2, 2, optimizer=Sgd(lr=1e30, clip=None), lr=ConstantLr(warmup=0), steps=20)
+    expected = (
+        r"step \d+: loss \S+, grad_norm (nan|inf).*rank \d: .*last good checkpoint is \S+step-"
+    )
+    with pytest.raises(AssertionError, match=expected):
+        run_world(train, replace(diverging, checkpoint=Checkpoint(every=1)), tmp_path)
+    assert all(
+        math.isfinite(json.loads(line)["loss"])
+        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    )
