@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from support.cells import GRID, slow
 from support.commands import TINY, command
 from support.launched import Launched
 from support.paths import ROOT
@@ -31,10 +32,12 @@ TRAIN = ROOT / "train.py"
 SAVING = [*TINY, "model.layers=2", "checkpoint.every=1", "checkpoint.keep=2", "run_dir=run"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("starts", "layout"),
-    [(4, ["pp=2", "steps=200"]), (8, ["dp=2", "steps=400", "checkpoint.mode=sync"])],
+    [
+        *slow((4, ["pp=2", "steps=200"])),
+        *slow((8, ["dp=2", "steps=400", "checkpoint.mode=sync"]), marks=GRID),
+    ],
 )
 def test_of_many_starts_during_saves_the_newest_completes_and_the_others_say_why_they_end(
     starts: int, layout: list[str], tmp_path: Path

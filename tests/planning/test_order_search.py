@@ -12,7 +12,7 @@ from itertools import product
 
 import pytest
 
-from support.cells import slow
+from support.cells import GRID, slow
 from support.cost_sets import CostSet, compare, compare_all, known
 from support.message_streams import a_pair, compute, makespan, one_stream
 from titanlike.pipeline.order import Act, Order
@@ -36,7 +36,7 @@ def checked(found: Found) -> None:
 
 @pytest.mark.parametrize(
     "sets, shares, trials",
-    [([2], [math.inf, 0.5], 20), *slow((range(12), [math.inf, 1.0, 0.5, 0.35], 40))],
+    [([2], [math.inf, 0.5], 20), *slow((range(12), [math.inf, 1.0, 0.5, 0.35], 40), marks=GRID)],
 )
 def test_an_order_made_for_costs_is_never_slower_than_a_schedule(sets, shares, trials) -> None:
     """Random costs, split=even and what a search cuts; and there is an order wherever there can be

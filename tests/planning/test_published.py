@@ -1,4 +1,4 @@
-"""Plans of published runs beside what was measured of them: `pytest -m slow -s` prints all.
+"""Plans of published runs beside what was measured of them: `pytest -m grid -s` prints all.
 
 Fitted to the whole table were five numbers that all rows share, whatever the device or program: which
 share of the peaks of matrix products, attention, memory and links is reached (the defaults of
@@ -21,6 +21,7 @@ def row(name: str) -> Row:
 
 
 @pytest.mark.slow
+@pytest.mark.grid
 def test_all_published_runs_are_predicted() -> None:
     """Those that nothing was fitted to, too; and what a schedule gains the 405B: 100 tokens/s a GPU with
     1F1B, 128 interleaved."""

@@ -27,9 +27,7 @@ def test_on_the_gpus_of_this_machine(cell: Cell, tmp_path: Path) -> None:
     assert outcome.status == "ok", f"{outcome.text}\n{outcome.command}\n{outcome.output}"
 
 
-@pytest.mark.parametrize(
-    "devices, cpu", [(1, True), *slow((2, True)), *slow((8, False), marks=GRID)]
-)
+@pytest.mark.parametrize("devices, cpu", [(1, True), *slow((2, True), (8, False), marks=GRID)])
 def test_every_cell_of_the_plan_can_start(devices: int, cpu: bool, tmp_path: Path) -> None:
     cells = plan(devices, cpu=cpu)
     assert {cell.kind for cell in cells} == {*KINDS} - (

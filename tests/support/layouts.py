@@ -1,8 +1,8 @@
 """Layouts that are verified: the dimensions of a config, and tables of cells over all of them.
 
 `PAIRS` has each value of each dimension together with each one of every other dimension, wherever
-they do not exclude each other (`EXCLUDED`). `layouts.csv` keeps it; after a change of dimensions,
-`PYTHONPATH=.:tests python -m support.layouts` makes it anew. `one_of_each` are some of a table's
+they do not exclude each other (`EXCLUDED`), on as few ranks as that allows. `layouts.csv` keeps it;
+after a change of dimensions, `PYTHONPATH=.:tests python -m support.layouts` makes it anew (a minute). `one_of_each` are some of a table's
 cells in which each value stands once at least, `random_cells` are any.
 """
 
@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import csv
 import random
+from collections import Counter
 from collections.abc import Callable
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +277,31 @@ def one_of_each(cells: list[Cell]) -> list[Cell]:
     return taken
 
 
+def with_fewer_ranks(cells: list[Cell]) -> list[Cell]:
+    """The same pairs of values on fewer ranks: a cell gets a smaller mesh, and one more value another,
+    as long as no pair is lost. Where a schedule has two ranks, it keeps them."""
+
+    def pairs(cell: Cell) -> set[Any]:
+        return set(combinations(cell.items(), 2))
+
+    mesh = ("pp", "dp", "tp", "cp")
+    groups = [dict.fromkeys((name, other)) for name in mesh for other in DIMENSIONS]
+    count = Counter(pair for cell in cells for pair in pairs(cell))
+    found, before = list(cells), None
+    while before != found:
+        before = list(found)
+        for at, names in product(range(len(found)), groups):
+            cell = best = found[at]
+            for values in product(*(DIMENSIONS[name] for name in names)):
+                new = cell | dict(zip(names, values, strict=True))
+                if ranks(new) < ranks(best) and allowed(new) and new["pp"] >= min(2, cell["pp"]):
+                    best = new if all(count[p] > 1 for p in pairs(cell) - pairs(new)) else best
+            count.subtract(pairs(cell))
+            count.update(pairs(best))
+            found[at] = best
+    return found
+
+
 def random_cells(count: int, seed: int) -> list[Cell]:
     draw, found = random.Random(seed), []
     while len(found) < count:
@@ -295,7 +322,8 @@ def main() -> None:
         )
         for names, holds in EXCLUDED
     ]
-    cells = covertable.make(DIMENSIONS, constraints=conditions)
+    made = covertable.make(DIMENSIONS, constraints=conditions)
+    cells = with_fewer_ranks([{name: cell[name] for name in DIMENSIONS} for cell in made])
     with TABLE.open("w", newline="") as file:
         writer = csv.DictWriter(file, [*DIMENSIONS], lineterminator="\n")
         writer.writeheader()

@@ -121,6 +121,7 @@ def test_a_setting_that_makes_no_sense_names_its_key_and_one_that_does(tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.grid
 @given(
     st.sampled_from([1, 2, 3, 4, 6]),
     st.sampled_from(
