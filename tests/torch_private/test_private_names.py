@@ -28,9 +28,17 @@ def private_names(path: Path) -> Iterator[str]:
                 yield from private(f"{node.module}.{alias.name}", node)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            base, _, rest = ast.unparse(node).partition(".")
-            if base in bound and rest.replace(".", "").isidentifier():  # a chain of names alone
-                yield from private(f"{bound[base]}.{rest}", node)
+            base, *rest = names_of(node)
+            if base in bound:
+                yield from private(".".join([bound[base], *rest]), node)
+
+
+def names_of(node: ast.expr) -> list[str]:
+    """[a, b, c] of a.b.c; [""] of what is no chain of names alone."""
+    if isinstance(node, ast.Attribute):
+        names = names_of(node.value)
+        return [*names, node.attr] if names[0] else names
+    return [node.id if isinstance(node, ast.Name) else ""]
 
 
 def private(name: str, node: ast.AST) -> Iterator[str]:
