@@ -58,8 +58,6 @@ def test_every_fault_can_be_planted_and_names_a_test() -> None:
         assert f"def {function.partition('[')[0]}(" in (ROOT / file).read_text(), fault.test
 
 
-@pytest.mark.slow
-@pytest.mark.grid
 @pytest.mark.faults
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_named_test_finds(name: str, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ class GridPart:
         config.hook.pytest_deselected(items=others)
 
     def pytest_terminal_summary(self, terminalreporter: Any, config: pytest.Config) -> None:
-        if hasattr(config, "workerinput"):
+        if hasattr(config, "workerinput") or config.option.collectonly:
             return
         stats = terminalreporter.stats
         failed = sorted({r.nodeid for key in ("failed", "error") for r in stats.get(key, [])})
