@@ -141,7 +141,7 @@ SOME = {
     "steps = 3", "lr=3e-4", "optimizer={lr:3e-4}", "~logger", "schedule.stages_per_rank=4", "+pp=2",
     "-m schedule=gpipe,1f1bb pp=2", "batch_size=10k dp=3", "checkpoint.evry=5",
     "dp=4 sharding_strategy=FULL_SHARD", "--bf16 pp=2", "trainer.max_steps=100",
-    "profile=trace steps=5", "model=lama_tiny",
+    "profile=trace steps=5", "model=lama_tiny", "model=[llama_tiny,gpt2_tiny]",
 }  # fmt: skip
 
 

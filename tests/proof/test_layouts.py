@@ -65,9 +65,12 @@ SMALL = [  # float8, whose library each rank imports, has tests of its own
     if 1 < ranks(cell) <= 4 and cell["precision"] != "float8"
 ]
 QUICK = one_of_each(SMALL)
-COMPILED = [cell for cell in one_of_each(PAIRS) if ranks(cell) < 8]
 PATIENCE = 300  # seconds: eight ranks on a busy machine; blocks that are compiled
 MORE = random_cells(200, seed=0)
+COMPILED = [  # of a ring, which cannot be traced, torch.compile makes nothing
+    *(cell for cell in one_of_each(PAIRS) if ranks(cell) < 8 and cell["cp"] != "ring"),
+    *(cell for cell in MORE[:30] if cell["cp"] != "ring"),
+]
 
 
 @pytest.mark.parametrize(
@@ -83,11 +86,7 @@ def test_every_value_of_each_dimension_with_each_of_every_other(cell: Cell, tmp_
 
 
 @pytest.mark.parametrize(
-    "cell",
-    [
-        *(pytest.param(cell, id=name_of(cell), marks=GRID) for cell in COMPILED),
-        *(pytest.param(cell, id=f"random: {name_of(cell)}", marks=GRID) for cell in MORE[:20]),
-    ],
+    "cell", [pytest.param(cell, id=name_of(cell), marks=GRID) for cell in COMPILED]
 )
 def test_compiled_blocks_in_every_layout(cell: Cell, tmp_path: Path) -> None:
     assert_proven(config_of(cell, tmp_path, compile=True), tmp_path, PATIENCE)

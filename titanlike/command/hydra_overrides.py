@@ -192,8 +192,9 @@ class _OverrideChecker:
         groups = [o for o in self.overrides if self.repository.group_exists(o.key_or_group)]
         single = [o for o in groups if not o.is_sweep_override()]
         choices = tuple(str(o.input_line) for o in single)
-        # of a group that is added, only the defaults alone tell whether it may be chosen
-        if not any(o.is_add() for o in single):
+        # of a group that is added, only the defaults alone tell whether it may be chosen; of several
+        # choices Hydra keeps none
+        if not any(o.is_add() or isinstance(o.value(), list) for o in single):
             with contextlib.suppress(Exception):  # reported when the choices are checked
                 composed = self._compose([*lines, *choices])
                 self.choices = choices
