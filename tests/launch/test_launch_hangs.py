@@ -39,7 +39,7 @@ from titanlike.launch.failures import (
 from titanlike.launch.hang_report import explain
 from titanlike.launch.heartbeat import Beat, heartbeat_path
 from titanlike.launch.watchdog import Watchdog
-from titanlike.launch.worker import Worker
+from titanlike.launch.worker import Worker, barrier
 
 HANGS = Launch(timeout=60, step_timeout=2, heartbeat=1)
 
@@ -323,6 +323,7 @@ def leave(config: Config, worker: Worker) -> list[tuple[bool, int, bool]]:
     for backends in ("cpu:gloo", "cpu:gloo,cuda:nccl"):
         dist.get_backend_config = real
         open_mesh(config, replace(worker, store=dist.PrefixStore(backends, worker.store)))
+        barrier(worker, backends, 30)  # a peer that still connects would fail by an abort
         dist.get_backend_config = lambda *_, backends=backends: backends
         found.append((external.leave_groups(10), len(aborts), dist.is_initialized()))
     return found
