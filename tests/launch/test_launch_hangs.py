@@ -203,9 +203,9 @@ def alone(config: Config, worker: Worker) -> None:
 def test_a_process_alone_ends_even_where_nothing_can_be_written(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="died without a result"):
         run_world(alone, tiny(1), tmp_path, timeout=20)
-    said = "no progress for 1 s in build (launch.timeout=1): rank 0 has been in build for 1 s, at "
-    assert (tmp_path / "told").read_text().startswith(said + "test_launch_hangs.py:")
-    assert said in (tmp_path / "rank0.out").read_text()
+    said = r"no progress for \d+ s in build \(launch.timeout=1\): rank 0 has been in build for \d+ s, at "
+    assert re.match(said + r"test_launch_hangs.py:\d+", (tmp_path / "told").read_text())
+    assert re.search(said, (tmp_path / "rank0.out").read_text())
 
 
 def beats(count: int, **changes) -> dict[int, Beat]:
