@@ -111,6 +111,7 @@ TAKEN = replace(FAILURE, error="taken over", taken_over=True, time=9.0)
         ([LOST, replace(LOST, rank=1, time=0.5)], {}, 1),
         ([LOST], {0: 1, 2: -11}, 2),  # by a signal, and without a word
         ([LOST], {2: 1}, 0),
+        ([LOST], {0: 1, 2: 3}, 2),  # it has ended by itself
         # a start that takes over removes files of the other's unfinished save
         ([replace(FAILURE, rank=1, error="FileNotFoundError: step-00000007"), TAKEN], {}, 0),
     ],

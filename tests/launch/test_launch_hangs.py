@@ -150,13 +150,39 @@ def test_a_rank_that_hangs_is_named_with_what_it_does_and_who_waits(
     assert result(tmp_path)["status"] == "failed" and failure.error in result(tmp_path)["error"]
 
 
+def stop_before_a_save(config: Config, worker: Worker, stopped: int) -> None:
+    """One rank stops in a step; the others have begun a save, which may take half an hour."""
+    with Watchdog(worker, HANGS) as watchdog:
+        watchdog.enter_phase(8, "data")
+        if worker.rank == stopped:
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        watchdog.enter_phase(8, "save", 1800)
+        time.sleep(60)
+
+
+@pytest.mark.parametrize("stopped", [1, *slow(0)])
+def test_a_rank_is_judged_by_the_limit_of_its_own_phase(stopped: int, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="died without a result"):
+        run_world(stop_before_a_save, tiny(2), tmp_path, stopped, timeout=40)
+    failure = root_cause(tmp_path)
+    assert failure is not None
+    said = rf"no progress for \d+ s in save at step 8 \(launch.step_timeout=2\): rank {stopped} \("
+    assert re.match(said + r".*\) has not responded for \d+ s, last in data", failure.error), (
+        failure
+    )
+
+
 def slow_phases(config: Config, worker: Worker) -> list[str]:
-    """Rank 0 is slow within its timeouts; rank 1 is stopped for a while, as by Ctrl-Z."""
+    """Both are stopped for a while, as by Ctrl-Z; then rank 0 is slow within its timeouts."""
     with Watchdog(worker, Launch(timeout=30, step_timeout=1, heartbeat=1)) as watchdog:
         if worker.rank == 1:
             watchdog.enter_phase(7, "data")
-            subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"])
-            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            watchdog.enter_phase(1, "build", 30)
+        subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+        if worker.rank == 1:
             time.sleep(0.7)
         else:
             for doing, timeout in (("build", 30), ("data", 30), ("load", 0)):

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+# the help of --trust-code
+TRUST_CODE = "import and run the model that the checkpoint names, if it is none of titanlike's own"
 # of Hydra's section: keys that name code, and packages whose code configures Hydra
 _HYDRA_KEYS = ("_target_", "class", "()")
 _HYDRA_CODE = ("hydra.", "hydra_plugins.", "logging.", "colorlog.")
@@ -51,6 +53,19 @@ def _check_library(path: str, module_name: str) -> None:
             f"{path} is a part of Python's standard library ({module_name}), none of which can be "
             "used here; name code of your own, or of a package"
         )
+
+
+def is_library_code(path: str, found: Any) -> bool:
+    """Whether an imported object, or the module at its path, is of an installed package."""
+    names = {path.rpartition(".")[0], str(getattr(found, "__module__", ""))}
+    files = [getattr(sys.modules.get(name), "__file__", None) or "" for name in names]
+    return any({"site-packages", "dist-packages"} & {*Path(file).parts} for file in files)
+
+
+def imports_line(path: str, named: str) -> str:
+    """What is shown before the code at an import path runs. named: what names it."""
+    place = _place(path.rpartition(".")[0]) or "the working directory"
+    return f"imports {path} ({named}), from {place}"
 
 
 def outside(plain: Mapping[str, Any], hydra: Mapping[str, Any]) -> Iterator[str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from titanlike.checkpoint.state_dict import DTYPES
 from titanlike.config.errors import nearest, quoted
+from titanlike.config.imports import TRUST_CODE
 from titanlike.config.program import program
 from titanlike.generation.sampling import Sampling
 
@@ -40,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     text += "then be any key of the run, such as pp=4"
     parser.add_argument("--layout", action="store_true", help=text)
+    parser.add_argument("--trust-code", action="store_true", help=TRUST_CODE)
     arguments = parser.parse_intermixed_args(argv)
     try:
         if arguments.tokens < 1:
@@ -84,7 +86,12 @@ def _here(arguments: argparse.Namespace, sampling: Sampling) -> int:
     from titanlike.device.choose import first_device
     from titanlike.generation.loaded_model import load_model
 
-    loaded = load_model(arguments.run, first_device(arguments.device), DTYPES[arguments.dtype])
+    loaded = load_model(
+        arguments.run,
+        first_device(arguments.device),
+        DTYPES[arguments.dtype],
+        arguments.trust_code,
+    )
     if loaded.coder is None:
         reason = "its data were token ids, and it has no tokenizer"
         raise ValueError(

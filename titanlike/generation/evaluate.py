@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.checkpoint.state_dict import DTYPES
+from titanlike.config.imports import TRUST_CODE
 from titanlike.config.program import program
 
 _DESCRIPTION = """\
@@ -35,6 +36,7 @@ def main(argv: list[str] | None = None) -> int:
         "--dtype", choices=[*DTYPES], default="fp32", help="of tasks: of the weights"
     )
     parser.add_argument("--device", default="auto", help="of tasks: auto, cpu, cuda")
+    parser.add_argument("--trust-code", action="store_true", help=TRUST_CODE)
     arguments = parser.parse_intermixed_args(argv)
     try:
         return _tasks(arguments) if arguments.tasks else _perplexity(arguments)
@@ -75,7 +77,12 @@ def _tasks(arguments: argparse.Namespace) -> int:
     from titanlike.generation.harness import evaluate_tasks
     from titanlike.generation.loaded_model import load_model
 
-    loaded = load_model(arguments.run, first_device(arguments.device), DTYPES[arguments.dtype])
+    loaded = load_model(
+        arguments.run,
+        first_device(arguments.device),
+        DTYPES[arguments.dtype],
+        arguments.trust_code,
+    )
     tasks = arguments.tasks.split(",")
     found = evaluate_tasks(loaded, tasks, arguments.task_files, arguments.limit, arguments.batch)
     for task, numbers in found.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.checkpoint.evaluations import add_evaluation
-from titanlike.checkpoint.saved_model import SavedModel, saved_model
+from titanlike.checkpoint.saved_model import SavedModel, model_to_build, saved_model
 from titanlike.checkpoint.storage import Storage
 from titanlike.checkpoint.tensor_index import MODEL
 from titanlike.checkpoint.tensor_rows import TensorRows
@@ -60,13 +60,18 @@ class LoadedModel:
         return "cache" in inspect.signature(self.model.forward).parameters
 
 
-def load_model(location: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
-    """Raises ValueError where there is no model, or where transformers is missing."""
+def load_model(
+    location: str, device: torch.device, dtype: torch.dtype, trust_code: bool = False
+) -> LoadedModel:
+    """trust_code: whether a model that is none of titanlike's own, and whose name is in the
+    checkpoint alone, may be imported and built. Raises ValueError where it may not, where there is
+    no model, or where transformers is missing."""
     folder = Path(location).expanduser()
     if (folder / "config.json").is_file():
         return _from_folder(folder, device, dtype)
     rows = TensorRows.open("RUN", location)
     saved = saved_model(rows.folder)
+    saved = replace(saved, model=model_to_build(saved, rows.folder, trust_code))
     is_hf = saved.model.name == "hf"
     model = _of_transformers(saved) if is_hf else build_model(saved.model)
     _fill(model, rows, saved, device, dtype)
@@ -159,14 +164,13 @@ def _from_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> Load
     try:
         with quiet_import():
             load: Any = transformers.AutoModelForCausalLM.from_pretrained
-            model = load(folder, dtype=dtype, local_files_only=True).to(device).eval()
+            settings = {"local_files_only": True, "trust_remote_code": False}  # None asks on stdin
+            model = load(folder, dtype=dtype, **settings).to(device).eval()
     except (OSError, ValueError) as error:
         raise ValueError(f"RUN={folder}: {' '.join(str(error).split())[:300]}") from None
     coder, template = None, None
     if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
-        coder = _TheirTokenizer(
-            transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        )
+        coder = _TheirTokenizer(transformers.AutoTokenizer.from_pretrained(folder, **settings))
         template = coder.chat if coder.tokenizer.chat_template else None
     end = model.generation_config.eos_token_id
     boundary = end[0] if isinstance(end, list) else end

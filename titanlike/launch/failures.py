@@ -200,7 +200,9 @@ def root_cause(
     reported = {failure.rank for failure in failures}
     for rank, code in (deaths or {}).items():
         if rank not in reported:
-            failures.append(Failure(rank, describe_exit(code), "", code >= 0, time.time()))
+            # 1 is that of an error which could not be written, perhaps of a peer's death
+            follows = code in (0, 1)
+            failures.append(Failure(rank, describe_exit(code), "", follows, time.time()))
 
     def order(failure: Failure) -> tuple[bool, bool, float]:
         # a start that takes over removes unfinished files, which may fail first elsewhere

@@ -7,6 +7,10 @@
    wait.
 4. The failure is written and this process exits; the launcher ends the other ranks.
 
+A phase of a rank may have a longer limit than that of a peer which it waits for: a save, while the
+peer has stopped in the step before. So ranks 0 and 1 look at all heartbeats meanwhile, and a peer
+that does not respond is judged by the limit of its own phase.
+
 On a GPU "progress" is that of its queue, too, and a rank's position is the first action there that
 has not ended (`device_queue`). A rank that stands still because another one has failed is let out of
 its collective (`peer_failure`), since there it learns of that by no error.
@@ -82,6 +86,11 @@ class Watchdog:
         self._ended = threading.Event()
         self._awake_since = -math.inf
         self._peers_looked_at = -math.inf
+        self._judges = worker.world_size > 1 and worker.rank < 2  # one, should the other be stopped
+        self._looking = threading.Thread()
+        self._seen: dict[int, tuple[int, float]] = {}  # number of a peer's beat, and since when
+        # of a peer that has not responded for its own limit: its beat, and all of that time
+        self._lost: tuple[Beat, dict[int, Beat]] | None = None
         self._host = socket.gethostname()
         self._recording = threading.Thread()
         self._step, self._phase, self._action = 0, "build", ""
@@ -163,6 +172,7 @@ class Watchdog:
             at=at,
             waits=waits,
             on_device=mark is not None,
+            limit=0.0 if math.isinf(self._limit) else self._limit,
         )
 
     def _watch(self) -> None:
@@ -176,6 +186,15 @@ class Watchdog:
             since = self._last_progress()
             if monotonic() - since > limit - early:
                 self._suspect(since)
+            elif not self._judges or limit <= self._shortest:
+                self._seen, self._lost = {}, None
+            elif not self._looking.is_alive():
+                if self._lost is not None:
+                    beat, before = self._lost
+                    self._give_up(before, f"launch.step_timeout={beat.limit:g}")
+                # in a thread, as below
+                self._looking = threading.Thread(target=self._look_at_peers, daemon=True)
+                self._looking.start()
 
     def _look_at_device(self, queue: DeviceQueue) -> bool:
         """How far the device is; True once the training thread was let out, as a peer has failed."""
@@ -193,6 +212,26 @@ class Watchdog:
             return False
         let_out(self._thread_id, self._abort, self._ended, self._worker)
         return True
+
+    def _look_at_peers(self) -> None:
+        """Find one that has written no beat for as long as its phase may last."""
+        seen, start = self._seen, monotonic()
+        if self._ended.wait(self._response_time):  # in which each that responds writes a new one
+            return
+        if monotonic() - start > self._response_time + _WAKE_DELAY:
+            seen.clear()  # all were stopped
+            return
+        beats = self._beats()
+        for rank, beat in beats.items():
+            number, since = seen.get(rank, (-1, 0.0))
+            if number != beat.number or beat.ended or rank == self._worker.rank:
+                seen[rank] = beat.number, monotonic()
+                continue
+            silent = monotonic() - max(since, self._awake_since)
+            if beat.limit and silent > max(beat.limit, self._response_time):
+                if not self._ended.wait(self._response_time):
+                    self._lost = beat, beats
+                return
 
     def _sleep(self, seconds: float) -> bool:
         """False once the run is over. Records if the whole process was stopped meanwhile."""
@@ -231,15 +270,16 @@ class Watchdog:
             with contextlib.suppress(OSError, RuntimeError):
                 write_records(record_folder(self._worker.run_dir), self._worker.rank)
 
-    def _give_up(self, before: dict[int, Beat]) -> None:
-        """Report the hang and exit; at the latest after `_REPORT_TIMEOUT`."""
+    def _give_up(self, before: dict[int, Beat], limit: str = "") -> None:
+        """limit: that was exceeded, "" = this rank's own. Report the hang and exit; at the latest after `_REPORT_TIMEOUT`."""
         deadline = threading.Timer(_REPORT_TIMEOUT, os._exit, [1])
         deadline.daemon = True
         deadline.start()
         try:
             own, now = self._observe(), self._beats()
             size = self._worker.world_size
-            text, frames = explain(own, before, now, size, f"{self._key}={self._limit:g}")
+            limit = limit or f"{self._key}={self._limit:g}"
+            text, frames = explain(own, before, now, size, limit)
             failure = Failure(self._worker.rank, text, frames, False, time.time())
             try:
                 write_failure(self._worker.run_dir, failure)

@@ -69,7 +69,9 @@ def read_config(transformers: Any, path: str) -> PreTrainedConfig:
     if not (folder / "config.json").is_file():
         raise ValueError(_no_folder(path))
     try:
-        settings = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        settings = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )  # None asks on stdin
     except (ValueError, OSError) as error:
         raise ValueError(f"path={path}: its config.json: {_line(error)}") from None
     return settings.get_text_config() if settings.model_type in FAMILIES else settings

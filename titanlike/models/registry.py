@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from titanlike.config.errors import ConfigError, Problem, nearest, override_text
-from titanlike.config.imports import import_object
+from titanlike.config.imports import import_object, is_library_code
 from titanlike.config.other_frameworks import Context, translate
 from titanlike.config.parse import convert
 from titanlike.config.schema import Config, Custom
@@ -109,12 +109,23 @@ def _import_family(name: str) -> Callable[..., Any]:
         raise ConfigError([Problem("model.name", name, str(error), fix)]) from None
     if inspect.isclass(family):
         right, kind = issubclass(family, nn.Module), "class, but not of torch.nn.Module"
+    elif is_library_code(name, family):  # such as torch.load: it would run, and then be refused
+        right, kind = _makes_modules(family), f"{type(family).__name__} of a library"
+        kind += ", not annotated as one that returns a torch.nn.Module"
     else:
         right, kind = callable(family), type(family).__name__
     if not right or inspect.isbuiltin(family):
         fix = "a module class, or a function that returns a module"
         raise ConfigError([Problem("model.name", name, f"is a {kind}", fix)])
     return family
+
+
+def _makes_modules(function: Any) -> bool:
+    try:
+        made = typing.get_type_hints(function).get("return")
+    except Exception:  # of annotations that name what is not there
+        return False
+    return inspect.isclass(made) and issubclass(made, nn.Module)
 
 
 def _unknown_keys(model: Custom, parameters: Mapping[str, inspect.Parameter]) -> list[Problem]:

@@ -58,10 +58,14 @@ def _files(folder: Path) -> dict[str, str]:
     index = folder / INDEX
     if index.is_file():
         try:
-            files = json.loads(index.read_text())["weight_map"]
-        except (json.JSONDecodeError, KeyError) as error:
+            files = dict(json.loads(index.read_text())["weight_map"])
+            names = {Path(name).name: name for name in files.values()}
+        except (ValueError, KeyError, TypeError) as error:
             reason = f"path={folder}: {INDEX} is damaged ({error}); copy it again"
             raise ValueError(reason) from None
+        if elsewhere := sorted(name for own, name in names.items() if own != name):
+            reason = f"names {first_names(elsewhere)}, which is no file of this folder"
+            raise ValueError(f"path={folder}: {INDEX} {reason}; put the file into it")
         lost = sorted({name for name in files.values() if not (folder / name).is_file()})
         if lost:
             raise ValueError(f"path={folder}: lacks {first_names(lost)}; copy the files again")

@@ -1,0 +1,122 @@
+"""What a file names is not run: a checkpoint is weights, and who wrote it need not be known."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support import saved_runs
+from support.saved_runs import checkpoint, reseal
+from titanlike.checkpoint.integrity import STATE
+from titanlike.config.errors import ConfigError
+from titanlike.config.schema import Config, Custom
+from titanlike.generation.evaluate import main as evaluate
+from titanlike.generation.loaded_model import load_model
+from titanlike.models.registry import build_model
+
+saved = saved_runs.saved
+CPU = torch.device("cpu"), torch.float32
+
+
+class Touches:
+    """A pickle that makes a file when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return Path.touch, (self.path,)
+
+
+@pytest.fixture
+def forged(saved: Config, tmp_path: Path) -> Callable[..., Path]:
+    """A checkpoint whose state.json names another model, sealed like a true one."""
+
+    def forge(model: dict[str, Any] | None, **config: Any) -> Path:
+        folder = tmp_path / "checkpoints" / "step-00000006"
+        shutil.copytree(checkpoint(Path(saved.run_dir), 6), folder)
+        state = json.loads((folder / STATE).read_text())
+        if model is None:
+            del state["model"]
+        else:
+            own = model["name"].startswith("theirs")
+            state["model"] = state["model"] | model if own else model
+        state["config"]["model"] |= config
+        (folder / STATE).write_text(json.dumps(state))
+        reseal(folder)
+        return folder
+
+    return forge
+
+
+def library_calls(tmp_path: Path) -> dict[str, dict[str, Any]]:
+    """Of callables of libraries that run what their arguments say."""
+    (tmp_path / "x.pt").write_bytes(pickle.dumps(Touches(tmp_path / "ran")))
+    (tmp_path / "x.npy").write_bytes(pickle.dumps(Touches(tmp_path / "ran")))
+    (tmp_path / "hubconf.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nm = None\n")
+    hub = {"repo_or_dir": str(tmp_path), "model": "m", "source": "local"}
+    return {
+        "torch.load": {"f": str(tmp_path / "x.pt"), "weights_only": False},
+        "torch.hub.load": hub,
+        "numpy.load": {"file": str(tmp_path / "x.npy"), "allow_pickle": True},
+        "torch.serialization.load": {"f": str(tmp_path / "x.pt"), "weights_only": False},
+    }
+
+
+CALLS = ["torch.load", "torch.hub.load", "numpy.load", "torch.serialization.load"]
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_checkpoint_cannot_have_a_library_run_what_it_says(
+    forged: Callable[..., Path], name: str, trusted: bool, tmp_path: Path
+) -> None:
+    """Not even where its code is trusted: these make no model."""
+    folder = forged({"name": name, **library_calls(tmp_path)[name]})
+    said = "of a library" if trusted else f"names its model {name}.*--trust-code"
+    with pytest.raises(ValueError, match=said):
+        load_model(str(folder), *CPU, trusted)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_config_cannot_either(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="of a library"):
+        build_model(Custom(name, library_calls(tmp_path)[name]))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_model_of_ones_own_is_imported_only_if_that_is_said(
+    forged: Callable[..., Path],
+    earlier: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """earlier: by a checkpoint of a version that wrote the config alone."""
+    (tmp_path / "theirs.py").write_text(
+        f"import torch\nopen({str(tmp_path / 'ran')!r}, 'w')\n"
+        "from titanlike.models.llama import Llama\n"
+        "class Model(Llama):\n    pass\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "theirs", raising=False)
+    folder = forged(None if earlier else {"name": "theirs.Model"}, name="theirs.Model")
+    with pytest.raises(ValueError, match="names its model theirs.Model"):
+        load_model(str(folder), *CPU)
+    assert evaluate([str(folder), "--tasks", "none"]) == 2
+    assert not (tmp_path / "ran").exists()
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    model = load_model(str(folder), *CPU, trust_code=True).model
+    assert type(model).__name__ == "Model" and (tmp_path / "ran").exists()
+    assert "imports theirs.Model (the model of " in capsys.readouterr().err
