@@ -14,10 +14,13 @@ import pytest
 import torch
 
 from support import saved_runs
+from support.commands import SCRIPTS, TINY, command
 from support.saved_runs import checkpoint, reseal
 from titanlike.checkpoint.integrity import STATE
 from titanlike.config.errors import ConfigError
 from titanlike.config.schema import Config, Custom
+from titanlike.config.write import hydra_sections
+from titanlike.generation.command import main as generate
 from titanlike.generation.evaluate import main as evaluate
 from titanlike.generation.loaded_model import load_model
 from titanlike.models.registry import build_model
@@ -120,3 +123,56 @@ def test_a_model_of_ones_own_is_imported_only_if_that_is_said(
     model = load_model(str(folder), *CPU, trust_code=True).model
     assert type(model).__name__ == "Model" and (tmp_path / "ran").exists()
     assert "imports theirs.Model (the model of " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "forged_config, said",
+    [
+        ({"model": {"name": "torch.load", "f": "x.pt"}}, "model.name=torch.load"),
+        (
+            {"data": {"name": "theirs.rows"}, "loss": {"name": "theirs.f"}},
+            "data.name=theirs.rows, lo",
+        ),
+        ({"defaults": [{"model": "theirs"}]}, "its section defaults"),
+        ({"hydra": {"callbacks": {"a": {"_target_": "theirs.Callback"}}}}, "its section hydra"),
+    ],
+)
+@pytest.mark.parametrize(
+    "words", [["evaluate"], ["generate", "--layout", "--prompt", "a"]], ids=str
+)
+def test_the_config_of_a_run_directory_imports_nothing_either(
+    words: list[str],
+    forged_config: dict[str, Any],
+    said: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "theirs.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    (tmp_path / "config.yaml").write_text(json.dumps(hydra_sections() | forged_config))
+    run = {"evaluate": evaluate, "generate": generate}[words[0]]
+    assert run([str(tmp_path), *words[1:]]) == 2
+    told = capfd.readouterr().err
+    assert said in told and "--trust-code" in told and len(told.splitlines()) == 1
+    (tmp_path / "config.yaml").write_text(json.dumps(hydra_sections()))
+    (tmp_path / "model").mkdir()
+    assert run([str(tmp_path), *words[1:]]) == 2 and "folder model" in capfd.readouterr().err
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_run_with_a_model_of_ones_own_is_evaluated_if_that_is_said(tmp_path: Path) -> None:
+    (tmp_path / "theirs.py").write_text("from titanlike.models.llama import Llama as Model\n")
+    words = [*TINY, "steps=1", "data=synthetic", "checkpoint.last=true", "run_dir=run"]
+    own = ["model=own", "model.name=theirs.Model", "+model.vocab_size=null"]
+    own += [f"+{word}" for word in TINY if word.startswith("model.")]
+    words = [word for word in words if not word.startswith("model.")] + own
+    done = command(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    tool = str(SCRIPTS / "titanlike")
+    done = command("evaluate", "run", cwd=tmp_path, tool=tool)
+    assert done.returncode == 2 and "model.name=theirs.Model" in done.stderr
+    words = ["evaluate", "run", "--trust-code"]
+    done = command(*words, cwd=tmp_path, tool=tool)
+    assert done.returncode == 2 and "write evaluate.batches=100" in done.stderr  # random tokens
+    done = command(*words, "evaluate.batches=1", cwd=tmp_path, tool=tool)
+    assert done.returncode == 0, done.stderr
+    assert "imports theirs.Model (model.name), from " in done.stderr and "perplexity" in done.stdout

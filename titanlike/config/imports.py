@@ -73,14 +73,17 @@ def outside(plain: Mapping[str, Any], hydra: Mapping[str, Any]) -> Iterator[str]
 
     plain: a config as plain dicts. hydra: its section for Hydra.
     """
-    named = {
-        f"{group}.name": settings["name"]
-        for group, settings in plain.items()
-        if isinstance(settings, Mapping) and "." in str(settings.get("name", ""))
-    }
-    for key, path in (named | dict(_hydra_imports(hydra, "hydra"))).items():
+    for key, path in named_code(plain, hydra):
         if (place := _place(path.rpartition(".")[0])) is not None:
             yield f"imports {path} ({key}), from {place}"
+
+
+def named_code(plain: Mapping[str, Any], hydra: Any) -> Iterator[tuple[str, str]]:
+    """(key, import path) of all code that a config names, but titanlike's and Hydra's own."""
+    for group, settings in plain.items():
+        if isinstance(settings, Mapping) and "." in str(settings.get("name", "")):
+            yield f"{group}.name", str(settings["name"])
+    yield from _hydra_imports(hydra, "hydra")
 
 
 def _hydra_imports(section: Any, key: str) -> Iterator[tuple[str, str]]:

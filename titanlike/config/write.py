@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from typing import Any
 
 from titanlike.config.files import atomic_write_text
 from titanlike.config.parse import to_plain
@@ -16,14 +17,21 @@ def write_config(config: Config, run_dir: Path) -> None:
     import yaml
     from omegaconf import OmegaConf
 
+    settings = yaml.safe_dump(hydra_sections())
     plain = to_plain(config)
     plain["data"].pop("changed", None)  # for one start
-    shipped = yaml.safe_load((conf_dir() / "config.yaml").read_text(encoding="utf-8"))
-    overrides = [item for item in shipped["defaults"] if str(item).startswith("{'override")]
-    settings = yaml.safe_dump({"defaults": ["_self_", *overrides], "hydra": shipped["hydra"]})
     text = (
         "# The complete config of this run. Launch it again, with any key=value after it:\n"
         f"#   {shlex.join([*train_program(), '--config-path', str(run_dir)])}\n"
         f"{settings}\n{OmegaConf.to_yaml(plain)}"
     )
     atomic_write_text(run_dir / "config.yaml", text)
+
+
+def hydra_sections() -> dict[str, Any]:
+    """What Hydra reads of config.yaml for itself."""
+    import yaml
+
+    shipped = yaml.safe_load((conf_dir() / "config.yaml").read_text(encoding="utf-8"))
+    overrides = [item for item in shipped["defaults"] if str(item).startswith("{'override")]
+    return {"defaults": ["_self_", *overrides], "hydra": shipped["hydra"]}

@@ -182,6 +182,9 @@ class PackedFiles:
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
+ENDLESS = 1 << 40  # samples
+
+
 class SyntheticSource:
     """Uniform random tokens that depend on (seed, stream, i) alone; practically endless."""
 
@@ -190,7 +193,7 @@ class SyntheticSource:
         self._seed, self._stream = seed & ((1 << 64) - 1), stream
 
     def __len__(self) -> int:
-        return 1 << 40
+        return ENDLESS
 
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
         # Philox is counter-based: 2^256 numbers per key; the stream is the counter's top word.

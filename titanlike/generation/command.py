@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import subprocess
 import sys
 import time
 from dataclasses import fields, replace
-from typing import Any
+from pathlib import Path
 
 from titanlike.checkpoint.state_dict import DTYPES
 from titanlike.config.errors import nearest, quoted
 from titanlike.config.imports import TRUST_CODE
 from titanlike.config.program import program
+from titanlike.generation.in_layout import run_in_layout
 from titanlike.generation.sampling import Sampling
 
 _DESCRIPTION = """\
@@ -131,6 +131,5 @@ def _in_layout(arguments: argparse.Namespace) -> int:
         key = word.partition("=")[0]
         settings.append(f"sample.{word}" if key in own and key != "seed" else word)
     prompts = ",".join(map(quoted, arguments.prompt))
-    words: list[Any] = [sys.executable, "-m", "titanlike", "sample"]
-    words += ["--config-path", arguments.run, f"sample.prompts=[{prompts}]"]
-    return subprocess.call([*words, f"sample.tokens={arguments.tokens}", *settings])
+    words = [f"sample.prompts=[{prompts}]", f"sample.tokens={arguments.tokens}", *settings]
+    return run_in_layout("sample", Path(arguments.run).expanduser(), words, arguments.trust_code)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import shlex
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from titanlike.checkpoint.state_dict import DTYPES
 from titanlike.config.imports import TRUST_CODE
 from titanlike.config.program import program
+from titanlike.generation.in_layout import run_in_layout
 
 _DESCRIPTION = """\
 Perplexity and bits a byte of a run's newest checkpoint, on its validation data or on others
@@ -58,12 +57,10 @@ def _perplexity(arguments: argparse.Namespace) -> int:
         else:
             name, fix = "no run directory", "write the directory of a run, which has a config.yaml"
         raise ValueError(f"RUN={run}: is {name}; {fix}")
-    words: list[Any] = [sys.executable, "-m", "titanlike", "perplexity", "--config-path", str(run)]
     keys = [word.partition("=")[0] for word in arguments.settings]
     others = any(key in ("data", "data.path") for key in keys)
-    if others and "evaluate.part" not in keys:
-        words.append("evaluate.part=all")
-    return subprocess.call([*words, *arguments.settings])
+    part = ["evaluate.part=all"] if others and "evaluate.part" not in keys else []
+    return run_in_layout("perplexity", run, [*part, *arguments.settings], arguments.trust_code)
 
 
 def _tasks(arguments: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config
 from titanlike.data.loader import collate
-from titanlike.data.sources import IGNORE, Batch, Data, Source
+from titanlike.data.sources import ENDLESS, IGNORE, Batch, Data, Source
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
 from titanlike.metrics.console import Console
@@ -60,6 +60,9 @@ def perplexity(config: Config, worker: Worker) -> dict[str, Any]:
     if data.variable is not None:
         reason = "samples of different lengths are not evaluated here"
         raise ConfigError([Problem("data", config.data.name, reason, "data=text or data=tokens")])
+    if not config.evaluate.batches and len(data.validation) >= ENDLESS:
+        reason = f"data={config.data.name} has no end; so many batches of it are enough"
+        raise ConfigError([Problem("evaluate.batches", 0, reason, "evaluate.batches=100")])
     mesh = open_mesh(config, worker)
     console, queue = Console(steps=1), device_queue(mesh.device)
     with Watchdog(worker, config.launch, worker.report_failure, queue, abort_groups) as watchdog:
