@@ -31,6 +31,7 @@ from titanlike.metrics import wandb_sink
 from titanlike.metrics.wandb_sink import WandbSink
 
 folder, first, last, timeout, event = sys.argv[1:]
+sys.argv += ["steps=7", "sweep.submit=sbatch --export=ALL,API_KEY=op3nsesame x", "logger.k=sk-{"Z1" * 20}"]
 settings = Wandb(
     project="proj", group="grp", timeout=float(timeout), entity="team", tags=["a", "b"], notes="why"
 )
@@ -102,6 +103,9 @@ def test_without_a_key_config_metrics_and_id_are_kept_for_sync_and_resume(tmp_pa
     table = json.loads(file.read_text())
     assert (table["columns"], table["data"]) == (["step", "prompt", "text"], [[4, "def", " main"]])
     assert first.exit_code == second.exit_code == 0
+    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert b"steps=7" in written and b"API_KEY=***" in written, "the command line, without secrets"
+    assert b"op3nsesame" not in written and b"Z1Z1Z1" not in written
 
 
 def test_the_environment_may_choose_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:

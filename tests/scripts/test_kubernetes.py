@@ -154,6 +154,25 @@ def test_a_secret_is_named_and_never_written() -> None:
     with pytest.raises(ConfigError, match="write SECRET_NAME=wandb") as refused:
         manifest("job", [*NEEDED, f"env.WANDB_API_KEY={key}"], overrides)
     assert len(refused.value.problems) == 2 and key not in str(refused.value)
+    for name, value in {
+        "env.FOO": "hf_" + 5 * "Ab1cd",
+        "env.DATABASE_URL": f"postgres://user:{key}@host/db",
+        "env.OPTIONS": f"--token {key}",
+        "env.a-b": f"https://{key}@host/x",  # wrong for another reason, too
+        "IMAGE": f"https://user:{key}@registry/llama:1",
+    }.items():
+        with pytest.raises(ConfigError, match="write SECRET_NAME=wandb") as refused:
+            manifest("job", [*NEEDED, f"{name}={value}"], [])
+        assert value not in str(refused.value) and key not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "text, told", [(b"A=1\nB='x\n", "line 2: No closing quotation"), (b"A=\xff\n", "utf-8")]
+)
+def test_a_damaged_file_of_variables_is_named(text: bytes, told: str, tmp_path: Path) -> None:
+    (tmp_path / "cluster.env").write_bytes(text)
+    with pytest.raises(ConfigError, match=f"--file={tmp_path}/cluster.env: .*{told}"):
+        read_file(tmp_path / "cluster.env")
 
 
 def test_variables_come_from_a_file_and_the_command_line_counts(tmp_path: Path) -> None:

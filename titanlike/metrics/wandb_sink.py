@@ -18,7 +18,7 @@ import secrets
 import shlex
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -214,30 +214,42 @@ class WandbSink:
 
     def _init(self, wandb: Any, mode: str) -> Any:
         settings = self._settings
-        run = wandb.init(
-            project=settings.project,
-            entity=settings.entity,
-            id=_saved(self._run_dir / "wandb" / "run_id", secrets.token_hex(4)),
-            name=settings.run_name or _saved(self._run_dir / "wandb" / "run_name", self._name),
-            group=settings.group,
-            tags=settings.tags or None,
-            notes=settings.notes,
-            dir=self._run_dir,
-            config=self._config,
-            mode=mode,
-            resume="allow",
-            settings=wandb.Settings(
-                silent=True,
-                console="off",
-                init_timeout=settings.timeout,
-                finish_timeout=settings.timeout,
-                finish_timeout_raises=True,
-            ),
-        )
+        with _argv_without_secrets():
+            run = wandb.init(
+                project=settings.project,
+                entity=settings.entity,
+                id=_saved(self._run_dir / "wandb" / "run_id", secrets.token_hex(4)),
+                name=settings.run_name or _saved(self._run_dir / "wandb" / "run_name", self._name),
+                group=settings.group,
+                tags=settings.tags or None,
+                notes=settings.notes,
+                dir=self._run_dir,
+                config=self._config,
+                mode=mode,
+                resume="allow",
+                settings=wandb.Settings(
+                    silent=True,
+                    console="off",
+                    init_timeout=settings.timeout,
+                    finish_timeout=settings.timeout,
+                    finish_timeout_raises=True,
+                ),
+            )
         self._folder = Path(run.dir).parent
         offline = f"W&B offline: {_sync_command(self._folder)}"
         self.location = f"W&B: {run.url}" if mode == "online" else offline
         return run
+
+
+@contextlib.contextmanager
+def _argv_without_secrets() -> Iterator[None]:
+    """wandb.init stores the command line as it is in sys.argv."""
+    argv = sys.argv
+    sys.argv = [argv[0], *map(redact_override, argv[1:])] if argv else argv
+    try:
+        yield
+    finally:
+        sys.argv = argv
 
 
 def _sync_command(folder: Path) -> str:

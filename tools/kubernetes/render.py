@@ -114,9 +114,15 @@ def to_yaml(objects: list[Object]) -> str:
 
 
 def read_file(path: Path) -> list[str]:
-    """The settings in a file: NAME=value lines, with # comments and shell quotes."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [" ".join(words) for line in lines if (words := shlex.split(line, comments=True))]
+    """The settings in a file: NAME=value lines, with # comments and shell quotes. Raises ConfigError."""
+    number, found = 0, []
+    try:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            found += [" ".join(shlex.split(line, comments=True))]
+    except ValueError as error:  # also of bytes that are no UTF-8
+        place = f"line {number}: " if number else ""
+        raise ConfigError([Problem("--file", str(path), f"{place}{error}", "NAME=tiny")]) from None
+    return [setting for setting in found if setting]
 
 
 def manifest(kind: str, settings: list[str], overrides: list[str]) -> list[Object]:
@@ -144,9 +150,10 @@ def read(settings: list[str], overrides: list[str]) -> tuple[dict[str, str], dic
         elif name == "PET_MAX_RESTARTS":
             reason = "a stopped rank would exit with 0, and its pod count as completed"
             problems.append(Problem(f"env.{name}", value, reason, f"RESTARTS={value}"))
-    named = [name for name in env if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)]
-    secret = [f"env.{name}" for name in named if is_secret_name(name, environment=True)]
-    for key in secret + [t.partition("=")[0] for t in overrides if redact_override(t) != t]:
+    named = [f"env.{name}" for name in env if is_secret_name(name, environment=True)]
+    texts = [*(f"{key}={value}" for key, value in given.items()), *overrides]
+    valued = [text.partition("=")[0] for text in texts if redact_override(text) != text]
+    for key in dict.fromkeys(named + valued):
         reason = "a secret must not be in a manifest: keep it in a Secret and name that"
         problems.append(Problem(key, REDACTED, reason, "SECRET_NAME=wandb"))
     values = {}
