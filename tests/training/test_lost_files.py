@@ -16,12 +16,14 @@ from support.commands import TINY
 from support.launched import Launched
 from support.models import tiny
 from support.paths import ROOT
+from support.saved_runs import events
 from support.waiting import until
 from support.world import RankError, run_world
-from titanlike.config.schema import Config
+from titanlike.config.schema import Checkpoint, Config
 from titanlike.launch.worker import Worker
 from titanlike.metrics.events import Events
 from titanlike.metrics.run_files import _PAUSES, AppendedFile, FailedWrite, LostFiles, RunFiles
+from titanlike.metrics.sinks import lost_steps, read_jsonl
 from titanlike.training import loop
 from titanlike.training.train import train
 
@@ -84,6 +86,22 @@ def loses_metrics(config: Config, worker: Worker) -> None:
 def test_a_run_ends_with_the_next_line_that_it_would_lose(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"LostFiles: \S+metrics.jsonl was deleted"):
         run_world(loses_metrics, tiny(layers=2), tmp_path)
+
+
+def test_a_resumed_run_says_which_records_are_gone(tmp_path: Path) -> None:
+    saving = Checkpoint(every=0, last=True)
+    run_world(train, tiny(layers=1, steps=3, checkpoint=saving), tmp_path)
+    file = tmp_path / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    for left, said in {"": "1 to 3", lines[0]: "2 to 3", "".join(lines)[:-9]: "3"}.items():
+        file.write_text(left)
+        assert lost_steps(file, 3) == said
+    assert lost_steps(file, 2) == "" == lost_steps(tmp_path / "none", 0)
+    file.unlink()
+    run_world(train, tiny(layers=1, steps=4, checkpoint=saving), tmp_path)
+    [event] = events(tmp_path, "metrics")
+    assert "no record of step 1 to 3: it was removed" in event["text"]
+    assert [record["step"] for record in read_jsonl(file)] == [4]
 
 
 @pytest.mark.slow

@@ -99,6 +99,16 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         return list(parse_records(file.read().splitlines()))
 
 
+def lost_steps(path: Path, step: int) -> str:
+    """Steps up to `step`, which a run resumes from, that its metrics.jsonl does not have: "4 to 6",
+    "" = none. A run that began at the checkpoint of another one has no earlier records."""
+    kept = {record["step"] for record in read_jsonl(path)} if path.exists() else set()
+    missing = [n for n in range(min(kept, default=1), step + 1) if n not in kept]
+    if len(missing) < 2:
+        return "".join(map(str, missing))
+    return f"{missing[0]} to {missing[-1]}"
+
+
 def tensorboard_problem() -> str | None:
     """Why `logger=tensorboard` cannot work here, or None. Imports nothing."""
     if importlib.util.find_spec("tensorboard") is None:

@@ -115,12 +115,13 @@ def to_yaml(objects: list[Object]) -> str:
 
 def read_file(path: Path) -> list[str]:
     """The settings in a file: NAME=value lines, with # comments and shell quotes. Raises ConfigError."""
-    number, found = 0, []
+    found: list[str] = []
+    place = ""
     try:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            found += [" ".join(shlex.split(line, comments=True))]
+            place = f"line {number}: "
+            found.append(" ".join(shlex.split(line, comments=True)))
     except ValueError as error:  # also of bytes that are no UTF-8
-        place = f"line {number}: " if number else ""
         raise ConfigError([Problem("--file", str(path), f"{place}{error}", "NAME=tiny")]) from None
     return [setting for setting in found if setting]
 
