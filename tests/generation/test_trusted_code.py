@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import pickle
 import shutil
 import sys
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from support import saved_runs
 from support.commands import SCRIPTS, TINY, command
@@ -176,3 +179,72 @@ def test_a_run_with_a_model_of_ones_own_is_evaluated_if_that_is_said(tmp_path: P
     done = command(*words, "evaluate.batches=1", cwd=tmp_path, tool=tool)
     assert done.returncode == 0, done.stderr
     assert "imports theirs.Model (model.name), from " in done.stderr and "perplexity" in done.stdout
+
+
+def forged_sizes(changes: dict[str, Any]) -> dict[str, Any]:
+    sizes = {"vocab_size": 64, "dim": 32, "heads": 4, "kv_heads": 2, "ffn_dim": 64, "layers": 2}
+    return {"name": "llama", **sizes, **changes}
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"layers": 10**7}, "and its model layers=10000000; it is damaged"),
+        (
+            {"dim": 4 * 10**8},
+            r"would be of shape \(64, 400000000\), and the checkpoint has \(64, 32\)",
+        ),
+        ({"layers": 9}, "is of another model: its layers.2.* the checkpoint has none"),
+    ],
+)
+def test_sizes_that_a_checkpoint_does_not_have_take_neither_time_nor_memory(
+    forged: Callable[..., Path], changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        load_model(str(forged(forged_sizes(changes))), *CPU)
+
+
+def no_json(folder: Path, name: str) -> None:
+    (folder / name).write_text("[" * 100_000)
+
+
+def an_index(folder: Path, text: str) -> None:
+    (folder / "model.safetensors").rename(folder / "other.safetensors")
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "an index without a map": lambda folder: an_index(folder, "[]"),
+    "an index of null": lambda folder: an_index(folder, '{"weight_map": {"a": null}}'),
+    "weights cut off": lambda folder: os.truncate(folder / "model.safetensors", 999),
+    "weights without a header": lambda f: (f / "model.safetensors").write_bytes(b"x" * 999),
+    "a config that is nested too deep": lambda folder: no_json(folder, "config.json"),
+    "other sizes": lambda f: (f / "config.json").write_text(
+        (f / "config.json").read_text().replace('"n_embd": 8', '"n_embd": 16')
+    ),
+    "a pickle": lambda folder: (
+        (folder / "model.safetensors").unlink(),
+        (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Touches(folder / "ran"))),
+    ),
+    "a tokenizer of null": lambda folder: (folder / "tokenizer.json").write_text("null"),
+    "code of its own": lambda f: (f / "config.json").write_text(
+        json.dumps({"model_type": "x", "auto_map": {"AutoConfig": "theirs.C"}})
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_folder_of_transformers_that_is_damaged_is_named_in_a_line(
+    damage: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is anything asked, or run: the standard input is at its end."""
+    folder = tmp_path / "folder"
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8, "vocab_size": 16}
+    config = transformers.GPT2Config(**sizes)
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+    DAMAGES[damage](folder)
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    assert generate([str(folder), "--prompt", "a"]) == 2
+    told = capfd.readouterr().err.splitlines()
+    assert told[-1].startswith(f"error: RUN={folder}: ") and "Traceback" not in "".join(told)
+    assert not (folder / "ran").exists() and sys.stdin.read() == "y\n"

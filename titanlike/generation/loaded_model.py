@@ -72,6 +72,12 @@ def load_model(
     rows = TensorRows.open("RUN", location)
     saved = saved_model(rows.folder)
     saved = replace(saved, model=model_to_build(saved, rows.folder, trust_code))
+    tensors = len(rows.entries(MODEL))
+    for key in ("layers", "num_hidden_layers"):
+        count = saved.model.args.get(key, 1)
+        if isinstance(count, int) and count > tensors:  # it would be built for hours
+            reason = f"the checkpoint has {tensors} tensors, and its model {key}={count}"
+            raise ValueError(f"{rows.folder}: {reason}; it is damaged")
     is_hf = saved.model.name == "hf"
     model = _of_transformers(saved) if is_hf else build_model(saved.model)
     _fill(model, rows, saved, device, dtype)
@@ -99,9 +105,15 @@ def _fill(
     model: nn.Module, rows: TensorRows, saved: SavedModel, device: torch.device, dtype: torch.dtype
 ) -> None:
     """Read the checkpoint's values, a few rows at a time, into the model, which is on meta but for
-    buffers. Raises ValueError for parameters that it lacks."""
+    buffers. Raises ValueError, before it takes memory, for parameters that it lacks."""
     entries = rows.entries(MODEL)
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in model.named_parameters():
+        has = tuple(entries[name].size) if name in entries else "none"
+        if has != tuple(parameter.shape):
+            size = tuple(parameter.shape)
+            reason = f"its {name} would be of shape {size}, and the checkpoint has {has}"
+            raise ValueError(f"{rows.folder} is of another model: {reason}")
     first: dict[int, nn.Parameter] = {}
     for name, parameter in parameters.items():
         path, _, last = name.rpartition(".")
@@ -110,8 +122,6 @@ def _fill(
             kind = dtype if parameter.is_floating_point() else parameter.dtype
             empty = torch.empty(parameter.shape, dtype=kind, device=device)
             first[id(parameter)] = nn.Parameter(empty, requires_grad=False)
-            if name not in entries:
-                raise ValueError(f"{rows.folder} has no {name}: it is of another model")
             _copy(rows, name, first[id(parameter)])
         module.register_parameter(last, first[id(parameter)])
     made: dict[str, Tensor] | None = None
@@ -166,12 +176,13 @@ def _from_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> Load
             load: Any = transformers.AutoModelForCausalLM.from_pretrained
             settings = {"local_files_only": True, "trust_remote_code": False}  # None asks on stdin
             model = load(folder, dtype=dtype, **settings).to(device).eval()
-    except (OSError, ValueError) as error:
-        raise ValueError(f"RUN={folder}: {' '.join(str(error).split())[:300]}") from None
-    coder, template = None, None
-    if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
-        coder = _TheirTokenizer(transformers.AutoTokenizer.from_pretrained(folder, **settings))
-        template = coder.chat if coder.tokenizer.chat_template else None
+        coder, template = None, None
+        if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+            coder = _TheirTokenizer(transformers.AutoTokenizer.from_pretrained(folder, **settings))
+            template = coder.chat if coder.tokenizer.chat_template else None
+    except Exception as error:  # theirs are of any class for a damaged folder
+        said = " ".join(str(error).split())[:300] or "no reason is given"
+        raise ValueError(f"RUN={folder}: {type(error).__name__}: {said}") from None
     end = model.generation_config.eos_token_id
     boundary = end[0] if isinstance(end, list) else end
     most = _most_of_transformers(model)

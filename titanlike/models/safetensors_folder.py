@@ -59,11 +59,11 @@ def _files(folder: Path) -> dict[str, str]:
     if index.is_file():
         try:
             files = dict(json.loads(index.read_text())["weight_map"])
-            names = {Path(name).name: name for name in files.values()}
+            elsewhere = sorted({name for name in files.values() if Path(name).name != name})
         except (ValueError, KeyError, TypeError) as error:
             reason = f"path={folder}: {INDEX} is damaged ({error}); copy it again"
             raise ValueError(reason) from None
-        if elsewhere := sorted(name for own, name in names.items() if own != name):
+        if elsewhere:
             reason = f"names {first_names(elsewhere)}, which is no file of this folder"
             raise ValueError(f"path={folder}: {INDEX} {reason}; put the file into it")
         lost = sorted({name for name in files.values() if not (folder / name).is_file()})
