@@ -341,7 +341,9 @@ class _OverrideChecker:
         for override in values:
             single = parse_override(next(single_overrides(override)))
             assert single is not None, "the parser accepts what it printed"
-            if not may_set(single, composed):
+            above = OmegaConf.select(composed, single.key_or_group.rpartition(".")[0] or "_")
+            inside_of_a_value = above is not None and not OmegaConf.is_config(above)
+            if inside_of_a_value or not may_set(single, composed):
                 rejected.append((override, None))
                 continue
             try:
@@ -375,8 +377,10 @@ class _OverrideChecker:
         try:
             plain, folder = plain_config(composed), Path(composed.hydra[kind].dir)
         except Exception as error:
-            key = getattr(error, "full_key", None)
-            self.checked.add(Problem(str(key or "config"), "", one_line(error)))
+            key, text, fix = str(getattr(error, "full_key", None) or "config"), one_line(error), ""
+            if unresolved.get("run_dir", "") is None:
+                key, text, fix = "run_dir", "must be a folder", "run_dir=outputs/NAME"
+            self.checked.add(Problem(key, "null" if fix else "", text, fix))
             return
         if self.checked.multirun:
             self._read_sweep(composed, folder, swept)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import io
 import os
 import re
@@ -48,6 +49,7 @@ from titanlike.sweeps.plan import FILE as PLAN_FILE
 from titanlike.sweeps.sweep_run import SweepRun
 
 ExitCode = int | str | None  # as sys.exit takes it
+_OF_STORAGE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO}
 
 
 def drive(runner: JobRunner, result_dir: str | None) -> ExitCode:
@@ -195,7 +197,7 @@ def _problems(
         if args.check and checked.sweep is not None and not checked.sweep.grid:
             known = known + config_problems(config, None, known)
         return known
-    if (Path(config.run_dir) / PLAN_FILE).exists():
+    if os.path.exists(Path(config.run_dir) / PLAN_FILE):  # False where the name is too long
         fix = f"run_dir={config.run_dir}/NAME"
         return [*known, Problem("run_dir", config.run_dir, "holds a sweep", fix)]
     if runner.restart:
@@ -240,12 +242,15 @@ def _run(args: argparse.Namespace, task: Task) -> ExitCode:
     except ConfigError as error:
         code = print_problems(error.problems)
     except Exception as error:
-        if not _is_user_error(error):
+        unwritten = isinstance(error, OSError) and error.errno in _OF_STORAGE
+        if not unwritten and not _is_user_error(error):
             raise
         problem = Problem("config", "", one_line(error)).hiding(task.runner.environment)
-        if sweep_run is not None and sweep_run.planned:  # a search without a successful trial
+        code = 1
+        if unwritten:
+            print(f"a file of the run could not be written: {problem.reason}", file=sys.stderr)
+        elif sweep_run is not None and sweep_run.planned:  # a search without a successful trial
             print(f"the search ends: {problem.reason}", file=sys.stderr)
-            code = 1
         else:
             code = print_problems([problem])
     finally:

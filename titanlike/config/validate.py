@@ -54,6 +54,7 @@ _BOUNDS = {  # of keys, and of a model's keys by these names
     **{f"hardware.{link}_bandwidth": 1e15 for link in ("memory", "node", "network")},
     **{"max_time": 1e9, "sweep.wait": 1e9, "seed": 2**63 - 1},
 }
+_LONGEST_FILE = 200  # bytes of a name; 255, without what temporary names add
 _LONGEST_NAME = 128  # characters, in W&B
 _MAX_MESHES = 3  # that an error names
 _LEAST = {
@@ -96,7 +97,20 @@ def problems(config: Config, world_size: int | None = None) -> list[Problem]:
 
 def out_of_bounds(config: Config) -> list[Problem]:
     """Every number that no run can have: further checks would overflow, or take very long."""
-    return list(_bounds(to_plain(config)))
+    return [
+        found if found.fix else replace(found, fix=_default(config, found.key))
+        for found in _bounds(to_plain(config))
+    ]
+
+
+def _default(config: Config, key: str) -> str:
+    """key=value of the schema's default; "" where it has none."""
+    *groups, name = key.split(".")
+    owner: Any = config
+    for group in groups:
+        owner = getattr(owner, group, None)
+    default = getattr(type(owner), name, None)
+    return f"{key}={default}" if isinstance(default, (int, float)) else ""
 
 
 def _bounds(plain: Any, key: str = "") -> Iterator[Problem]:
@@ -344,9 +358,14 @@ def _wandb(config: Config) -> Iterator[Problem]:
 
 
 def _paths(config: Config) -> Iterator[Problem]:
-    """Paths with a line break or another control character, which no printed command could name."""
+    """Paths that no file system takes; with a line break or another control character, which no printed
+    command could name."""
     for key, path in (("run_dir", config.run_dir), ("checkpoint.folder", config.checkpoint.folder)):
-        if path is not None and re.search(r"[\x00-\x1f\x7f]", path):
+        longest = max(len(name.encode()) for name in (path or "").split("/"))
+        if longest > _LONGEST_FILE:
+            reason = f"a name in it has {longest} bytes; file systems take {_LONGEST_FILE}"
+            yield Problem(key, path, reason, f"{key}=outputs/NAME")
+        elif path is not None and re.search(r"[\x00-\x1f\x7f]", path):
             shown = repr(path)[1:-1]
             reason = "a path with a line break or another control character cannot be printed"
             yield Problem(key, shown, reason, f"{key}=outputs/NAME")

@@ -24,7 +24,7 @@ or a folder of transformers. KEY=VALUE: temperature (0 = greedy), top_p, top_k, 
 def main(argv: list[str] | None = None) -> int:
     """The exit code: 2 for an error of the user's."""
     parser = argparse.ArgumentParser(prog=shlex.join(program()), description=_DESCRIPTION)
-    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("run", metavar="RUN", nargs="?")
     parser.add_argument("settings", metavar="KEY=VALUE", nargs="*")
     text = "to be continued; may be given several times"
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help=text)
@@ -43,6 +43,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--layout", action="store_true", help=text)
     parser.add_argument("--trust-code", action="store_true", help=TRUST_CODE)
     arguments = parser.parse_intermixed_args(argv)
+    if arguments.run is None:
+        parser.error("which RUN? write the directory of a run, outputs/run")
     try:
         if arguments.tokens < 1:
             raise ValueError(f"--tokens {arguments.tokens}: must be at least 1; write --tokens 200")

@@ -22,7 +22,7 @@ a run, a checkpoint or a folder of transformers. Results are written beside the 
 def main(argv: list[str] | None = None) -> int:
     """The exit code: 2 for an error of the user's."""
     parser = argparse.ArgumentParser(prog=shlex.join(program()), description=_DESCRIPTION)
-    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("run", metavar="RUN", nargs="?")
     parser.add_argument("settings", metavar="KEY=VALUE", nargs="*")
     parser.add_argument("--tasks", metavar="A,B", help="of lm-evaluation-harness")
     text = "a folder with task files (YAML) of your own; may be given several times"
@@ -37,6 +37,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="auto", help="of tasks: auto, cpu, cuda")
     parser.add_argument("--trust-code", action="store_true", help=TRUST_CODE)
     arguments = parser.parse_intermixed_args(argv)
+    if arguments.run is None:
+        parser.error("which RUN? write the directory of a run, outputs/run")
     try:
         return _tasks(arguments) if arguments.tasks else _perplexity(arguments)
     except (ValueError, OSError, ImportError) as error:
