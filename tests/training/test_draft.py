@@ -234,3 +234,11 @@ def test_groups_over_machines_are_a_warning_and_no_error(
         "pp=1 dp=2 tp=2 keeps them within a machine"
     ]
     assert problems(config, None, said.append) == [] and len(said) == 1, "all on this machine"
+
+
+def test_stages_without_a_module_are_told() -> None:
+    told: list[str] = []
+    assert problems(tiny(9, 1, layers=2), warn=told.append) == []
+    assert told == ["5 of 9 stages have no module: fewer ranks of pp do as much"]
+    told.clear()
+    assert problems(tiny(3, 1, layers=2), warn=told.append) == [] == told

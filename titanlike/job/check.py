@@ -54,6 +54,9 @@ def problems(
         def drafted(decided: Draft) -> None:
             from titanlike.planning.room import memory_warning
 
+            empty, count = sum(not units for units in decided.stages), len(decided.stages)
+            if empty and warn is not None:
+                warn(f"{empty} of {count} stages have no module: fewer ranks of pp do as much")
             if warn is None and config.plan == "warn":
                 return
             if text := memory_warning(config, decided):
