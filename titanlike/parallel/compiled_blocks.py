@@ -18,7 +18,9 @@ from torch import nn
 
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.parallel.batchnorm import has_statistics
+from titanlike.parallel.tp.styles import style_of
 from titanlike.torch_private import compiler
+from titanlike.torch_private.known_code import has_hooks
 
 MOST_GRAPHS = 256  # of a function that many blocks share, which may differ in their settings
 
@@ -52,6 +54,9 @@ class CompiledBlocks:
             block = stage.get_submodule(name)
             if any(map(has_statistics, block.modules())):
                 self.eager[name] = "its batch norm collects statistics"
+            elif inner := _hooked(block):
+                # equal blocks share a graph, whose guards do not look at hooks
+                self.eager[name] = f"its {inner} has a hook"
             elif reason := why_not(name):
                 self.eager[name] = reason
             else:
@@ -99,6 +104,12 @@ class CompiledBlocks:
                 more = f" and {len(names) - 1} more" if len(names) > 1 else ""
                 lines.append(f"{names[0]}{more} {what}: {reason}")
         return lines
+
+
+def _hooked(block: nn.Module) -> str:
+    """A module inside of a block with a hook that is not tensor parallelism's; "" = none."""
+    parts = (item for item in block.named_modules() if item[0] and not style_of(item[1]))
+    return next((path for path, part in parts if has_hooks(part)), "")
 
 
 def compiler_problem(device: torch.device) -> Problem | None:

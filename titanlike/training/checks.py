@@ -20,6 +20,8 @@ from titanlike.pipeline.order import Order
 from titanlike.split.partition import SplitError, partition
 from titanlike.torch_private.base_classes import InstanceNorm
 
+_MOST = 3  # problems of one kind that are shown
+
 
 def norm_problems(config: Config, model: nn.Module) -> list[Problem]:
     """Norms that would give statistics that depend on the layout, or hang."""
@@ -57,6 +59,32 @@ def norm_problems(config: Config, model: nn.Module) -> list[Problem]:
         if key != "model.name":
             break  # the same holds for the model's other batch norms
     return problems
+
+
+def changed_problems(config: Config, model: nn.Module) -> list[Problem]:
+    """Gradients or weights that are changed by what a layout replaces, or in the middle of a step."""
+    reasons = []
+    whole = config.world_size == 1 and getattr(config.schedule, "microbatches", 1) in (None, 1)
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            reason = f"its {name} has a hook on its gradient, of which a rank and a microbatch have parts"
+            reasons.append((reason, "the change in an optimizer of your own, or in the forward"))
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Embedding):
+            continue
+        for key, value, why in (
+            ("max_norm", module.max_norm is not None, "changes its weight in each forward"),
+            ("sparse", module.sparse, "has a gradient that is no dense tensor"),
+            (
+                "scale_grad_by_freq",
+                module.scale_grad_by_freq and not whole,
+                "counts ids in a microbatch of a rank, and not in the batch",
+            ),
+        ):
+            if value:
+                fix = f"nn.Embedding without {key}" + ", and F.normalize" * (key == "max_norm")
+                reasons.append((f"its {name} is an embedding with {key}, which {why}", fix))
+    return [Problem("model.name", config.model.name, *each) for each in reasons[:_MOST]]
 
 
 def muon_problems(config: Config, model: nn.Module) -> list[Problem]:

@@ -250,7 +250,7 @@ def _choose_order(config: Config, model: nn.Module) -> tuple[Order, str]:
     Raises ConfigError with every problem that is found without a forward.
     """
     problems = model_problems(model, config) + checks.norm_problems(config, model)
-    problems += checks.muon_problems(config, model)
+    problems += checks.changed_problems(config, model) + checks.muon_problems(config, model)
     try:
         microbatches, why = from_config.declared_microbatches(config.schedule), "asked for"
         if microbatches is None:

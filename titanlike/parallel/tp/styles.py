@@ -31,6 +31,7 @@ from titanlike.parallel.tp.collectives import (
 )
 from titanlike.parallel.tp.part import Part
 from titanlike.parallel.tp.plan import DIVIDING, Entry
+from titanlike.torch_private.known_code import own_code
 
 FEATURES = -1
 _When = Literal["never", "sequence", "always"]
@@ -209,6 +210,10 @@ def _problems(model: nn.Module, modules: dict[str, Entry], size: int) -> list[st
         module, style = model.get_submodule(name), entry.style
         if entry.pattern in found or style not in (*DIVIDING, "vocab"):
             continue
+        if (kind := _known_class(module)) and (own := own_code(module, kind)):
+            at = f"model.tp_plan.{entry.pattern}"
+            reason = f"{name} has {own}, which no rank computes for a part of its weight"
+            raise ConfigError([Problem(at, style, reason, f"{at}=replicate, or tp=1")])
         if style == "vocab" and isinstance(module, nn.Embedding):
             if text := _size_problem(entry, module.num_embeddings, size):
                 found[entry.pattern] = f"{name} has {text}"
@@ -279,8 +284,17 @@ def _feature_dims(module: nn.Module) -> tuple[int, int] | None:
     """Dimensions of a linear layer's weight: (output, input) features; None for another module."""
     if isinstance(module, nn.Linear):
         return 0, 1
-    # transformers' linear layer of GPT-2, whose weight is transposed
-    return (1, 0) if type(module).__name__ == "Conv1D" and hasattr(module, "nf") else None
+    return (1, 0) if _known_class(module) not in (None, nn.Embedding) else None
+
+
+def _known_class(module: nn.Module) -> type[nn.Module] | None:
+    """Of modules that can be divided: torch's, or transformers' linear layer of GPT-2, whose weight is
+    transposed."""
+    for kind in type(module).__mro__:
+        theirs = kind.__module__ == "transformers.pytorch_utils" and kind.__name__ == "Conv1D"
+        if kind in (nn.Linear, nn.Embedding) or theirs:
+            return kind
+    return None
 
 
 def _weight(module: nn.Module) -> Tensor:

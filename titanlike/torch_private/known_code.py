@@ -1,0 +1,34 @@
+"""Whether a module runs the code of its class, and not what somebody has put around or in place of it.
+
+What divides, defers or copies a layer of torch's computes what torch computes: a subclass with a forward
+of its own, a parametrization or a hook would be left out without a word.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+def own_code(module: nn.Module, kind: type[nn.Module]) -> str:
+    """What makes a module with a weight compute otherwise than `kind`, of which it is; "" = nothing."""
+    cls: Any = type(module)
+    if cls.forward is not kind.forward or "forward" in vars(module):
+        return f"a forward of its own ({cls.__name__})"
+    if cls.__call__ is not nn.Module.__call__:
+        return f"a __call__ of its own ({cls.__name__})"
+    weight = module._parameters.get("weight")
+    if type(weight) is not nn.Parameter:
+        return (
+            "a weight that is computed (a parametrization)"
+            if weight is None
+            else (f"a weight of class {type(weight).__name__}")
+        )
+    return "a hook" if has_hooks(module) else ""
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether its calls run hooks, forward or backward."""
+    hooks = module._forward_hooks, module._forward_pre_hooks
+    return any((*hooks, module._backward_hooks, module._backward_pre_hooks))
