@@ -46,7 +46,7 @@ class Command:
 
 
 JOBS = {
-    "train": Command("titanlike.training.train.train", "train a model (default)"),
+    "train": Command("titanlike.proof.first_start.train", "train a model (default)"),
     "verify": Command(
         "titanlike.proof.verification.verify",
         "compare a layout with one process of plain torch",

@@ -121,8 +121,13 @@ class Evaluate:
 
 @dataclass
 class Verify:
-    """What `titanlike verify` compares."""
+    """What is compared with one process: by `titanlike verify`, and before a first start."""
 
+    name: Literal["auto", "required", "off"] = key(
+        "auto",
+        "before the first start of a layout: auto = code from outside of titanlike, where one process "
+        "can hold the model and takes 30 s by estimate; required = always; off = never",
+    )
     steps: int = key(3, "training steps, each on a batch of its own")
 
 
@@ -377,6 +382,7 @@ VARIANTS: dict[str, dict[str, type[Any]]] = {
         "every": EveryActivationCheckpoint,
         "fit": FitActivationCheckpoint,
     },
+    "verify": {"auto": Verify, "required": Verify, "off": Verify},
     "logger": {"wandb": Wandb, "tensorboard": TensorBoard, "none": NoLogger},
     "profile": {"none": NoProfile, "trace": TraceProfile, "memory": MemoryProfile},
     "hardware": {

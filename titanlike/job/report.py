@@ -21,7 +21,13 @@ class ResultReporter:
         self._start = time.monotonic()
         (run_dir / "result.json").unlink(missing_ok=True)  # of an earlier run
 
-    def write(self, status: Status, value: float | None = None, error: str | None = None) -> None:
+    def write(
+        self,
+        status: Status,
+        value: float | None = None,
+        error: str | None = None,
+        numbers: str = "",
+    ) -> None:
         try:
             write_result(
                 self._run_dir,
@@ -30,6 +36,7 @@ class ResultReporter:
                 error=error,
                 seconds=time.monotonic() - self._start,
                 overrides=self._overrides,
+                numbers=numbers,
             )
         except OSError as problem:  # a full disk must not hide how the job ended
             print(f"result.json could not be written: {problem}", file=sys.stderr)

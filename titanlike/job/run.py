@@ -166,12 +166,13 @@ class JobEnd:
 def _report_result(result: dict[str, Any], reporter: ResultReporter) -> JobEnd:
     """result: what the job's function returned."""
     value, code = result.get("value"), result.get("exit_code", 0)
+    numbers = result.get("numbers", "")
     if stopped := result.get("stopped"):
         error = f"stopped early by {stopped}, with a checkpoint; the same command resumes the run"
-        reporter.write("stopped", value, error)
+        reporter.write("stopped", value, error, numbers)
         by_signal = stopped != stop_reason(MAX_TIME)  # then the user wants to end a sweep, too
         return JobEnd(0 if will_restart() else code, error, value, ends_sweep=by_signal)
-    reporter.write("completed", value)
+    reporter.write("completed", value, numbers=numbers)
     return JobEnd(code, f"exit code {code}" if code else "", value)
 
 

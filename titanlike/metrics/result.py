@@ -22,8 +22,10 @@ def write_result(
     error: str | None,
     seconds: float,
     overrides: list[str],
+    numbers: str = "",
 ) -> None:
-    """Write run_dir/result.json atomically. value: the objective. seconds: wall time."""
+    """Write run_dir/result.json atomically. value: the objective. seconds: wall time. numbers: whether
+    those of the layout were verified, if that was asked."""
     result = {
         "status": status,
         "value": value,
@@ -31,6 +33,8 @@ def write_result(
         "seconds": seconds,
         "overrides": [redact_override(text) for text in overrides],
     }
+    if numbers:
+        result["numbers"] = numbers
     files.atomic_write_text(Path(run_dir) / "result.json", files.dumps(result) + "\n")
 
 
@@ -48,6 +52,7 @@ class _Result:
     error: str | None
     seconds: float | None = None
     overrides: list[str] = field(default_factory=list)
+    numbers: str = ""
 
 
 def read_result(run_dir: Path) -> dict[str, Any] | None:

@@ -23,7 +23,7 @@ from titanlike.optim.learning_rate import set_lr
 from titanlike.optim.loss import build_loss
 from titanlike.optim.optimizer import build_optimizers, optimizer_state
 from titanlike.parallel.expert_balance import experts_of
-from titanlike.parallel.initialize import initialize
+from titanlike.parallel.initialize import draw, initialize
 from titanlike.proof.comparison import compare, reliable
 from titanlike.torch_private.autocast import watch_autocast
 from titanlike.torch_private.base_classes import BatchNorm
@@ -33,6 +33,7 @@ from titanlike.training.draft import draft
 # differ from the reference's by some 1e-7 to 1e-6 of their norm.
 _NUDGE = 2.0**-22
 _NUDGES = 3
+_FILLED = 0.02  # standard deviation
 VALIDATION_LOSS = "validation loss"
 REFERENCE_TIMEOUT = 24 * 3600.0  # seconds for one process to compute while the others wait
 
@@ -42,6 +43,9 @@ class Reference:
     """What one process finds. Tensors are fp32 on the CPU, by parameter name."""
 
     initial: dict[str, Tensor]
+    # of these, those that are all zeros by themselves, and random here: behind a gate of zero neither a
+    # wrong gradient nor mixed samples would be seen
+    filled: frozenset[str]
     gradients: dict[str, Tensor]  # of the first step, before clipping
     reliable: dict[str, Tensor]  # elements whose gradients are no rounding in any step
     updated: dict[str, Tensor]  # after the last step
@@ -129,6 +133,13 @@ def _single_process(
     if dtype == torch.bfloat16:
         use_float8(model, config, device)
     initialize(model, initial_weights_of(resolved, config.seed), device)
+    filled = frozenset(name for name, p in model.named_parameters() if p.numel() and not p.any())
+    with torch.no_grad():
+        for name in filled:
+            parameter = model.get_parameter(name)
+            rows = slice(0, parameter.shape[0] if parameter.dim() else 1)
+            drawn = draw(parameter.shape, rows, config.seed, f"filled {name}", 0.0, _FILLED)
+            parameter.copy_(drawn.view_as(parameter))
     if nudge is not None:
         generator = torch.Generator().manual_seed(nudge)
         for parameter in model.parameters():
@@ -203,7 +214,7 @@ def _single_process(
         for name, p in model.named_parameters()
         for key, value in state_of(optimizers, p).items()
     )
-    return Reference(initial, first, masks, updated, state, losses, buffers, groups)
+    return Reference(initial, filled, first, masks, updated, state, losses, buffers, groups)
 
 
 def loss_name(step: int) -> str:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -35,7 +35,7 @@ from titanlike.launch.worker import Worker, barrier
 from titanlike.metrics.console import Console
 from titanlike.optim.optimizer import StageState, gradient_norm
 from titanlike.parallel.mesh import close_mesh, open_mesh
-from titanlike.parallel.tp.part import Part
+from titanlike.parallel.tp.part import Part, pieces
 from titanlike.proof.comparison import Comparison, compare, merge
 from titanlike.proof.reference import (
     EARLY_LOSSES,
@@ -68,14 +68,59 @@ KINDS = (
 )  # of comparisons, causes before effects
 
 
+class OutOfMemory(RuntimeError):
+    """One process cannot hold the model, its gradients and the optimizer's state."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """rows: of all ranks; missing: what is in no stage, a line each; groups: see `Reference`."""
+
+    rows: list[Comparison]
+    missing: list[str]
+    groups: int
+
+    @property
+    def agrees(self) -> bool:
+        return not self.missing and all(row.agrees for row in self.rows)
+
+    @property
+    def verdict(self) -> str:
+        if self.agrees:
+            return f"PASS: {len(self.rows)} comparisons agree"
+        wrong = [r for kind in KINDS for r in self.rows if r.kind == kind and not r.agrees]
+        names = ", ".join([*(f"{row.kind} of {row.name}" for row in wrong[:10]), *self.missing[:3]])
+        more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""
+        return f"FAIL: {len(wrong)} of {len(self.rows)} comparisons differ: {names}{more}"
+
+
 def verify(config: Config, worker: Worker) -> dict[str, Any]:
     """Compare; prints a table; returns exit_code 0 if everything agrees, 1 if not."""
+    found = compare_with_one_process(config, worker)
+    if worker.rank == 0:
+        print_found(config, found)
+    worst = max(row.difference for row in found.rows if row.kind == "gradient")
+    return {"value": worst, "exit_code": 0 if found.agrees else 1}
+
+
+def compare_with_one_process(config: Config, worker: Worker) -> Found:
+    """Collective; the same on all ranks. Raises OutOfMemory on all where one process has too little."""
     data = open_data_on_every_rank(config, worker)
     path = worker.run_dir / "reference.pt"
+    error = ""
     if worker.rank == 0:
         device, _ = choose_device(config.device, worker.local_rank, worker.local_world_size)
-        torch.save(reference_steps(config, data, device), path)
-    barrier(worker, "reference", REFERENCE_TIMEOUT)
+        try:
+            torch.save(reference_steps(config, data, device), path)
+        except (MemoryError, RuntimeError) as problem:
+            if not isinstance(problem, (MemoryError, torch.OutOfMemoryError)) and (
+                "can't allocate memory" not in str(problem)
+            ):
+                raise
+            error = " ".join(str(problem).split())[:200]
+    told = barrier(worker, "reference", REFERENCE_TIMEOUT, error, listens=True)
+    if error := told.get(0, ""):
+        raise OutOfMemory(error)
     mesh = open_mesh(config, worker)
     exact, rounded = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
 
@@ -104,13 +149,10 @@ def verify(config: Config, worker: Worker) -> dict[str, Any]:
     ]
     compared = {row.name for row in rows if row.kind == "buffer"}
     missing += [f"{name}: is in no stage" for name in exact.buffers if name not in compared]
-    ok = not missing and all(row.agrees for row in rows)
     if worker.rank == 0:
         path.unlink()
-        _print(config, rows, missing, ok, exact.groups)
     close_mesh()
-    worst = max(row.difference for row in rows if row.kind == "gradient")
-    return {"value": worst, "exit_code": 0 if ok else 1}
+    return Found(rows, missing, exact.groups)
 
 
 def _explain(
@@ -158,7 +200,14 @@ def _compare_layout(
             if name not in exact.initial:  # in one process it is tied to another
                 yield compare("initial", name, None, torch.zeros(1))
     for name, parameter, part in parameters():
-        yield compare("initial", name, parameter, exact.initial[name], part=part)
+        initial = exact.initial[name]
+        if name in exact.filled:
+            yield compare("initial", name, parameter, torch.zeros_like(initial), part=part)
+            with torch.no_grad():
+                for here, place in pieces(parameter, part):
+                    local(parameter)[here].copy_(initial[place])
+        else:
+            yield compare("initial", name, parameter, initial, part=part)
     losses = {VALIDATION_LOSS: validate(run, config, data)}
 
     stream = batches(data.train, config, dp_rank=run.mesh.dp_rank)
@@ -254,11 +303,9 @@ def _whole_shape(stage: StageState, name: str, value: Tensor) -> torch.Size:
     return value.shape if part is None or value.dim() == 0 else part.shape
 
 
-def _print(
-    config: Config, rows: list[Comparison], missing: list[str], ok: bool, groups: int
-) -> None:
+def print_found(config: Config, found: Found) -> None:
     """The worst first within each kind; all that disagree, and the largest few of the rest."""
-    console = Console(steps=1)
+    console, rows, groups = Console(steps=1), found.rows, found.groups
     shown = []
     for kind in KINDS:
         of_kind = [row for row in rows if row.kind == kind]
@@ -278,17 +325,11 @@ def _print(
         verdict = "rounding" if row.amplified else verdict
         cells.append((row.kind, row.name, *numbers, verdict))
     console.table(title, ["what", "name", "largest", "difference", "relative", ""], cells)
-    for text in missing:
+    for text in found.missing:
         console.line(f"DIFFERS: {text}")
     if grown := sum(row.amplified for row in rows):
         console.line(
             f"{grown} comparisons after the first update differ as rounding does: one process whose "
             "weights are changed by 2e-7 ends as far from itself"
         )
-    if ok:
-        console.line(f"PASS: {len(rows)} comparisons agree")
-        return
-    wrong = [row for kind in KINDS for row in rows if row.kind == kind and not row.agrees]
-    names = ", ".join(f"{row.kind} of {row.name}" for row in wrong[:10])
-    more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""
-    console.line(f"FAIL: {len(wrong)} of {len(rows)} comparisons differ: {names}{more}")
+    console.line(found.verdict)

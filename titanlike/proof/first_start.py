@@ -1,0 +1,197 @@
+"""The training job, which is compared with one process before the first start of a layout.
+
+`verify=auto` does so for code from outside of titanlike (a model, loss, optimizer, data, schedule) in
+several processes, where one process can hold the model and takes LIMIT seconds by estimate: no check of
+a forward knows all that code may do. `verify=required` does it for every layout. What agreed is
+remembered, by a hash of that code and of the config, in the run's directory and in the user's cache. The
+comparison is in fp32 and not compiled, in which nothing is rounding but the last digits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import sysconfig
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import titanlike
+from titanlike.config import files
+from titanlike.config.errors import ConfigError, Problem
+from titanlike.config.imports import import_object, named_code
+from titanlike.config.parse import to_plain
+from titanlike.config.program import program
+from titanlike.config.schema import Config, Precision
+from titanlike.device.choose import choose_device
+from titanlike.device.memory import total_memory
+from titanlike.launch.watchdog import Watchdog
+from titanlike.launch.worker import Worker, barrier
+from titanlike.metrics.console import Console
+from titanlike.metrics.events import Events
+from titanlike.models.registry import build_model, resolve_model
+from titanlike.training import train as training
+
+LIMIT = 30.0  # seconds, by estimate
+_CACHE = "~/.cache/titanlike/verified"
+# FLOP/s in fp32 of one process that is not made for speed, and its bytes for a parameter: weights,
+# gradients, the optimizer's state, and what is kept to be compared
+_SPEED = {"cpu": 2e10, "cuda": 1e13}
+_BYTES = 60
+# keys that change no gradient, and so no verdict
+_OTHER_KEYS = (
+    *("run_dir", "value", "seed", "steps", "max_tokens", "max_time", "lr", "log_every", "gc_every"),
+    *("report", "plan", "precision", "compile", "matmul_precision", "on_nonfinite", "on_spike"),
+    *("spike_zscore", "spike_window", "sample", "evaluate", "verify", "bench", "validation"),
+    *("checkpoint", "logger", "profile", "timeline", "hardware", "launch", "sweep"),
+)
+
+
+def train(config: Config, worker: Worker) -> dict[str, Any]:
+    """`training.train`, after the comparison if it is due. Raises ConfigError where that fails."""
+    note = _verified(config, worker)
+    result = training.train(config, worker)
+    return result | {"numbers": note} if note else result
+
+
+def outside_code(config: Config) -> dict[str, str]:
+    """key -> import path of what is not titanlike's, but the learning rate, equal in each layout."""
+    found = dict(named_code(to_plain(config), {}))
+    return {
+        key: path
+        for key, path in found.items()
+        if key != "lr.name" and not path.startswith("titanlike.")
+    }
+
+
+def _verified(config: Config, worker: Worker) -> str:
+    """What is known of the numbers of this layout; "" = there was nothing to ask. Collective."""
+    mode, code = config.verify.name, outside_code(config)
+    if mode == "off" or worker.world_size == 1 or (mode == "auto" and not code):
+        return ""
+    decision: dict[str, Any] = {}
+    if worker.rank == 0:
+        decision["key"] = key = _key(config, code)
+        if any(path.exists() for path in _places(worker, key)):
+            decision["note"] = "verified before"
+        elif mode == "auto" and (reason := _too_much(config, worker)):
+            decision["note"] = _not_verified(config, reason)
+    told = barrier(worker, "verified", config.launch.timeout, json.dumps(decision), listens=True)
+    decision = json.loads(told[0])
+    if note := decision.get("note", ""):
+        _say(worker, note)
+        return note
+    return _compare(config, worker, decision["key"], code)
+
+
+def _compare(config: Config, worker: Worker, key: str, code: dict[str, str]) -> str:
+    from titanlike.proof.verification import OutOfMemory, compare_with_one_process, print_found
+
+    begin = time.monotonic()
+    assert worker.store is not None
+    apart = replace(worker, store=torch.distributed.PrefixStore("verify", worker.store))
+    exact = replace(config, precision=Precision(), compile=False)
+    required = config.verify.name == "required"
+    with Watchdog(worker, config.launch, worker.report_failure) as watchdog:
+        watchdog.enter_phase(0, "verify", 0 if required else config.launch.timeout)
+        try:
+            found = compare_with_one_process(exact, apart)
+        except OutOfMemory as error:
+            reason = f"one process has too little memory: {error}"
+            if required:
+                raise ConfigError(
+                    [Problem("verify", "required", reason, "verify=auto, or a smaller model")]
+                ) from None
+            note = _not_verified(config, reason)
+            _say(worker, note)
+            return note
+    if not found.agrees:
+        if worker.rank == 0:
+            print_found(exact, found)
+        first = next(iter(code.items()), ("model.name", config.model.name))
+        names = [f"{row.kind} of {row.name}" for row in found.rows if not row.agrees]
+        shown = ", ".join([*names, *found.missing][:3])
+        reason = f"in this layout it does not train as in one process: {shown} and more differ"
+        fix = "verify=off if that is meant, or another layout"
+        raise ConfigError([Problem(*first, reason, fix)])
+    seconds = time.monotonic() - begin
+    note = (
+        f"verified: {config.verify.steps} steps are those of one process in fp32 "
+        f"({len(found.rows)} comparisons, {seconds:.1f} s)"
+    )
+    if worker.rank == 0:
+        text = files.dumps({"time": time.time(), "seconds": seconds, "code": code, "note": note})
+        for path in _places(worker, key):
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                files.atomic_write_text(path, text + "\n")
+            except OSError as error:  # it is verified again
+                print(f"{path} could not be written: {error}", file=sys.stderr)
+    _say(worker, note)
+    return note
+
+
+def _places(worker: Worker, key: str) -> list[Path]:
+    cache = Path(_CACHE).expanduser() / f"{key}.json"
+    return [worker.run_dir / f"verified-{key}.json", cache]
+
+
+def _say(worker: Worker, note: str) -> None:
+    if worker.rank == 0:
+        Events(worker.run_dir, Console(steps=1).line).log("verify", 0, note)
+
+
+def _not_verified(config: Config, reason: str) -> str:
+    command = " ".join([program()[0], "verify"])
+    return (
+        f"numbers of this layout: not verified ({reason}); `{command}` with the same overrides does"
+    )
+
+
+def _too_much(config: Config, worker: Worker) -> str:
+    """Why one process is not to compute the reference, by estimate; "" = it may."""
+    device, _ = choose_device(config.device, worker.local_rank, worker.local_world_size)
+    weights = sum(
+        parameter.numel() for parameter in build_model(resolve_model(config)).parameters()
+    )
+    memory = total_memory(device, 1)
+    if memory is not None and _BYTES * weights > memory / 2:
+        return "the model is too large for one process"
+    batches = 3 * config.verify.steps + config.validation.batches + 1  # a backward is two forwards
+    work = 2.0 * weights * config.batch_size * config.seq_len * batches
+    seconds = work / _SPEED.get(device.type, _SPEED["cuda"])
+    return f"one process would take {seconds:.0f} s" if seconds > LIMIT else ""
+
+
+def _key(config: Config, code: dict[str, str]) -> str:
+    """A hash of the user's code and of the keys that the verdict depends on."""
+    plain = {name: value for name, value in to_plain(config).items() if name not in _OTHER_KEYS}
+    for name in ("lr", "weight_decay"):
+        plain["optimizer"].pop(name, None)
+    build_model(resolve_model(config))  # imports all that it is made of
+    digest = hashlib.sha256(files.dumps(plain).encode())
+    for text in (torch.__version__, str(config.verify.steps)):
+        digest.update(text.encode())
+    own = Path(titanlike.__file__).parent.rglob("*.py")
+    for path in (*sorted(_sources(code)), *sorted(own)):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _sources(code: dict[str, str]) -> set[Path]:
+    """Files of modules that are the user's own, and of what the config names."""
+    known = [sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")]
+    known += [str(Path(titanlike.__file__).parent)]
+    found = set()
+    for path in code.values():
+        module = getattr(import_object(path), "__module__", "")
+        found.add(str(getattr(sys.modules.get(module), "__file__", None) or ""))
+    for module in [*sys.modules.values()]:
+        file = str(getattr(module, "__file__", None) or "")
+        if not any(Path(file).is_relative_to(folder) for folder in known):
+            found.add(file)
+    return {Path(file) for file in found if file.endswith(".py") and Path(file).is_file()}
