@@ -28,9 +28,8 @@ from titanlike.config.schema import (
 )
 from titanlike.launch.worker import Worker
 from titanlike.optim.optimizer import StageState
-from titanlike.proof import verification
 from titanlike.proof.comparison import Comparison, compare, merge, reliable
-from titanlike.proof.verification import verify
+from titanlike.proof.verification import compare_with_one_process
 
 # --- one comparison ----------------------------------------------------------------------------
 
@@ -119,12 +118,9 @@ def verified(
     config: Config, worker: Worker, break_it: Callable[[Worker], None]
 ) -> tuple[int, set[tuple[str, str]], list[str]]:
     """Exit code; (kind, name) of all that was compared; what was not compared in full."""
-    told: list[Any] = []
-    verification._print = lambda config, rows, missing, *more: told.append((rows, missing))
     break_it(worker)
-    code = verify(config, worker)["exit_code"]
-    rows, missing = told[0] if told else ([], [])
-    return code, {(row.kind, row.name) for row in rows}, missing
+    found = compare_with_one_process(config, worker)
+    return int(not found.agrees), {(row.kind, row.name) for row in found.rows}, found.missing
 
 
 def sound(worker: Worker) -> None:
