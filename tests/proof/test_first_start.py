@@ -89,7 +89,7 @@ def test_a_layout_that_trains_another_model_is_not_started(
     assert code == 2, text
     assert "in this layout it does not train as in one process: " in text or "mixes the" in text
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-    if name == "Mixed":
+    if layout == "pp=2":
         assert "DIFFERS" in text and "verify=off" in text
         code, text = trained(name, layout, "verify=off", cwd=tmp_path)
         assert code == 0 and "training complete" in text

@@ -30,7 +30,7 @@ def changed(name: str, **args: Any) -> Custom:
     return Custom(f"support.changed_layers.{name}", {**SIZES, **args})
 
 
-@pytest.mark.parametrize("layer", ["ffn.up", "ffn.down"])
+@pytest.mark.parametrize("layer", ["ffn.down", *slow("ffn.up")])
 @pytest.mark.parametrize("linear", LINEAR)
 def test_a_layer_with_code_of_its_own_is_not_divided(linear: str, layer: str) -> None:
     """tp would compute a plain product with a part of its weight."""

@@ -27,6 +27,7 @@ from titanlike.config.imports import import_object, named_code
 from titanlike.config.parse import to_plain
 from titanlike.config.program import program
 from titanlike.config.schema import Config, Precision
+from titanlike.device.accelerator import is_accelerator
 from titanlike.device.choose import choose_device
 from titanlike.device.memory import total_memory
 from titanlike.launch.watchdog import Watchdog
@@ -40,7 +41,7 @@ LIMIT = 30.0  # seconds, by estimate
 _CACHE = "~/.cache/titanlike/verified"
 # FLOP/s in fp32 of one process that is not made for speed, and its bytes for a parameter: weights,
 # gradients, the optimizer's state, and what is kept to be compared
-_SPEED = {"cpu": 2e10, "cuda": 1e13}
+_SPEED, _ACCELERATOR_SPEED = 2e10, 1e13
 _BYTES = 60
 # keys that change no gradient, and so no verdict
 _OTHER_KEYS = (
@@ -163,7 +164,7 @@ def _too_much(config: Config, worker: Worker) -> str:
         return "the model is too large for one process"
     batches = 3 * config.verify.steps + config.validation.batches + 1  # a backward is two forwards
     work = 2.0 * weights * config.batch_size * config.seq_len * batches
-    seconds = work / _SPEED.get(device.type, _SPEED["cuda"])
+    seconds = work / (_ACCELERATOR_SPEED if is_accelerator(device) else _SPEED)
     return f"one process would take {seconds:.0f} s" if seconds > LIMIT else ""
 
 
