@@ -34,6 +34,7 @@ from titanlike.config.schema import (
     Model,
     OwnOptimizer,
     OwnSchedule,
+    Verify,
 )
 from titanlike.config.validate import problems
 from titanlike.config.write import write_config
@@ -285,3 +286,11 @@ def test_a_path_that_no_line_could_show_is_refused() -> None:
         assert [problem.key for problem in found] == ["run_dir", "checkpoint.folder"]
         assert all(str(problem).isprintable() for problem in found)
         assert not problems(Config(run_dir=found[0].fix.partition("=")[2]))
+
+
+def test_a_runs_config_of_an_earlier_version_lacks_a_choice_that_came_later() -> None:
+    plain = to_plain(Config())
+    assert plain["verify"].pop("name") == "auto"
+    plain["verify"]["steps"] = 5
+    config, problems = parse(plain)
+    assert problems == [] and config.verify == Verify("auto", 5)

@@ -2,8 +2,9 @@
 
 `PAIRS` has each value of each dimension together with each one of every other dimension, wherever
 they do not exclude each other (`EXCLUDED`), on as few ranks as that allows. `layouts.csv` keeps it;
-after a change of dimensions, `PYTHONPATH=.:tests python -m support.layouts` makes it anew (a minute). `one_of_each` are some of a table's
-cells in which each value stands once at least, `random_cells` are any.
+after a change of dimensions, `PYTHONPATH=.:tests python -m support.layouts` makes it anew (a minute).
+`one_of_each` are some of a table's cells in which each value stands once at least, `random_cells` are
+any.
 """
 
 from __future__ import annotations

@@ -341,9 +341,7 @@ class _OverrideChecker:
         for override in values:
             single = parse_override(next(single_overrides(override)))
             assert single is not None, "the parser accepts what it printed"
-            above = OmegaConf.select(composed, single.key_or_group.rpartition(".")[0] or "_")
-            inside_of_a_value = above is not None and not OmegaConf.is_config(above)
-            if inside_of_a_value or not may_set(single, composed):
+            if not may_set(single, composed):
                 rejected.append((override, None))
                 continue
             try:
@@ -374,13 +372,15 @@ class _OverrideChecker:
         unresolved = OmegaConf.to_container(composed)
         assert isinstance(unresolved, dict)
         self.checked.environment |= environment(str(unresolved))
+        if unresolved["run_dir"] is None:
+            fix = "run_dir=outputs/NAME"
+            self.checked.add(Problem("run_dir", "null", "must be a folder", fix))
+            return
         try:
             plain, folder = plain_config(composed), Path(composed.hydra[kind].dir)
         except Exception as error:
-            key, text, fix = str(getattr(error, "full_key", None) or "config"), one_line(error), ""
-            if unresolved.get("run_dir", "") is None:
-                key, text, fix = "run_dir", "must be a folder", "run_dir=outputs/NAME"
-            self.checked.add(Problem(key, "null" if fix else "", text, fix))
+            key = getattr(error, "full_key", None)
+            self.checked.add(Problem(str(key or "config"), "", one_line(error)))
             return
         if self.checked.multirun:
             self._read_sweep(composed, folder, swept)

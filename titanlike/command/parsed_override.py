@@ -13,6 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from titanlike.command.override_errors import flat_keys
 from titanlike.config.overrides import ADDED
@@ -40,12 +41,23 @@ def may_set(override: Override, composed: DictConfig) -> bool:
     if group == "hydra":  # this program and Hydra rely on what is below its keys
         node = OmegaConf.select(composed, key)
         return not isinstance(node, DictConfig) or isinstance(override.value(), dict)
+    holder = _node(composed, key.rpartition(".")[0])
+    if holder is not None and not OmegaConf.is_config(holder):
+        return False  # Hydra would put a mapping in the place of a value
     if not override.is_add() and override.type is not OverrideType.FORCE_ADD:
         return True
     name = str(OmegaConf.select(composed, f"{group}.name", throw_on_missing=False))
     own = "." in name or name == "None"  # ??? is None: its problem is found when it is parsed
     named = key in flat_keys(composed) and not override.is_add()
     return named or f"{key}=".startswith(ADDED) or (group in OPEN_GROUPS and bool(rest) and own)
+
+
+def _node(composed: DictConfig, key: str) -> Any:
+    """What a key holds; None where there is no such key, or its value is not known yet."""
+    try:
+        return OmegaConf.select(composed, key, throw_on_missing=False) if key else None
+    except OmegaConfBaseException:
+        return None
 
 
 def plain_config(composed: DictConfig) -> dict[str, Any]:

@@ -64,8 +64,7 @@ def is_library_code(path: str, found: Any) -> bool:
 
 def imports_line(path: str, named: str) -> str:
     """What is shown before the code at an import path runs. named: what names it."""
-    place = _place(path.rpartition(".")[0]) or "the working directory"
-    return f"imports {path} ({named}), from {place}"
+    return _line(path, named, _place(path.rpartition(".")[0]) or "the working directory")
 
 
 def outside(plain: Mapping[str, Any], hydra: Mapping[str, Any]) -> Iterator[str]:
@@ -75,7 +74,11 @@ def outside(plain: Mapping[str, Any], hydra: Mapping[str, Any]) -> Iterator[str]
     """
     for key, path in named_code(plain, hydra):
         if (place := _place(path.rpartition(".")[0])) is not None:
-            yield f"imports {path} ({key}), from {place}"
+            yield _line(path, key, place)
+
+
+def _line(path: str, named: str, place: str) -> str:
+    return f"imports {path} ({named}), from {place}"
 
 
 def named_code(plain: Mapping[str, Any], hydra: Any) -> Iterator[tuple[str, str]]:

@@ -99,6 +99,10 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 def _group(group: str, plain: Any, problems: list[Problem]) -> Any:
     """The dataclass of a group's choice; None, and a problem, if there is none."""
     variants = VARIANTS.get(group, {})
+    kinds = {*variants.values()}
+    if isinstance(plain, dict) and "name" not in plain and len(kinds) == 1:
+        # of a run that was started when the group had keys and no choices
+        plain = {"name": kinds.pop().name, **plain}
     if not isinstance(plain, dict) or not isinstance(plain.get("name"), str):
         example = next(iter(variants), "llama_tiny")
         key, value = (

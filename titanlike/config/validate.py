@@ -54,7 +54,7 @@ _BOUNDS = {  # of keys, and of a model's keys by these names
     **{f"hardware.{link}_bandwidth": 1e15 for link in ("memory", "node", "network")},
     **{"max_time": 1e9, "sweep.wait": 1e9, "seed": 2**63 - 1},
 }
-_LONGEST_FILE = 200  # bytes of a name; 255, without what temporary names add
+_LONGEST_FILE = 200  # bytes of a name: the 255 of file systems, without what temporary names add
 _LONGEST_NAME = 128  # characters, in W&B
 _MAX_MESHES = 3  # that an error names
 _LEAST = {
@@ -363,7 +363,7 @@ def _paths(config: Config) -> Iterator[Problem]:
     for key, path in (("run_dir", config.run_dir), ("checkpoint.folder", config.checkpoint.folder)):
         longest = max(len(name.encode()) for name in (path or "").split("/"))
         if longest > _LONGEST_FILE:
-            reason = f"a name in it has {longest} bytes; file systems take {_LONGEST_FILE}"
+            reason = f"a name in it has {longest} bytes, of which {_LONGEST_FILE} can be used"
             yield Problem(key, path, reason, f"{key}=outputs/NAME")
         elif path is not None and re.search(r"[\x00-\x1f\x7f]", path):
             shown = repr(path)[1:-1]

@@ -52,13 +52,9 @@ def main(argv: list[str] | None = None) -> int:
 def _perplexity(arguments: argparse.Namespace) -> int:
     """By the job that evaluates in a run's own layout: of other data all, not only a part."""
     run = Path(arguments.run).expanduser()
-    if not (run / "config.yaml").is_file():
-        if (run / "config.json").is_file():
-            name = "a folder of transformers"
-            fix = f"train a step from it (model=hf model.path={run}), or give --tasks"
-        else:
-            name, fix = "no run directory", "write the directory of a run, which has a config.yaml"
-        raise ValueError(f"RUN={run}: is {name}; {fix}")
+    if (run / "config.json").is_file() and not (run / "config.yaml").is_file():
+        fix = f"train a step from it (model=hf model.path={run}), or give --tasks"
+        raise ValueError(f"RUN={run}: is a folder of transformers; {fix}")
     keys = [word.partition("=")[0] for word in arguments.settings]
     others = any(key in ("data", "data.path") for key in keys)
     part = ["evaluate.part=all"] if others and "evaluate.part" not in keys else []

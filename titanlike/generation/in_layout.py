@@ -19,7 +19,8 @@ def run_in_layout(job: str, run: Path, words: list[str], trust_code: bool) -> in
     is none of titanlike's, and the user has not said --trust-code."""
     path = run / "config.yaml"
     if not path.is_file():
-        raise ValueError(f"RUN={run}: is no run directory; write one that has a config.yaml")
+        fix = "write the directory of a run, which has a config.yaml"
+        raise ValueError(f"RUN={run}: is no run directory; {fix}")
     try:
         plain: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -45,6 +45,7 @@ class Beat:
     waits: bool = False  # whether that frame waits for other ranks
     on_device: bool = False  # whether that is what its device does, behind Python at `at`
     limit: float = 0.0  # seconds that its phase allows without progress; 0 = unlimited
+    limit_key: str = ""  # the key of the config that says so
     ended: str = ""  # why this is the last beat: "done", an exception's name, "no progress"
 
 

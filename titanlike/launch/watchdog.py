@@ -173,6 +173,7 @@ class Watchdog:
             waits=waits,
             on_device=mark is not None,
             limit=0.0 if math.isinf(self._limit) else self._limit,
+            limit_key=self._key,
         )
 
     def _watch(self) -> None:
@@ -191,7 +192,7 @@ class Watchdog:
             elif not self._looking.is_alive():
                 if self._lost is not None:
                     beat, before = self._lost
-                    self._give_up(before, f"launch.step_timeout={beat.limit:g}")
+                    self._give_up(before, f"{beat.limit_key}={beat.limit:g}")
                 # in a thread, as below
                 self._looking = threading.Thread(target=self._look_at_peers, daemon=True)
                 self._looking.start()
@@ -271,7 +272,10 @@ class Watchdog:
                 write_records(record_folder(self._worker.run_dir), self._worker.rank)
 
     def _give_up(self, before: dict[int, Beat], limit: str = "") -> None:
-        """limit: that was exceeded, "" = this rank's own. Report the hang and exit; at the latest after `_REPORT_TIMEOUT`."""
+        """Report the hang and exit; at the latest after `_REPORT_TIMEOUT`.
+
+        limit: the key=seconds that was exceeded, "" = this rank's own.
+        """
         deadline = threading.Timer(_REPORT_TIMEOUT, os._exit, [1])
         deadline.daemon = True
         deadline.start()

@@ -58,6 +58,7 @@ class JsonlSink:
 
     def __init__(self, path: Path, start_step: int = 0) -> None:
         self.location = str(path)
+        self.lost = ""  # see `lost_steps`
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._open_after(start_step)
@@ -87,9 +88,11 @@ class JsonlSink:
     def _open_after(self, step: int) -> None:
         for unfinished in self._path.parent.glob(f".{self._path.name}.*"):
             unfinished.unlink(missing_ok=True)  # of a process that was killed while rewriting it
+        records = []
         if self._path.exists():
-            lines = [files.dumps(r) + "\n" for r in read_jsonl(self._path) if r["step"] <= step]
-            files.atomic_write_text(self._path, "".join(lines))
+            records = [record for record in read_jsonl(self._path) if record["step"] <= step]
+            files.atomic_write_text(self._path, "".join(files.dumps(r) + "\n" for r in records))
+        self.lost = lost_steps(records, step)
         self._file = AppendedFile(self._path)
 
 
@@ -99,10 +102,10 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         return list(parse_records(file.read().splitlines()))
 
 
-def lost_steps(path: Path, step: int) -> str:
-    """Steps up to `step`, which a run resumes from, that its metrics.jsonl does not have: "4 to 6",
-    "" = none. A run that began at the checkpoint of another one has no earlier records."""
-    kept = {record["step"] for record in read_jsonl(path)} if path.exists() else set()
+def lost_steps(records: list[dict[str, Any]], step: int) -> str:
+    """Steps up to `step`, which a run resumes from, that its records lack: "4 to 6", "" = none. A run
+    that began at the checkpoint of another one has no earlier records."""
+    kept = {record["step"] for record in records}
     missing = [n for n in range(min(kept, default=1), step + 1) if n not in kept]
     if len(missing) < 2:
         return "".join(map(str, missing))
@@ -172,13 +175,18 @@ def open_sinks(
     start_step: int,
     say: Callable[[str], None],
     overrides: Sequence[str] = (),
+    report_lost: Callable[[str], object] = lambda _: None,
 ) -> list[Sink]:
     """metrics.jsonl, always and first, then the configured logger.
 
     plain_config: the resolved config as plain dicts, uploaded to W&B. start_step: the step that the
-    run resumes from. say: prints a line (Console.line). overrides: of the run.
+    run resumes from. say: prints a line (Console.line). overrides: of the run. report_lost: called
+    with the steps that metrics.jsonl should have and lacks.
     """
-    sinks: list[Sink] = [JsonlSink(Path(run_dir) / "metrics.jsonl", start_step)]
+    jsonl = JsonlSink(Path(run_dir) / "metrics.jsonl", start_step)
+    if jsonl.lost and config.checkpoint.resume == "auto":
+        report_lost(jsonl.lost)
+    sinks: list[Sink] = [jsonl]
     match config.logger:
         case schema.Wandb():
             sinks.append(WandbSink(config.logger, plain_config, Path(run_dir), say, overrides))

@@ -245,7 +245,7 @@ class WandbSink:
 def _argv_without_secrets() -> Iterator[None]:
     """wandb.init stores the command line as it is in sys.argv."""
     argv = sys.argv
-    sys.argv = [argv[0], *map(redact_override, argv[1:])] if argv else argv
+    sys.argv = [*argv[:1], *map(redact_override, argv[1:])]
     try:
         yield
     finally:

@@ -139,7 +139,7 @@ def _single_process(
             parameter = model.get_parameter(name)
             rows = slice(0, parameter.shape[0] if parameter.dim() else 1)
             drawn = draw(parameter.shape, rows, config.seed, f"filled {name}", 0.0, _FILLED)
-            parameter.copy_(drawn.view_as(parameter))
+            parameter.copy_(drawn)
     if nudge is not None:
         generator = torch.Generator().manual_seed(nudge)
         for parameter in model.parameters():

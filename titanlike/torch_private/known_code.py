@@ -20,11 +20,8 @@ def own_code(module: nn.Module, kind: type[nn.Module]) -> str:
         return f"a __call__ of its own ({cls.__name__})"
     weight = module._parameters.get("weight")
     if type(weight) is not nn.Parameter:
-        return (
-            "a weight that is computed (a parametrization)"
-            if weight is None
-            else (f"a weight of class {type(weight).__name__}")
-        )
+        made = "that is computed (a parametrization)", f"of class {type(weight).__name__}"
+        return f"a weight {made[weight is not None]}"
     return "a hook" if has_hooks(module) else ""
 
 
@@ -32,3 +29,8 @@ def has_hooks(module: nn.Module) -> bool:
     """Whether its calls run hooks, forward or backward."""
     hooks = module._forward_hooks, module._forward_pre_hooks
     return any((*hooks, module._backward_hooks, module._backward_pre_hooks))
+
+
+def has_gradient_hooks(parameter: nn.Parameter) -> bool:
+    """Whether its gradient is changed or looked at by `register_hook` and the like."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)

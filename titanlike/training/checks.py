@@ -19,6 +19,7 @@ from titanlike.pipeline.from_config import stage_count
 from titanlike.pipeline.order import Order
 from titanlike.split.partition import SplitError, partition
 from titanlike.torch_private.base_classes import InstanceNorm
+from titanlike.torch_private.known_code import has_gradient_hooks
 
 _MOST = 3  # problems of one kind that are shown
 
@@ -66,7 +67,7 @@ def changed_problems(config: Config, model: nn.Module) -> list[Problem]:
     reasons = []
     whole = config.world_size == 1 and getattr(config.schedule, "microbatches", 1) in (None, 1)
     for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        if has_gradient_hooks(parameter):
             reason = f"its {name} has a hook on its gradient, of which a rank and a microbatch have parts"
             reasons.append((reason, "the change in an optimizer of your own, or in the forward"))
     for name, module in model.named_modules():

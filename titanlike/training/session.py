@@ -25,7 +25,7 @@ from titanlike.launch.worker import Worker, barrier
 from titanlike.metrics.console import Console
 from titanlike.metrics.events import Events
 from titanlike.metrics.run_files import RunFiles
-from titanlike.metrics.sinks import Sink, lost_steps, open_sinks
+from titanlike.metrics.sinks import Sink, open_sinks
 from titanlike.metrics.starts import log_start
 from titanlike.parallel.busy import BusyTime
 from titanlike.parallel.device_events import device_queue
@@ -139,6 +139,10 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
         def report_timeline(step: int, text: str) -> None:
             events.log("timeline", step, text)
 
+        def report_lost(steps: str) -> None:
+            text = f"metrics.jsonl has no record of step {steps}: it was removed, or cut off"
+            events.log("metrics", progress.step, text)
+
         profile = Profile(config, worker, run, watchdog, report_profile)
         timeline = Timeline(config, worker, run, watchdog, sinks, report_timeline)
         try:
@@ -154,12 +158,8 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
                 step, overrides = progress.step, worker.overrides
                 stages = layout(config, run.draft, mesh)
                 log_start(worker.run_dir, step, overrides, plain, stages)
-                if config.checkpoint.resume == "auto" and (
-                    lost := lost_steps(worker.run_dir / "metrics.jsonl", step)
-                ):
-                    text = f"metrics.jsonl has no record of step {lost}: it was removed, or cut off"
-                    events.log("metrics", step, text)
-                sinks += open_sinks(config, plain, worker.run_dir, step, console.line, overrides)
+                where = config, plain, worker.run_dir, step
+                sinks += open_sinks(*where, console.line, overrides, report_lost)
                 run_files = worker.resources.enter_context(closing(RunFiles(worker.run_dir)))
             session = Session(
                 config,

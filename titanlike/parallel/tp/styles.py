@@ -282,9 +282,10 @@ def _ranges(
 
 def _feature_dims(module: nn.Module) -> tuple[int, int] | None:
     """Dimensions of a linear layer's weight: (output, input) features; None for another module."""
-    if isinstance(module, nn.Linear):
-        return 0, 1
-    return (1, 0) if _known_class(module) not in (None, nn.Embedding) else None
+    kind = _known_class(module)
+    if kind in (None, nn.Embedding):
+        return None
+    return (0, 1) if kind is nn.Linear else (1, 0)
 
 
 def _known_class(module: nn.Module) -> type[nn.Module] | None:
