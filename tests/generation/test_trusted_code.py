@@ -162,6 +162,7 @@ def test_the_config_of_a_run_directory_imports_nothing_either(
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_a_run_with_a_model_of_ones_own_is_evaluated_if_that_is_said(tmp_path: Path) -> None:
     (tmp_path / "theirs.py").write_text("from titanlike.models.llama import Llama as Model\n")
     words = [*TINY, "steps=1", "data=synthetic", "checkpoint.last=true", "run_dir=run"]

@@ -29,8 +29,10 @@ SKIPS = TraceSplit(points=["down.2", "up.0.1", "up.2"])  # the second is inside 
 @pytest.mark.parametrize(
     "config",
     [
-        traced("layers.1.attention.wk", tied=True),
-        *slow(of_images("UNet", 2, 1, "zbvzerobubble", split=SKIPS)),
+        *slow(
+            traced("layers.1.attention.wk", tied=True),
+            of_images("UNet", 2, 1, "zbvzerobubble", split=SKIPS),
+        ),
     ],
     ids=["1f1b", "U-Net"],
 )

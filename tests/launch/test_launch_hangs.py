@@ -161,7 +161,7 @@ def stop_before_a_save(config: Config, worker: Worker, stopped: int) -> None:
         time.sleep(60)
 
 
-@pytest.mark.parametrize("stopped", [1, *slow(0)])
+@pytest.mark.parametrize("stopped", slow(0, 1))
 def test_a_rank_is_judged_by_the_limit_of_its_own_phase(stopped: int, tmp_path: Path) -> None:
     with pytest.raises(RankError, match="died without a result"):
         run_world(stop_before_a_save, tiny(2), tmp_path, stopped, timeout=40)

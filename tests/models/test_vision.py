@@ -20,8 +20,8 @@ BALANCE = BalanceSplit(balance=[3, 2, 3])
 @pytest.mark.parametrize(
     "config",
     [
-        of_images("Tower", 1, 2, args={"recompute": True}),
         *slow(
+            of_images("Tower", 1, 2, args={"recompute": True}),
             of_images("Late", 2, 1, "interleaved1f1b", split=LATE),
             of_images("Late", 4, 1, split=LATE),
             of_images("UNet", 4, 2, split=SKIPS),

@@ -116,7 +116,7 @@ def test_what_one_process_cannot_do_is_left_out_with_the_reason(tmp_path: Path) 
     long = first_start._too_much(tiny(dp=2, model=model, seq_len=512), worker)
     assert long.startswith("one process would take ") and int(long.split()[4]) > LIMIT
     large = Custom(
-        "titanlike.models.llama.Llama", {**sizes, "layers": 2000, "dim": 4096, "ffn_dim": 16384}
+        "titanlike.models.llama.Llama", {**sizes, "layers": 250, "dim": 16384, "ffn_dim": 65536}
     )
     assert "too large" in first_start._too_much(tiny(dp=2, model=large), worker)
     assert first_start._too_much(tiny(dp=2), worker) == ""

@@ -255,6 +255,7 @@ def test_five_steps_in_any_two_layouts_give_the_same_curve(tmp_path: Path) -> No
             assert norm == pytest.approx(right_norm, rel=1e-4), name
 
 
+@pytest.mark.slow
 def test_a_run_resumes_to_the_last_bit(tmp_path: Path) -> None:
     saving = Checkpoint(every=2, last=True)
     whole = tiny(2, 1, checkpoint=saving, steps=4)

@@ -21,13 +21,16 @@ from pathlib import Path
 from typing import Any
 
 PRELOADED = [
+    "pytest",
     "torch",
     "torch.distributed.tensor",
     "titanlike.cli",
     "titanlike.command.hydra_overrides",
+    "titanlike.command.hydra_run",
     "titanlike.checkpoint.resume",
     "titanlike.job.check",
     "titanlike.job.elastic",
+    "titanlike.job.run",
     "titanlike.models.gpt2",
     "titanlike.models.llama",
     "titanlike.training.train",
