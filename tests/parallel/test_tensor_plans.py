@@ -151,7 +151,12 @@ RIGHT = {
 }
 
 
-FIRST = ["written out, whole", "fused, through a view", "positions that are divided", "whole logits"]
+FIRST = [
+    "written out, whole",
+    "fused, through a view",
+    "positions that are divided",
+    "whole logits",
+]
 
 
 @pytest.mark.parametrize("name", [*FIRST, *slow(*(name for name in RIGHT if name not in FIRST))])
