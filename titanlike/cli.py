@@ -109,6 +109,12 @@ TOOLS = {
     ),
     "scripts": Command("titanlike.command.scripts.main", "copy the job scripts of a cluster"),
 }
+LISTED = {  # in --help
+    "plan and train": ("train", "verify", "plan", "tokenize", "scripts"),
+    "look at runs": ("report", "timeline", "sweep", "checkpoint"),
+    "use a model": ("generate", "sample", "evaluate", "perplexity", "export"),
+    "measure": ("bench", "bench-data", "bench-checkpoint", "gpu-check"),
+}
 
 
 def run(command: str | None = None) -> NoReturn:
@@ -123,6 +129,9 @@ def main(command: str | None = None) -> None:
     _open_closed_streams()
     typed = _take_command() if command is None else None
     set_program(typed)
+    if sys.argv[1:] == ["--version"]:
+        print(_versions())
+        return
     list_commands = command is None and typed is None
     command = command or typed or "train"
     if command in TOOLS:
@@ -223,13 +232,27 @@ def _take_command() -> str | None:
     return None
 
 
+def _versions() -> str:
+    from importlib.metadata import PackageNotFoundError, version  # takes 0.05 s
+
+    try:
+        own = version("titanlike")
+    except PackageNotFoundError:
+        own = "(a checkout)"
+    python = sys.version.split()[0]
+    hydra, torch = version("hydra-core"), version("torch")
+    return f"titanlike {own}, torch {torch}, Hydra {hydra}, Python {python}"
+
+
 def _print_help(command: str, list_commands: bool) -> None:
     if int(os.environ.get("RANK", "0")) > 0:
         return
     if command == "train":
-        commands = JOBS | TOOLS if list_commands else {}
-        lines = {name: command.help for name, command in commands.items()}
-        text = help_text([conf_dir()], program(), lines)
+        known = JOBS | TOOLS
+        groups = {
+            title: {name: known[name].help for name in names} for title, names in LISTED.items()
+        }
+        text = help_text([conf_dir()], program(), groups if list_commands else {})
     else:
         text = command_help(program(), JOBS[command].description)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from support.commands import TINY, command
 from support.launched import Launched
 from support.paths import ROOT
 from support.run_files import result
+from titanlike import cli
+from titanlike.cli import JOBS, LISTED, TOOLS
 from titanlike.config.files import make_new_folder
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config, DecayLr, LoopedSchedule
@@ -55,6 +58,23 @@ def test_help_imports_neither_torch_nor_hydra(tmp_path: Path) -> None:
     done = run("--help", cwd=tmp_path)
     assert "titanlike" in imported(done)
     assert not imported(done) & {"torch", "hydra", "omegaconf", "wandb"}
+
+
+def test_every_command_is_in_a_group_of_help_and_in_the_documentation() -> None:
+    listed = [name for names in LISTED.values() for name in names]
+    assert sorted(listed) == sorted([*JOBS, *TOOLS])
+    table = (ROOT / "docs/configuration.md").read_text()
+    assert [name for name in listed if f"`titanlike {name}`" not in table] == []
+
+
+def test_versions_are_those_of_titanlike_and_of_what_it_runs_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for words in (["--version"], ["plan", "--version"]):
+        monkeypatch.setattr(sys, "argv", ["titanlike", *words])
+        cli.main()
+        said = capsys.readouterr().out
+        assert re.match(r"titanlike .+, torch \d+\..+, Hydra 1\.3.*, Python 3\.", said)
 
 
 @pytest.mark.slow

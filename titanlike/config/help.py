@@ -22,24 +22,32 @@ _FLAGS = [
     ("--check", "find every error, start nothing; with -m in each job"),
     ("--cfg job", "print the composed config, start nothing"),
     ("--config-dir DIR", "a folder of your own choices, laid out like conf/"),
+    ("--version", "of titanlike, torch, Hydra and Python"),
     ("--hydra-help", "Hydra's other flags"),
 ]
 
 
 def help_text(
-    conf_dirs: list[Path], words: list[str], commands: Mapping[str, str], width: int | None = None
+    conf_dirs: list[Path],
+    words: list[str],
+    commands: Mapping[str, Mapping[str, str]],
+    width: int | None = None,
 ) -> str:
     """The help for training. words: how the program was started, `python train.py`.
 
-    conf_dirs: where the choices of the groups are looked up. commands: a line for each subcommand,
-    none where there are no subcommands. width: columns; None = the terminal's.
+    conf_dirs: where the choices of the groups are looked up. commands: titles, and below each a line
+    for each subcommand; none where there are no subcommands. width: columns; None = the terminal's.
     """
     width = min(width or shutil.get_terminal_size().columns, 160)
     program, command = shlex.join(words), "[COMMAND] " if commands else ""
     lines = [f"usage: {program} {command}[key=value ...] [group=choice ...]", ""]
     if commands:
-        rows = _rows(list(commands.items()), width)
-        lines += ["commands (--help after one describes it)", *rows, ""]
+        lines.append("commands (--help after one describes it)")
+        longest = max(len(name) for group in commands.values() for name in group)
+        for title, group in commands.items():
+            rows = [(name.ljust(longest), line) for name, line in group.items()]
+            lines += ["", f"  {title}", *(f"  {row}" for row in _rows(rows, width - 2))]
+        lines.append("")
     completion = f'tab completion: eval "$({program} -sc install=bash)"'
     flags = [*_FLAGS, ("-sc install=bash", completion)]
     lines += ["examples", *_rows(_examples(words), width), "", "flags", *_rows(flags, width), ""]
