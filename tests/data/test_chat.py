@@ -14,7 +14,7 @@ import transformers
 from support.exported import LLAMA, trained
 from support.models import tiny
 from titanlike.checkpoint.hf_export import export
-from titanlike.config.schema import ChatData, Config
+from titanlike.config.schema import ChatData, Config, Sample
 from titanlike.data import checks
 from titanlike.data.chat_template import (
     BUILT_IN,
@@ -25,9 +25,11 @@ from titanlike.data.chat_template import (
 from titanlike.data.errors import DataError
 from titanlike.data.loader import open_data
 from titanlike.data.sources import IGNORE
-from titanlike.data.tokenizer import ByteTokenizer
-from titanlike.data.tokenizer_files import write_tokenizer
+from titanlike.data.tokenizer import ByteTokenizer, open_tokenizer
+from titanlike.data.tokenizer_files import byte_tokenizer, write_tokenizer
+from titanlike.generation.generate import generate
 from titanlike.generation.loaded_model import load_model
+from titanlike.generation.sampling import Sampling
 
 CHATML = """
 {%- for message in messages -%}
@@ -131,6 +133,70 @@ def test_an_exported_run_has_the_template_and_talks_with_it(tmp_path: Path) -> N
         assert one.chat_template is not None and one.coder is not None
         texts.append((one.chat_template(messages), one.coder.encode(one.chat_template(messages))))
     assert texts[0] == texts[1] and texts[0][0].endswith("<|assistant|>\n")
+
+
+def chatml_folder(folder: Path, eos: str, ends: Any) -> Path:
+    """A tokenizer as Qwen's: the end of a document is one token, that of an answer another."""
+    folder.mkdir()
+    described = byte_tokenizer("<|endoftext|>")
+    [first] = described["added_tokens"]
+    marks = ["<|im_start|>", "<|im_end|>"]
+    described["added_tokens"] += [
+        first | {"content": m, "id": 257 + i} for i, m in enumerate(marks)
+    ]
+    (folder / "tokenizer.json").write_text(json.dumps(described))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").write_text(IM)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    return folder
+
+
+IM = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+IM += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+@pytest.mark.parametrize(
+    "eos, ends, known",
+    [
+        ("<|endoftext|>", None, {258, 256}),  # what the template writes after an answer
+        ("<|im_start|>", 256, {258, 257, 256}),
+        ("", [256, 71], {258, 256, 71}),
+    ],
+)
+def test_all_that_ends_an_answer_is_known(eos: str, ends: Any, known: set, tmp_path: Path) -> None:
+    folder = chatml_folder(tmp_path / "tokenizer", eos, ends)
+    assert find_template(None, str(folder)).ends(open_tokenizer(str(folder))) | {256} == known
+    if ends is None:
+        (folder / "generation_config.json").write_text("{")
+        with pytest.raises(DataError, match="generation_config.json is not JSON"):
+            find_template(None, str(folder))
+
+
+def test_a_model_that_has_learned_an_answer_stops_after_it(tmp_path: Path) -> None:
+    """In `generate`, in samples of the run, and in transformers with what is exported."""
+    folder = chatml_folder(tmp_path / "tokenizer", "<|endoftext|>", None)
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "so"}]
+    data = chat(tmp_path, [{"messages": turns}] * 40, tokenizer=str(folder)).data
+    asks = replace(Sample(), every=40, prompts=[IM_ASKED], tokens=12, temperature=0)
+    config = trained(tmp_path / "run", LLAMA, data=data, seq_len=32, steps=40, sample=asks)
+    [said] = map(json.loads, (tmp_path / "run/samples.jsonl").read_text().splitlines())
+    assert said["text"] == "so"
+    for where in (config.run_dir, str(tmp_path / "out")):
+        one = load_model(where, torch.device("cpu"), torch.float32)
+        assert one.coder is not None and one.chat_template is not None
+        ids = one.coder.encode(one.chat_template(turns[:1]))
+        [found] = generate(one, [ids], 12, Sampling(temperature=0))
+        assert one.coder.decode(found) == "so"
+        if where == config.run_dir:
+            export(config.run_dir, str(tmp_path / "out"))
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").generate(
+        torch.tensor([ids]), max_new_tokens=12, do_sample=False
+    )
+    assert found[0, len(ids) :].tolist() == [*b"so", 258]
+
+
+IM_ASKED = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize(

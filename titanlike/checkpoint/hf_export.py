@@ -23,12 +23,14 @@ from titanlike.checkpoint.state_dict import DTYPES
 from titanlike.checkpoint.storage import Storage
 from titanlike.checkpoint.tensor_index import MODEL
 from titanlike.checkpoint.tensor_rows import TensorRows
+from titanlike.config.files import read_object
 from titanlike.config.parse import bytes_of
 from titanlike.config.program import program
 from titanlike.config.schema import ChatData, HFData, TextData
 from titanlike.data.chat_template import find_template
 from titanlike.data.checks import tokenizer_of
 from titanlike.data.errors import DataError
+from titanlike.data.tokenizer import open_tokenizer
 from titanlike.data.tokenizer_files import copy_tokenizer, write_tokenizer
 from titanlike.metrics import units
 
@@ -151,14 +153,16 @@ def _cast(planned: Planned, tensor: Tensor) -> Tensor:
 def _write_small_files(folder: Path, plan: ExportPlan, saved: SavedModel) -> list[str]:
     """Config, tokenizer and generation config; what is to be said of them."""
     config, generation = {**plan.config}, None
-    notes, boundary = _write_tokenizer(folder, plan, saved)
+    notes, boundary, ends_of_chat = _write_tokenizer(folder, plan, saved)
     if plan.source is not None:
         if (plan.source / _GENERATION).is_file():
-            shutil.copyfile(plan.source / _GENERATION, folder / _GENERATION)
+            generation = read_object(plan.source / _GENERATION)
     elif saved.model.name != "hf":
         ends = {"bos_token_id": boundary, "eos_token_id": boundary, "pad_token_id": None}
         config |= ends
         generation = {key: value for key, value in ends.items() if value is not None}
+    if ends_of_chat:
+        generation = {**(generation or {}), "eos_token_id": ends_of_chat}
     _write_json(folder / "config.json", config)
     if generation is not None:
         _write_json(folder / _GENERATION, generation)
@@ -167,9 +171,10 @@ def _write_small_files(folder: Path, plan: ExportPlan, saved: SavedModel) -> lis
 
 def _write_tokenizer(
     folder: Path, plan: ExportPlan, saved: SavedModel
-) -> tuple[list[str], int | None]:
-    """The tokenizer of the run's data, or else that of the folder in which the model began; and the
-    id that separates documents, None where it is not known."""
+) -> tuple[list[str], int | None, list[int]]:
+    """The tokenizer of the run's data, or else that of the folder in which the model began; the id
+    that separates documents, None where it is not known; and the ids that end an answer."""
+    ends = list[int]()
     name = boundary = None
     with contextlib.suppress(DataError):  # files of tokens on another machine; a file, told below
         name, boundary = tokenizer_of(saved.config.data)
@@ -180,12 +185,14 @@ def _write_tokenizer(
             if isinstance(saved.config.data, ChatData):
                 template = find_template(saved.config.data.template, name)
                 (folder / "chat_template.jinja").write_text(template.source, encoding="utf-8")
-            return [f"tokenizer: {name}"], write_tokenizer(name, folder)
+                tokenizer = open_tokenizer(name)
+                ends = sorted(template.ends(tokenizer) | {tokenizer.boundary})
+            return [f"tokenizer: {name}"], write_tokenizer(name, folder), ends
         except (ValueError, OSError) as error:
-            return [f"WARNING: without a tokenizer: {' '.join(str(error).split())}"], None
+            return [f"WARNING: without a tokenizer: {' '.join(str(error).split())}"], None, []
     if plan.source is not None and copy_tokenizer(plan.source, folder):
-        return [f"tokenizer of {plan.source}"], None
-    return ["without a tokenizer: the data were token ids"], boundary
+        return [f"tokenizer of {plan.source}"], None, []
+    return ["without a tokenizer: the data were token ids"], boundary, []
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -26,7 +26,13 @@ import torch
 
 from titanlike.config.files import read_object
 from titanlike.config.schema import ChatData
-from titanlike.data.chat_template import BadConversation, ChatTemplate, Message, find_template
+from titanlike.data.chat_template import (
+    EXAMPLE,
+    BadConversation,
+    ChatTemplate,
+    Message,
+    find_template,
+)
 from titanlike.data.errors import DataError
 from titanlike.data.records import COMPRESSED, kind_of, opened
 from titanlike.data.shuffle import splitmix64
@@ -65,6 +71,7 @@ def open_chat(data: ChatData, seq_len: int) -> Data:
         vocab_size=tokenizer.vocab_size,
         description=text,
         boundary=tokenizer.boundary,
+        ends=template.ends(tokenizer),
         decode=tokenizer.decode,
         encode=tokenizer.encode_template,
         tokenizer=tokenizer.fingerprint,
@@ -126,7 +133,7 @@ def _cached(data: ChatData, seq_len: int, tokenizer: Tokenizer, template: ChatTe
         for key, value in asdict(data).items()
         if key not in ("workers", "changed", "cache")
     }
-    content = [FORMAT, stats, kept, seq_len, tokenizer.fingerprint, template.render(_EXAMPLE)]
+    content = [FORMAT, stats, kept, seq_len, tokenizer.fingerprint, template.render(EXAMPLE)]
     key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
     cache = Path(data.cache or "~/.cache/titanlike").expanduser().resolve()
     folder = cache / f"chat-{key}"
@@ -144,12 +151,6 @@ def _cached(data: ChatData, seq_len: int, tokenizer: Tokenizer, template: ChatTe
             reason = f"the folder cannot be written ({error.strerror or error})"
             raise DataError("data.cache", cache, reason, "Give a writable folder") from None
     return folder
-
-
-_EXAMPLE: list[Message] = [
-    {"role": "user", "content": "question"},
-    {"role": "assistant", "content": "answer"},
-]
 
 
 def _write(

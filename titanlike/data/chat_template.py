@@ -6,6 +6,7 @@ A template is that of transformers' tokenizer_config.json: it gets `messages`, `
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from titanlike.config.files import read_object
 from titanlike.data.errors import DataError
+from titanlike.data.tokenizer import Tokenizer
 
 Message = dict[str, Any]  # role, content
 
@@ -23,6 +26,12 @@ BUILT_IN = (
     "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
+
+
+EXAMPLE: list[Message] = [
+    {"role": "user", "content": "question"},
+    {"role": "assistant", "content": "answer 17."},
+]
 
 
 class BadConversation(ValueError):
@@ -38,9 +47,15 @@ class Piece:
 
 
 class ChatTemplate:
-    def __init__(self, source: str, bos_token: str = "", eos_token: str = "") -> None:
-        """Raises ValueError for what is no template."""
-        self.source = source
+    def __init__(
+        self,
+        source: str,
+        bos_token: str = "",
+        eos_token: str = "",
+        ends: frozenset[int] = frozenset(),
+    ) -> None:
+        """ends: ids that are known to end an answer. Raises ValueError for what is no template."""
+        self.source, self._ends = source, ends
         from jinja2 import TemplateSyntaxError
         from jinja2.ext import loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -69,6 +84,16 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             raise ValueError(f"line {error.lineno}: {error.message}") from None
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+
+    def ends(self, tokenizer: Tokenizer) -> frozenset[int]:
+        """Ids that end an answer: eos_token, the special token that the template writes after an
+        answer, and those of the folder's generation_config.json."""
+        texts = [self._tokens["eos_token"]]
+        with contextlib.suppress(BadConversation):  # of a template that takes other conversations
+            _, found, after = self.render(EXAMPLE).rpartition(EXAMPLE[-1]["content"])
+            texts += [after.lstrip()] if found else []
+        first = {i for text in texts for i in tokenizer.encode_template(text)[:1]}
+        return self._ends | tokenizer.special & first
 
     def render(self, messages: Sequence[Message], *, ask: bool = False) -> str:
         """The text of a conversation; ask: up to where the next answer begins. Raises BadConversation."""
@@ -114,8 +139,19 @@ def find_template(template: str | None, tokenizer: str) -> ChatTemplate:
     folder = Path(tokenizer).expanduser()
     folder = folder if folder.is_dir() else folder.parent
     settings: dict[str, Any] = {}
-    if tokenizer != "bytes" and (folder / "tokenizer_config.json").is_file():
-        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    ends: Any = []
+    for name in ("tokenizer_config.json", "generation_config.json") if tokenizer != "bytes" else ():
+        if (folder / name).is_file():
+            try:
+                read = read_object(folder / name)
+            except (OSError, ValueError) as error:
+                fix = "Give another folder, or data.tokenizer=bytes"
+                raise DataError("data.tokenizer", tokenizer, str(error), fix) from None
+            if name == "tokenizer_config.json":
+                settings = read
+            else:
+                ends = read.get("eos_token_id")  # an id, or a list
+    ends = [one for one in (ends if isinstance(ends, list) else [ends]) if type(one) is int]
     tokens = {}
     for name in ("bos_token", "eos_token"):
         token = settings.get(name) or ""
@@ -135,7 +171,7 @@ def find_template(template: str | None, tokenizer: str) -> ChatTemplate:
     elif isinstance(settings.get("chat_template"), str):
         source, where = settings["chat_template"], str(folder / "tokenizer_config.json")
     try:
-        return ChatTemplate(source, **tokens)
+        return ChatTemplate(source, **tokens, ends=frozenset(ends))
     except ValueError as error:
         reason = f"is no Jinja template: {error}"
         raise DataError("data.template", where, reason, "Correct it, or give another") from None

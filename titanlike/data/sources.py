@@ -65,7 +65,8 @@ class VariableLength:
 class Data:
     """Training and validation data; your own function (`data.name=package.function`) returns one.
 
-    boundary: the id of the token that begins a document, if any; encode, decode: text to ids and back,
+    boundary: the id of the token that begins a document, if any; ends: further ids that end what a
+    model writes (of an answer); encode, decode: text to ids and back,
     if that is possible;
     variable: for samples of different lengths; tokenizer: a text that identifies it, if any;
     fingerprint: a text that identifies the data for a resume, in place of samples that are read;
@@ -77,6 +78,7 @@ class Data:
     vocab_size: int
     description: str
     boundary: int | None = None
+    ends: frozenset[int] = frozenset()
     decode: Callable[[Sequence[int]], str] | None = None
     encode: Callable[[str], list[int]] | None = None
     variable: VariableLength | None = None

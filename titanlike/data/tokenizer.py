@@ -29,6 +29,7 @@ class Tokenizer(Protocol):
 
     vocab_size: int  # every id is smaller, the boundary included
     boundary: int  # id of the document boundary
+    special: frozenset[int]  # ids that no text gives but a chat template's
     fingerprint: str  # changes whenever the same text would give other ids
 
     def encode(self, text: str) -> list[int]: ...
@@ -46,6 +47,7 @@ class ByteTokenizer:
 
     vocab_size = 257
     boundary = 256
+    special = frozenset({256})
     fingerprint = "bytes"
 
     def encode(self, text: str) -> list[int]:
@@ -95,6 +97,7 @@ class JsonTokenizer:
         if not (vocabulary := self._tokenizer.get_vocab()):
             raise DataError("data.tokenizer", path, "it has no vocabulary", remedy)
         past = max(vocabulary.values()) + 1  # ids may have gaps
+        self.special = frozenset(special.values())
         self.boundary = next((special[t] for t in BOUNDARY_TOKENS if t in special), past)
         self.vocab_size = max(past, self.boundary + 1)
         self.fingerprint = hashlib.sha256(content).hexdigest()
@@ -143,6 +146,7 @@ class SentencePieceTokenizer:
             raise DataError("data.tokenizer", path, reason, fix) from None
         past = self._model.get_piece_size()
         ends = [token for token in (self._model.eos_id(), self._model.bos_id()) if token >= 0]
+        self.special = frozenset(filter(self._model.is_control, range(past)))
         self.boundary = ends[0] if ends else past
         self.vocab_size = max(past, self.boundary + 1)
         self.fingerprint = hashlib.sha256(content).hexdigest()

@@ -6,6 +6,7 @@ are left to their own `generate`, and any other model computes its whole forward
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -28,7 +29,7 @@ def generate(
     cached: bool = True,
     on_token: OnToken = lambda prompt, token: None,
 ) -> Prompts:
-    """Up to `tokens` more ids of each prompt; one ends before the id that separates documents.
+    """Up to `tokens` more ids of each prompt; one ends before an id that ends a text.
 
     cached: False = a whole forward for each token, also where there could be a cache. Raises ValueError
     for a prompt without tokens, and for more tokens than the model takes.
@@ -54,17 +55,17 @@ def generate(
         for number, token in enumerate(chosen):
             texts[number].append(token)
             if not ended[number]:
-                ended[number] = token == loaded.boundary
+                ended[number] = token in loaded.all_ends
                 if not ended[number]:
                     on_token(number, token)
         if all(ended):
             break
     ours = [ids[len(prompt) :] for ids, prompt in zip(texts, prompts, strict=True)]
-    return [_until(ids, loaded.boundary) for ids in ours]
+    return [_until(ids, loaded.all_ends) for ids in ours]
 
 
-def _until(ids: list[int], end: int | None) -> list[int]:
-    return ids[: ids.index(end)] if end in ids else ids
+def _until(ids: list[int], ends: frozenset[int]) -> list[int]:
+    return [*itertools.takewhile(lambda token: token not in ends, ids)]
 
 
 def _cached(loaded: LoadedModel, prompts: Prompts, size: int) -> Callable[[Prompts], torch.Tensor]:
@@ -118,8 +119,8 @@ def _by_transformers(
             torch.tensor(rows, device=loaded.device),
             attention_mask=torch.tensor(mask, device=loaded.device),
             max_new_tokens=tokens,
-            eos_token_id=loaded.boundary,
+            eos_token_id=sorted(loaded.all_ends) or None,
             pad_token_id=pad,
             **how,
         )
-    return [_until(ids, loaded.boundary) for ids in found[:, width:].tolist()]
+    return [_until(ids, loaded.all_ends) for ids in found[:, width:].tolist()]

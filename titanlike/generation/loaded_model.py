@@ -20,7 +20,7 @@ from titanlike.config.schema import ChatData
 from titanlike.data.chat_template import find_template
 from titanlike.data.checks import tokenizer_of
 from titanlike.data.errors import DataError
-from titanlike.data.tokenizer import open_tokenizer
+from titanlike.data.tokenizer import Tokenizer, open_tokenizer
 from titanlike.models.quiet_import import quiet_import
 from titanlike.models.registry import build_model, constructed_buffers
 from titanlike.parallel.initialize import parameters_on_meta
@@ -45,6 +45,7 @@ class LoadedModel:
     most_tokens: int | None  # of a sequence; None = any number
     origin: str
     chat_template: Callable[[list[dict[str, str]]], str] | None = None
+    ends: frozenset[int] = frozenset()  # further ids that end a text
     checkpoint: Storage | None = None  # None = a folder of transformers, `origin`
 
     def record(self, result: dict[str, Any]) -> str:
@@ -54,6 +55,10 @@ class LoadedModel:
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+    @property
+    def all_ends(self) -> frozenset[int]:
+        return self.ends if self.boundary is None else self.ends | {self.boundary}
 
     @property
     def takes_cache(self) -> bool:
@@ -81,18 +86,20 @@ def load_model(
     is_hf = saved.model.name == "hf"
     model = _of_transformers(saved) if is_hf else build_model(saved.model)
     _fill(model, rows, saved, device, dtype)
-    coder, boundary = _coder(saved)
+    tokenizer, boundary = _coder(saved)
     most = _most_of_transformers(model) if is_hf else getattr(model, "max_seq_len", None)
     origin = f"step {saved.step} of {rows.folder}"
     place: dict[str, Any] = {"checkpoint": rows.folder}
-    if isinstance(saved.config.data, ChatData) and coder is not None:
+    coder: Coder | None = tokenizer
+    if isinstance(saved.config.data, ChatData) and tokenizer is not None:
         template = find_template(saved.config.data.template, saved.config.data.tokenizer)
         place["chat_template"] = lambda messages: template.render(messages, ask=True)
-        coder = _OfTemplates(coder)
+        place["ends"] = template.ends(tokenizer)
+        coder = _OfTemplates(tokenizer)
     return LoadedModel(model.eval(), is_hf, coder, boundary, most, origin, **place)
 
 
-def _coder(saved: SavedModel) -> tuple[Coder | None, int | None]:
+def _coder(saved: SavedModel) -> tuple[Tokenizer | None, int | None]:
     try:
         name, boundary = tokenizer_of(saved.config.data)
     except DataError:  # files of tokens on another machine
@@ -184,9 +191,12 @@ def _from_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> Load
         said = " ".join(str(error).split())[:300] or "no reason is given"
         raise ValueError(f"RUN={folder}: {type(error).__name__}: {said}") from None
     end = model.generation_config.eos_token_id
-    boundary = end[0] if isinstance(end, list) else end
-    most = _most_of_transformers(model)
-    return LoadedModel(model, True, coder, boundary, most, str(folder), template)
+    ends = end if isinstance(end, list) else [] if end is None else [end]
+    if template is not None and coder is not None and coder.tokenizer.eos_token_id is not None:
+        ends = [*ends, coder.tokenizer.eos_token_id]
+    boundary = ends[0] if ends else None
+    most, known = _most_of_transformers(model), frozenset(ends)
+    return LoadedModel(model, True, coder, boundary, most, str(folder), template, known)
 
 
 def _most_of_transformers(model: Any) -> int | None:

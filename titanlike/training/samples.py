@@ -44,7 +44,7 @@ class Sampler:
             fix = "sample.every=0, or data with a tokenizer (data=text)"
             raise ConfigError([Problem("sample.prompts", config.sample.prompts, reason, fix)])
         self._run, self._config, self._decode = run, config, data.decode
-        self._boundary = data.boundary
+        self._ends = data.ends | {data.boundary}
         self._pipeline = run.pipeline.for_outputs()
         self._prompts = [data.encode(text) for text in config.sample.prompts]
         if not all(self._prompts):
@@ -76,7 +76,7 @@ class Sampler:
         for _ in range(self._config.sample.tokens):
             chosen = self._next(texts, sampling, random)
             for number, token in enumerate(chosen):
-                ended[number] = ended[number] or token == self._boundary
+                ended[number] = ended[number] or token in self._ends
                 texts[number] += [] if ended[number] else [token]
             if all(ended):
                 break
