@@ -80,6 +80,7 @@ def test_what_one_layout_saves_another_loads(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.grid
 def test_any_layout_loads_what_any_other_saved(tmp_path: Path) -> None:
     for name, config in LAYOUTS.items():
         run_world(save_and_load, config, tmp_path / name, [])

@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from support.campaign import campaign
+from support.cells import GRID, slow
 from support.models import tiny
 from support.world import run_world
 from titanlike.checkpoint import integrity
@@ -150,8 +151,7 @@ def in_which_order(config: Config, worker: Worker) -> bool:
     return (folder / step_name(1) / MARKER).exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["async", "async_process"])
+@pytest.mark.parametrize("mode", [*slow("async_process"), *slow("async", marks=GRID)])
 def test_a_run_that_is_killed_while_it_saves_loses_nothing(mode: str, tmp_path: Path) -> None:
     places = ("in a save", "before the commit", "half removed")
     found = campaign(tmp_path, 3, 0, ("one",), (mode,), places)

@@ -168,6 +168,7 @@ def test_runs_of_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
 def test_a_run_completes_though_its_streams_are_closed(closed: str, tmp_path: Path) -> None:
     line = f"{shlex.join([sys.executable, TRAIN, *RUN, 'pp=2', 'run_dir=run'])} {closed}"

@@ -233,6 +233,7 @@ def test_a_run_says_that_it_is_emulated_and_nothing_of_torchao(tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.grid
 def test_a_run_goes_on_in_another_precision_and_back(tmp_path: Path) -> None:
     """Three steps in float8, then one each in fp32, in bf16, in float8; losses as in fp32 alone."""
     saving = Checkpoint(every=1, last=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from support.cells import GRID, slow
 from support.models import tiny
 from titanlike.config.hardware import MeasuredHardware
 from titanlike.config.schema import Config
@@ -50,8 +51,9 @@ def test_what_was_measured_is_kept_for_as_many_ranks_at_once(
     assert asked.count(("units", 2)) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cp, method, tp", [(2, "ulysses", 1), (2, "gather", 2)])
+@pytest.mark.parametrize(
+    "cp, method, tp", [*slow((2, "gather", 2)), *slow((2, "ulysses", 1), marks=GRID)]
+)
 def test_units_of_a_rank_with_a_part_of_each_sequence_are_measured(
     cp: int, method: str, tp: int, tmp_path: Path
 ) -> None:

@@ -40,6 +40,7 @@ def train_two_steps(config: Config, worker: Worker) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.grid
 def test_a_ranks_memory_falls_with_pp_and_with_dp_as_the_parameters_do(tmp_path: Path) -> None:
     sizes = {"dim": 512, "heads": 8, "kv_heads": 8, "ffn_dim": 1408, "layers": 8}
     model = Custom("llama", {**sizes, "vocab_size": 64})
