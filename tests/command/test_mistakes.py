@@ -112,6 +112,30 @@ def test_a_folder_of_ones_own_adds_choices_and_must_exist(tmp_path: Path) -> Non
     assert problem.key == "--config-dir"
 
 
+def test_an_experiment_of_ones_own_names_its_choices(tmp_path: Path) -> None:
+    """As on a command line, where `data.name=mine.sums` chooses own data."""
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "x.yaml").write_text("""# @package _global_
+defaults:
+  - override /optimizer: sgd
+data: {name: mine.sums, length: 3}
+lr: {name: mine.rsqrt}
+logger: {name: none}
+schedule: {name: interleaved1f1b, stages_per_rank: 3}
+optimizer: {name: sgd, momentum: 0.5}
+pp: 2
+""")
+    for how in (["--config-dir", str(tmp_path)], [f"hydra.searchpath=[{tmp_path}]"]):
+        found = examined(*how, "experiment=x", "+data.width=4")
+        assert found.problems == [] and found.config is not None
+        config = found.config
+        assert (config.data.name, config.data.args) == ("mine.sums", {"length": 3, "width": 4})
+        assert config.lr.name == "mine.rsqrt" and config.logger.name == "none"
+        assert (config.schedule.stages_per_rank, config.optimizer.momentum) == (3, 0.5)
+    found = examined("--config-dir", str(tmp_path), "experiment=x", "logger=tensorboard")
+    assert found.config is not None and found.config.logger.name == "tensorboard"
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _composed_once() -> Iterator[None]:
     """Hydra reads the same files for every command line: once is enough here."""

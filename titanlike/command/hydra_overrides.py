@@ -66,7 +66,7 @@ def complete_args(args: argparse.Namespace) -> None:
         extra.append(str(conf_dir()))
     args.config_name = args.config_name or "config"
     overrides = []
-    own = complete_choices(args)
+    own = complete_choices(args, extra)
     for text in args.overrides:
         if text.startswith("hydra.searchpath=") and (override := parse_override(text)):
             value = override.value()

@@ -1,4 +1,5 @@
-"""What need not be typed: `GROUP=own` where GROUP.name is an import path, and choices of a finished run.
+"""What need not be written: `GROUP=own` where GROUP.name is an import path, the choice that an
+experiment's file names, and choices of a finished run.
 
 The config of a run folder is complete, without a defaults list. So that a group's choice replaces
 the group there, the config is given to Hydra without that group, which is added to its defaults.
@@ -21,8 +22,11 @@ from titanlike.config.schema import OPEN_GROUPS, VARIANTS
 _GROUPS = {*VARIANTS, *OPEN_GROUPS}
 
 
-def complete_choices(args: argparse.Namespace) -> set[str]:
-    """Complete args.overrides, and args.config_name; returns the groups that name the user's code."""
+def complete_choices(args: argparse.Namespace, packages: list[str]) -> set[str]:
+    """Complete args.overrides, and args.config_name; returns the groups that name the user's code.
+
+    packages: config folders of installed packages.
+    """
     shipped = args.config_path == str(conf_dir())
     finished = None if shipped else _finished(args)
     named = {
@@ -31,6 +35,13 @@ def complete_choices(args: argparse.Namespace) -> set[str]:
         if (found := re.match(r"[+]*(\w+)\.name=.*\w\.\w", text)) and found[1] in OPEN_GROUPS
     }
     chosen = {key_of(text) for text in args.overrides} & _GROUPS
+    by_file = {} if finished is not None else _of_experiments(args, packages)
+    typed = {key_of(text): text.partition("=")[2] for text in args.overrides}
+    for group, choice in by_file.items():
+        if group not in typed:
+            args.overrides = [f"{group}={choice}", *args.overrides]
+        elif typed[group] != choice and typed[group] in VARIANTS.get(group, ()):
+            args.overrides.append(f"{group}.name={typed[group]}")  # else the file's would win
     own = {
         group
         for group in OPEN_GROUPS
@@ -42,8 +53,44 @@ def complete_choices(args: argparse.Namespace) -> set[str]:
         chosen |= set(added)
     if finished is not None and chosen:
         _without(finished, chosen, args)
-    typed = {key_of(text) for text in args.overrides if text.partition("=")[2] == "own"}
-    return (own - chosen) | named | (typed & set(OPEN_GROUPS))
+    owned = {key_of(text) for text in args.overrides if text.partition("=")[2] == "own"}
+    return (own - chosen) | named | (owned & set(OPEN_GROUPS))
+
+
+def _of_experiments(args: argparse.Namespace, packages: list[str]) -> dict[str, str]:
+    """The choice of each group to which an experiment gives a `name`, but no `override /GROUP`: the
+    keys that it sets are that choice's, not those of the default one."""
+    found: dict[str, str] = {}
+    more = [text for text in args.overrides if text.startswith("hydra.searchpath=")]
+    searched = [path for text in more for path in re.findall(r"[^\[\],=]+", text)[1:]]
+    folders = [args.config_path, args.config_dir, *searched, *packages]
+    for text in args.overrides:
+        name = text.partition("=")[2]
+        if key_of(text) != "experiment" or not re.fullmatch(r"[\w./-]+", name):
+            continue
+        for folder in filter(None, folders):
+            path = Path(folder.removeprefix("file://"), "experiment", f"{name}.yaml")
+            try:
+                config = yaml.safe_load(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError, yaml.YAMLError):
+                continue
+            found |= _named_choices(config) if isinstance(config, dict) else {}
+    return found
+
+
+def _named_choices(config: dict[str, Any]) -> dict[str, str]:
+    defaults = config.get("defaults")
+    entries = [entry for entry in defaults if isinstance(entry, dict)] if defaults else []
+    overridden = {re.split("[ /]", str(key))[-1] for entry in entries for key in entry}
+    choices = {}
+    for group in _GROUPS - overridden:
+        values = config.get(group)
+        name = str(values.get("name")) if isinstance(values, dict) else ""
+        if "." in name and group in OPEN_GROUPS:
+            choices[group] = "own"
+        elif name in VARIANTS.get(group, ()):
+            choices[group] = name
+    return choices
 
 
 def _finished(args: argparse.Namespace) -> dict[str, Any] | None:
