@@ -87,7 +87,7 @@ def test_job_scripts_are_copied_and_not_overwritten(environment: Path, tmp_path:
 def test_help_lists_the_commands_and_describes_each(environment: Path, tmp_path: Path) -> None:
     text = run(environment, "titanlike", "--help", cwd=tmp_path)
     for command in (*JOBS, *TOOLS):
-        assert f"\n  {command} " in text
+        assert f"\n    {command} " in text
     for command in ("verify", "sweep"):
         text = run(environment, "titanlike", command, "--help", cwd=tmp_path)
         assert text.startswith(f"usage: titanlike {command} ")
