@@ -17,10 +17,12 @@ import torch
 import transformers
 
 from support import saved_runs
+from support.command_lines import examined
 from support.commands import SCRIPTS, TINY, command
 from support.saved_runs import checkpoint, reseal
 from titanlike.checkpoint.integrity import STATE
 from titanlike.config.errors import ConfigError
+from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config, Custom
 from titanlike.config.write import hydra_sections
 from titanlike.generation.command import main as generate
@@ -249,3 +251,19 @@ def test_a_folder_of_transformers_that_is_damaged_is_named_in_a_line(
     told = capfd.readouterr().err.splitlines()
     assert told[-1].startswith(f"error: RUN={folder}: ") and "Traceback" not in "".join(told)
     assert not (folder / "ran").exists() and sys.stdin.read() == "y\n"
+
+
+def test_aliases_of_aliases_in_a_config_are_refused_before_they_are_written_out(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Ten lines that would be 10^9 values."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
+    config = to_plain(Config()) | {"defaults": ["_self_"]}
+    text = "\n".join([*lines, *(f"{key}: {json.dumps(value)}" for key, value in config.items())])
+    (tmp_path / "config.yaml").write_text(text)
+    assert evaluate([str(tmp_path), "--trust-code"]) == 2
+    assert "values, by aliases of aliases" in capfd.readouterr().err
+    for words in ([], ["schedule=gpipe"]):
+        (problem,) = examined("--config-path", str(tmp_path), *words).problems
+        assert "it has 1.2e+09 values, by aliases of aliases" in problem.reason

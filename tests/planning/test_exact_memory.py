@@ -44,6 +44,8 @@ def small(*mesh_and_schedule: Any, layers: int, **changes: Any) -> Config:
 _1F1B = Schedule("1f1b", 8)
 QUICK = {
     "pp=2": small(2, 1, Schedule("1f1b", 4), layers=2),
+}
+MORE = {
     "dp=2, ZeRO 3, bf16, selective": small(
         1,
         2,
@@ -53,8 +55,6 @@ QUICK = {
         precision=Precision("bf16"),
         activation_checkpoint=SelectiveActivationCheckpoint(),
     ),
-}
-MORE = {
     "muon in a pipeline": layout(2, 2, _1F1B, optimizer=Muon()),
     "SGD": layout(2, 1, _1F1B, optimizer=Sgd()),
     "cp=2": layout(2, 1, _1F1B, cp=2),

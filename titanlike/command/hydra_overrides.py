@@ -46,7 +46,8 @@ from titanlike.command.parsed_override import (
 from titanlike.command.sweep_settings import SweepSettings
 from titanlike.command.words import NoOverride
 from titanlike.config import validate
-from titanlike.config.errors import Problem, quoted
+from titanlike.config.aliases import aliases_problem
+from titanlike.config.errors import Problem, override_text, quoted
 from titanlike.config.imports import outside
 from titanlike.config.overrides import from_hydra, in_full, key_of, to_hydra
 from titanlike.config.parse import parse
@@ -127,6 +128,8 @@ def _config_path_problem(path: Path, name: str) -> Problem | None:
         reason = "is a file; its folder is what is given"
     elif name == "config" and not (path / file).exists():
         reason = f"no {file} is in it: it is the folder of a run, or a copy of conf/"
+    elif path != conf_dir() and (found_aliases := aliases_problem(path / file)):
+        reason = found_aliases
     else:
         return None
     found = next((parent for parent in path.parents if (parent / file).is_file()), None)
@@ -396,6 +399,9 @@ class _OverrideChecker:
 
     def _with_applied_fix(self, problem: Problem) -> Problem:
         """The problem, with a fix that is right by the rules for numbers, too."""
+        if problem.reason.startswith("has keys below it"):  # fsdp=true
+            fix, _ = self._advice().translated(problem.key, override_text(problem.value))
+            return replace(problem, fix=fix)
         fix = problem.fix if problem.fix.startswith(f"{problem.key}=") else ""
         applied = self._applied([fix]) if "'" not in fix and fix else []
         return replace(problem, fix=applied[0]) if applied else problem

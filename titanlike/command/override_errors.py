@@ -172,10 +172,13 @@ class Advice:
 
     def translated(self, key: str, value: str) -> tuple[str, str]:
         """The same, where the key is one of another framework."""
-        config, given = self.composed, (("dp", "dp"), ("steps", "steps"), ("lr", "optimizer.lr"))
-        numbers = {name: OmegaConf.select(config, path) for name, path in given}
+        paths = {"dp": "dp", "steps": "steps", "lr": "optimizer.lr", "batch_size": "batch_size"}
+        paths |= {"pp": "pp", "microbatches": "schedule.microbatches"}
+        numbers = {name: OmegaConf.select(self.composed, path) for name, path in paths.items()}
         right: dict[str, Any]
         right = {k: v for k, v in numbers.items() if isinstance(v, (int, float)) and v}
+        if (pp := right.pop("pp", 1)) > 1 and "microbatches" not in right:
+            right |= {"microbatches": 2 * pp, "cut": f"schedule.microbatches={2 * pp}"}
         found = translate(key, value, Context(**right))
         if found is None:
             return "", ""

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 from hydra.core.config_store import ConfigStore
 
+from titanlike.config.aliases import aliases_problem
 from titanlike.config.overrides import key_of
 from titanlike.config.program import conf_dir
 from titanlike.config.schema import OPEN_GROUPS, VARIANTS
@@ -101,6 +102,8 @@ def _finished(args: argparse.Namespace) -> dict[str, Any] | None:
         defaults = [*config["defaults"]]
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
         return None
+    if aliases_problem(path):
+        return None  # told when it is checked
     complete = all(isinstance(config.get(group), dict) for group in _GROUPS)
     return config if complete and "_self_" in defaults else None
 

@@ -22,6 +22,9 @@ class Context:
     dp: int = 1
     steps: int = 300
     lr: float = 3e-3
+    batch_size: int = 16
+    microbatches: int = 1
+    cut: str = ""  # an override that gives that number of microbatches, if the config has none
 
 
 def translate(key: str, value: str, context: Context) -> tuple[list[str], str] | None:
@@ -40,7 +43,7 @@ def translate(key: str, value: str, context: Context) -> tuple[list[str], str] |
     if not isinstance(write, str):
         write = write.get(_normalized(value), write.get("*", ""))
     words = [_fill(word, value, context) for word in write.split()]
-    return words, entry.get("note", "")
+    return [word for word in words if word], entry.get("note", "")
 
 
 @functools.cache
@@ -69,16 +72,18 @@ def _normalized(text: str) -> str:
 def _fill(template: str, value: str, context: Context) -> str:
     """The template with its values; where it computes with what is no number, with that itself."""
     # sharded: a dp among whose ranks there is something to shard
-    numbers = {"60": 60.0, "sharded": max(context.dp, 2)} | asdict(context)
+    numbers: dict[str, Any] = {"60": 60.0, "sharded": max(context.dp, 2)} | asdict(context)
 
     def filled(found: re.Match[str]) -> str:
-        name, operator, number = found.groups()
-        if operator is None:
+        name, operations = found.groups()
+        if not operations:
             return value if name == "value" else str(numbers[name])
         try:
-            factor = numbers[number] if operator == "*" else 1 / numbers[number]
-            return f"{float(value) * factor:.6g}"
+            result = float(value)
+            for operator, number in re.findall(r"([*/])(\w+)", operations):
+                result *= numbers[number] if operator == "*" else 1 / numbers[number]
+            return f"{result:.6g}"
         except (ValueError, ZeroDivisionError):
             return value
 
-    return re.sub(r"\{(\w+)(?:([*/])(\w+))?\}", filled, template)
+    return re.sub(r"\{(\w+)((?:[*/]\w+)*)\}", filled, template)

@@ -6,6 +6,8 @@ stop; each is computed here, with our tokenizer and model.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,6 +37,9 @@ def evaluate_tasks(
             "`lm_eval --tasks list` names, or --task-files DIR"
         )
     model = HarnessModel(loaded, batch)
+    if not folders and os.environ.get("HF_HUB_OFFLINE") != "1":
+        say = "the tasks' data come from the Hugging Face hub, which is asked again and again where"
+        print(say, "there is no network; HF_HUB_OFFLINE=1 takes its cache alone", file=sys.stderr)
     found = simple_evaluate(
         model=model, tasks=tasks, limit=limit, task_manager=manager, bootstrap_iters=1000
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from titanlike.config.aliases import aliases_problem
 from titanlike.config.imports import imports_line, named_code
 from titanlike.config.program import conf_dir
 from titanlike.config.write import hydra_sections
@@ -25,6 +26,8 @@ def run_in_layout(job: str, run: Path, words: list[str], trust_code: bool) -> in
         plain: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: is damaged: {error}") from None
+    if problem := aliases_problem(path):
+        raise ValueError(f"{path}: is damaged: {problem}")
     if not isinstance(plain, dict):
         raise ValueError(f"{path}: is no config of a run")
     if not trust_code:
