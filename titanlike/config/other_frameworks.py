@@ -6,6 +6,7 @@ They are data: `other_frameworks.yaml`. Read when an unknown key is found, not b
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -82,7 +83,7 @@ def _fill(template: str, value: str, context: Context) -> str:
             result = float(value)
             for operator, number in re.findall(r"([*/])(\w+)", operations):
                 result *= numbers[number] if operator == "*" else 1 / numbers[number]
-            return f"{result:.6g}"
+            return str(math.ceil(result)) if template.startswith("steps=") else f"{result:.6g}"
         except (ValueError, ZeroDivisionError):
             return value
 

@@ -39,6 +39,7 @@ MAX_BATCH = 2**20  # sequences of one dp rank a step
 MAX_NUMBER = 2**40  # of any count
 MAX_SEQ_LEN = 2**27
 MAX_VOCAB = 2**31 - 1
+_MOST_ITEMS = 10_000  # of a list
 MAX_LAYERS = 2_000  # of a model: more take minutes to be checked, and none is as deep
 MAX_TIMEOUT = 1e6  # seconds: a system's waits count milliseconds in 32 bits
 _WAITS = ("launch.", "checkpoint.timeout", "logger.timeout")
@@ -115,8 +116,8 @@ def _default(config: Config, key: str) -> str:
 
 def _bounds(plain: Any, key: str = "") -> Iterator[Problem]:
     if isinstance(plain, list):
-        if len(plain) > MAX_LAYERS:
-            yield Problem(key, f"[{len(plain)} items]", f"has more than {MAX_LAYERS}, the maximum")
+        if len(plain) > _MOST_ITEMS:
+            yield Problem(key, f"[{len(plain)} items]", f"has more than {_MOST_ITEMS}, the maximum")
             return
         plain = {f"[{i}]": item for i, item in enumerate(plain)}
     if isinstance(plain, dict):
