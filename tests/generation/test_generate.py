@@ -192,6 +192,10 @@ def test_a_conversation_goes_on_with_what_was_said(
     answer = coder.decode(generate(one, [coder.encode("def")], 6, GREEDY)[0])
     assert asked == ["def", f"def{answer} y", "def"] and answer
     assert capsys.readouterr().out.count(answer) >= 2
+    asked.clear()
+    words = ["--prompt", "def", "--prompt", " y", "--tokens", "6", "temperature=0"]
+    assert main([run.run_dir, "--chat", *words]) == 0
+    assert asked == ["def", f"def{answer} y"] and "> def\n" in capsys.readouterr().out
 
 
 def test_a_wrong_word_is_told(run: Config, capsys: pytest.CaptureFixture[str]) -> None:

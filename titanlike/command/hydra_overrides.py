@@ -400,7 +400,7 @@ class _OverrideChecker:
     def _with_applied_fix(self, problem: Problem) -> Problem:
         """The problem, with a fix that is right by the rules for numbers, too."""
         if problem.reason.startswith("has keys below it"):  # fsdp=true
-            fix, _ = self._advice().translated(problem.key, override_text(problem.value))
+            fix, _ = self._advice().translated(f"use_{problem.key}", override_text(problem.value))
             return replace(problem, fix=fix)
         fix = problem.fix if problem.fix.startswith(f"{problem.key}=") else ""
         applied = self._applied([fix]) if "'" not in fix and fix else []

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from titanlike.generation.generate import generate
 from titanlike.generation.loaded_model import LoadedModel
 from titanlike.generation.sampling import Sampling
 
 
-def chat(loaded: LoadedModel, tokens: int, sampling: Sampling) -> int:
-    """Ask for prompts until the end of the input; the exit code.
+def chat(loaded: LoadedModel, tokens: int, sampling: Sampling, first: Sequence[str] = ()) -> int:
+    """Answer the prompts `first`, then ask for more until the end of the input; the exit code.
 
     With a chat template the model answers what was said so far; without one it continues the text.
     An answer is printed as it comes.
@@ -16,10 +18,13 @@ def chat(loaded: LoadedModel, tokens: int, sampling: Sampling) -> int:
     assert loaded.coder is not None
     print(f"{loaded.origin}; an empty line begins anew, Ctrl-D ends")
     messages: list[dict[str, str]] = []
-    text = ""
+    text, given = "", list(first)
     while True:
         try:
-            said = input("> ")
+            if given:
+                print(f"> {(said := given.pop(0))}")
+            else:
+                said = input("> ")
         except EOFError:
             print()
             return 0

@@ -30,7 +30,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help=text)
     text = "the most tokens of each text (default: %(default)s)"
     parser.add_argument("--tokens", type=int, default=200, metavar="N", help=text)
-    parser.add_argument("--chat", action="store_true", help="ask for prompts, one after the other")
+    parser.add_argument(
+        "--chat", action="store_true", help="ask for prompts, behind those of --prompt"
+    )
     text = "a whole forward for each token, to compare with"
     parser.add_argument("--no-cache", action="store_true", help=text)
     text = "of the weights (default: %(default)s)"
@@ -102,7 +104,7 @@ def _here(arguments: argparse.Namespace, sampling: Sampling) -> int:
     if arguments.chat:
         from titanlike.generation.chat import chat
 
-        return chat(loaded, arguments.tokens, sampling)
+        return chat(loaded, arguments.tokens, sampling, arguments.prompt)
     from titanlike.generation.generate import generate
 
     prompts = [loaded.coder.encode(text) for text in arguments.prompt]

@@ -85,6 +85,18 @@ class Comparison:
         close = self.difference <= GRADIENT_TOLERANCE * max(1.0, self.largest)
         return close and (self.relative <= RELATIVE_TOLERANCE or self.difference <= NEGLIGIBLE)
 
+    @property
+    def verdict(self) -> str:
+        """For the table: ok, DIFFERS, rounding; or that a difference, however large beside the
+        reference, is below what is compared."""
+        if not self.agrees:
+            return "DIFFERS"
+        relative = UPDATE_TOLERANCE["fp32"] if self.kind == "update" else RELATIVE_TOLERANCE
+        if self.amplified:
+            return "rounding"
+        negligible = self.rounding is None and 0 < self.difference <= NEGLIGIBLE
+        return f"below {NEGLIGIBLE:.0e}" if negligible and self.relative > relative else "ok"
+
     def explain(self, squared: float) -> Comparison:
         """This one, `amplified` if it differs no more than ROUNDING allows, where `squared` is the
         sum of squares by which rounding alone changes the reference."""

@@ -321,8 +321,7 @@ def print_found(config: Config, found: Found) -> None:
     cells = []
     for row in shown:
         numbers = f"{row.largest:.2e}", f"{row.difference:.1e}", f"{row.relative:.1e}"
-        verdict = "ok" if row.agrees or row.name.startswith("...") else "DIFFERS"
-        verdict = "rounding" if row.amplified else verdict
+        verdict = "ok" if row.name.startswith("...") else row.verdict
         cells.append((row.kind, row.name, *numbers, verdict))
     console.table(title, ["what", "name", "largest", "difference", "relative", ""], cells)
     for text in found.missing:
