@@ -210,7 +210,12 @@ def _problems(model: nn.Module, modules: dict[str, Entry], size: int) -> list[st
         module, style = model.get_submodule(name), entry.style
         if entry.pattern in found or style not in (*DIVIDING, "vocab"):
             continue
-        if (kind := _known_class(module)) and (own := own_code(module, kind)):
+        kind = _known_class(module)
+        if isinstance(module, nn.Embedding) and type(module).__module__.startswith("transformers."):
+            kind = type(
+                module
+            )  # theirs, of Gemma, scale what is looked up, and `_look_up` calls them
+        if kind and (own := own_code(module, kind)):
             at = f"model.tp_plan.{entry.pattern}"
             reason = f"{name} has {own}, which no rank computes for a part of its weight"
             raise ConfigError([Problem(at, style, reason, f"{at}=replicate, or tp=1")])
