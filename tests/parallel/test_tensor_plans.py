@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from support.cells import slow
+from support.hf_tiny import model_of
 from support.models import tiny
 from support.wrong_plans import FUSED, PLAN
 from titanlike.config.keys import Model
@@ -162,6 +163,10 @@ FIRST = [
 @pytest.mark.parametrize("name", [*FIRST, *slow(*(name for name in RIGHT if name not in FIRST))])
 def test_right_plans_are_not_refused(name: str) -> None:
     assert not preflight(RIGHT[name])
+
+
+def test_transformers_embedding_that_scales_what_it_looks_up_is_divided() -> None:
+    assert not preflight(tiny(tp=2, model=model_of("gemma2"), seq_len=32))
 
 
 @pytest.mark.parametrize("tp, kv_heads, sequence", [(2, 4, True), (4, 2, True), (4, 1, False)])
