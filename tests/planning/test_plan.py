@@ -87,6 +87,8 @@ def test_every_choice_that_costs_is_known() -> None:
     assert full.step_seconds > base.step_seconds
     assert max(full.memory_bytes) < max(base.memory_bytes)
     assert planned(*words, "compile=true").step_seconds < base.step_seconds
+    fewer = planned(*words, "schedule.microbatches=2")
+    assert fewer.simulation.bubble > base.simulation.bubble
     resident, offloaded = (
         planned(*words, "dp=2", "batch_size=32", f"fsdp.cpu_offload={off}")
         for off in ("false", "true")
@@ -96,6 +98,7 @@ def test_every_choice_that_costs_is_known() -> None:
     divided = planned(*words, "tp=2")
     assert divided.traffic(0).tp > 0 and max(divided.memory_bytes) < max(base.memory_bytes)
     assert divided.times.parts[0]["tp exchanges"] > 0
+    assert planned(*words, "precision=fp32").step_seconds > base.step_seconds
     muon = planned(*words, "optimizer=muon")
     assert muon.times.stages[0].update > base.times.stages[0].update
     # too small microbatches cost more than they fill
@@ -165,7 +168,7 @@ def test_a_search_finds_what_planning_each_layout_finds(
     first = json.loads(text)["ranked"][0]
     times = {}
     for pp in (1, 2):
-        for microbatches in (1, 8):
+        for microbatches in (1, 2, 8):
             if 16 // (2 // pp) % microbatches == 0:
                 line = [f"pp={pp}", f"dp={2 // pp}", f"schedule.microbatches={microbatches}"]
                 times[pp, microbatches] = planned(*words, *line).step_seconds

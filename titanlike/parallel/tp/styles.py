@@ -211,10 +211,9 @@ def _problems(model: nn.Module, modules: dict[str, Entry], size: int) -> list[st
         if entry.pattern in found or style not in (*DIVIDING, "vocab"):
             continue
         kind = _known_class(module)
-        if isinstance(module, nn.Embedding) and type(module).__module__.startswith("transformers."):
-            kind = type(
-                module
-            )  # theirs, of Gemma, scale what is looked up, and `_look_up` calls them
+        # those of transformers (Gemma's) scale what they look up: `_look_up` calls their forward
+        if kind is nn.Embedding and type(module).__module__.startswith("transformers."):
+            kind = type(module)
         if kind and (own := own_code(module, kind)):
             at = f"model.tp_plan.{entry.pattern}"
             reason = f"{name} has {own}, which no rank computes for a part of its weight"
