@@ -238,7 +238,8 @@ def test_no_key_of_this_program_is_in_the_table() -> None:
     names = [name for entry in TABLE for name in entry["keys"].split()]
     assert len(names) == len(set(names)) > 500
     own = {field.name for field in dataclasses.fields(Config)} - {*VARIANTS, *OPEN_GROUPS}
-    assert not own & set(names)
+    # fsdp has keys below it here, and is a switch there
+    assert own & set(names) == {"fsdp"}
 
 
 WORDS = st.lists(

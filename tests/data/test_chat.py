@@ -176,8 +176,10 @@ def test_all_that_ends_an_answer_is_known(eos: str, ends: Any, known: set, tmp_p
 def test_a_model_that_has_learned_an_answer_stops_after_it(tmp_path: Path) -> None:
     """In `generate`, in samples of the run, and in transformers with what is exported."""
     folder = chatml_folder(tmp_path / "tokenizer", "<|endoftext|>", None)
+    own = str((folder / "chat_template.jinja").rename(tmp_path / "own.jinja"))
+    (folder / "chat_template.jinja").write_text("the folder's")
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "so"}]
-    data = chat(tmp_path, [{"messages": turns}] * 40, tokenizer=str(folder)).data
+    data = chat(tmp_path, [{"messages": turns}] * 40, tokenizer=str(folder), template=own).data
     asks = replace(Sample(), every=40, prompts=[IM_ASKED], tokens=12, temperature=0)
     config = trained(tmp_path / "run", LLAMA, data=data, seq_len=32, steps=40, sample=asks)
     [said] = map(json.loads, (tmp_path / "run/samples.jsonl").read_text().splitlines())

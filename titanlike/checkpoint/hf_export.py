@@ -10,6 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ from titanlike.config.schema import ChatData, HFData, TextData
 from titanlike.data.chat_template import find_template
 from titanlike.data.checks import tokenizer_of
 from titanlike.data.errors import DataError
-from titanlike.data.tokenizer import open_tokenizer
 from titanlike.data.tokenizer_files import copy_tokenizer, write_tokenizer
 from titanlike.metrics import units
 
@@ -88,7 +88,7 @@ def export(
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     try:
-        notes = _write_small_files(unfinished, plan, saved)
+        note = _write_small_files(unfinished, plan, saved)
         planned = [one for tensor in plan.tensors for one in tensor.outputs]
         writer = ShardedSafetensors(unfinished, planned, shard_bytes)
         total, done, said = sum(one.bytes for one in planned), 0, begin
@@ -106,7 +106,7 @@ def export(
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     count = f"{len(planned)} tensors ({plan.config['dtype']}, {units.size(total)})"
-    say(f"{folder}: {count} of {rows.folder}; {'; '.join(notes)}")
+    say(f"{folder}: {count} of {rows.folder}; {note}")
 
 
 def _new_folder(out: str) -> Path:
@@ -150,49 +150,56 @@ def _cast(planned: Planned, tensor: Tensor) -> Tensor:
     return cast
 
 
-def _write_small_files(folder: Path, plan: ExportPlan, saved: SavedModel) -> list[str]:
+@dataclass(frozen=True)
+class _Tokenizer:
+    """What is known of the tokenizer beside the model."""
+
+    note: str
+    boundary: int | None = None  # the id that separates documents
+    ends: frozenset[int] = frozenset()  # ids that end an answer of a chat
+
+
+def _write_small_files(folder: Path, plan: ExportPlan, saved: SavedModel) -> str:
     """Config, tokenizer and generation config; what is to be said of them."""
     config, generation = {**plan.config}, None
-    notes, boundary, ends_of_chat = _write_tokenizer(folder, plan, saved)
+    tokenizer = _write_tokenizer(folder, plan, saved)
     if plan.source is not None:
         if (plan.source / _GENERATION).is_file():
             generation = read_object(plan.source / _GENERATION)
     elif saved.model.name != "hf":
+        boundary = tokenizer.boundary
         ends = {"bos_token_id": boundary, "eos_token_id": boundary, "pad_token_id": None}
         config |= ends
         generation = {key: value for key, value in ends.items() if value is not None}
-    if ends_of_chat:
-        generation = {**(generation or {}), "eos_token_id": ends_of_chat}
+    if tokenizer.ends:
+        generation = {**(generation or {}), "eos_token_id": sorted(tokenizer.ends)}
     _write_json(folder / "config.json", config)
     if generation is not None:
         _write_json(folder / _GENERATION, generation)
-    return notes
+    return tokenizer.note
 
 
-def _write_tokenizer(
-    folder: Path, plan: ExportPlan, saved: SavedModel
-) -> tuple[list[str], int | None, list[int]]:
-    """The tokenizer of the run's data, or else that of the folder in which the model began; the id
-    that separates documents, None where it is not known; and the ids that end an answer."""
-    ends = list[int]()
+def _write_tokenizer(folder: Path, plan: ExportPlan, saved: SavedModel) -> _Tokenizer:
+    """Of the run's data, or else of the folder in which the model began."""
+    data = saved.config.data
     name = boundary = None
     with contextlib.suppress(DataError):  # files of tokens on another machine; a file, told below
-        name, boundary = tokenizer_of(saved.config.data)
-    if isinstance(saved.config.data, TextData | HFData | ChatData):
-        name = saved.config.data.tokenizer
+        name, boundary = tokenizer_of(data)
+    if isinstance(data, TextData | HFData | ChatData):
+        name = data.tokenizer
     if name is not None:
         try:
-            if isinstance(saved.config.data, ChatData):
-                template = find_template(saved.config.data.template, name)
+            written, ends = write_tokenizer(name, folder), frozenset[int]()
+            if isinstance(data, ChatData):
+                template = find_template(data.template, name)
                 (folder / "chat_template.jinja").write_text(template.source, encoding="utf-8")
-                tokenizer = open_tokenizer(name)
-                ends = sorted(template.ends(tokenizer) | {tokenizer.boundary})
-            return [f"tokenizer: {name}"], write_tokenizer(name, folder), ends
+                ends = template.ends(written) | {written.boundary}
+            return _Tokenizer(f"tokenizer: {name}", written.boundary, ends)
         except (ValueError, OSError) as error:
-            return [f"WARNING: without a tokenizer: {' '.join(str(error).split())}"], None, []
+            return _Tokenizer(f"WARNING: without a tokenizer: {' '.join(str(error).split())}")
     if plan.source is not None and copy_tokenizer(plan.source, folder):
-        return [f"tokenizer of {plan.source}"], None, []
-    return ["without a tokenizer: the data were token ids"], boundary, []
+        return _Tokenizer(f"tokenizer of {plan.source}")
+    return _Tokenizer("without a tokenizer: the data were token ids", boundary)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -66,13 +66,17 @@ def complete_args(args: argparse.Namespace) -> None:
         args.config_path = str(Path(args.config_path).absolute())
         extra.append(str(conf_dir()))
     args.config_name = args.config_name or "config"
-    overrides = []
-    own = complete_choices(args, extra)
+    overrides, given = [], []
     for text in args.overrides:
         if text.startswith("hydra.searchpath=") and (override := parse_override(text)):
-            value = override.value()
-            extra = [*(value if isinstance(value, list) else [value]), *extra]
-        elif text.startswith("+experiment="):
+            value: Any = override.value()
+            extra = [*map(str, value if isinstance(value, list) else [value]), *extra]
+        else:
+            given.append(text)
+    args.overrides = given
+    own = complete_choices(args, extra)
+    for text in args.overrides:
+        if text.startswith("+experiment="):
             overrides.append(text[1:])  # it is in the defaults list; both spellings are common
         else:
             overrides += [to_hydra(each, own) for each in in_full(text)]
@@ -399,8 +403,8 @@ class _OverrideChecker:
 
     def _with_applied_fix(self, problem: Problem) -> Problem:
         """The problem, with a fix that is right by the rules for numbers, too."""
-        if problem.reason.startswith("has keys below it"):  # fsdp=true
-            fix, _ = self._advice().translated(f"use_{problem.key}", override_text(problem.value))
+        if not problem.fix:  # fsdp=true, as another framework has it
+            fix, _ = self._advice().translated(problem.key, override_text(problem.value))
             return replace(problem, fix=fix)
         fix = problem.fix if problem.fix.startswith(f"{problem.key}=") else ""
         applied = self._applied([fix]) if "'" not in fix and fix else []

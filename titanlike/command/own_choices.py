@@ -23,10 +23,10 @@ from titanlike.config.schema import OPEN_GROUPS, VARIANTS
 _GROUPS = {*VARIANTS, *OPEN_GROUPS}
 
 
-def complete_choices(args: argparse.Namespace, packages: list[str]) -> set[str]:
+def complete_choices(args: argparse.Namespace, searched: list[str]) -> set[str]:
     """Complete args.overrides, and args.config_name; returns the groups that name the user's code.
 
-    packages: config folders of installed packages.
+    searched: folders in which there may be more choices.
     """
     shipped = args.config_path == str(conf_dir())
     finished = None if shipped else _finished(args)
@@ -36,7 +36,7 @@ def complete_choices(args: argparse.Namespace, packages: list[str]) -> set[str]:
         if (found := re.match(r"[+]*(\w+)\.name=.*\w\.\w", text)) and found[1] in OPEN_GROUPS
     }
     chosen = {key_of(text) for text in args.overrides} & _GROUPS
-    by_file = {} if finished is not None else _of_experiments(args, packages)
+    by_file = {} if finished is not None else _of_experiments(args, searched)
     typed = {key_of(text): text.partition("=")[2] for text in args.overrides}
     for group, choice in by_file.items():
         if group not in typed:
@@ -58,13 +58,11 @@ def complete_choices(args: argparse.Namespace, packages: list[str]) -> set[str]:
     return (own - chosen) | named | (owned & set(OPEN_GROUPS))
 
 
-def _of_experiments(args: argparse.Namespace, packages: list[str]) -> dict[str, str]:
+def _of_experiments(args: argparse.Namespace, searched: list[str]) -> dict[str, str]:
     """The choice of each group to which an experiment gives a `name`, but no `override /GROUP`: the
     keys that it sets are that choice's, not those of the default one."""
     found: dict[str, str] = {}
-    more = [text for text in args.overrides if text.startswith("hydra.searchpath=")]
-    searched = [path for text in more for path in re.findall(r"[^\[\],=]+", text)[1:]]
-    folders = [args.config_path, args.config_dir, *searched, *packages]
+    folders = [args.config_path, args.config_dir, *searched]
     for text in args.overrides:
         name = text.partition("=")[2]
         if key_of(text) != "experiment" or not re.fullmatch(r"[\w./-]+", name):

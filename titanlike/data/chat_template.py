@@ -138,20 +138,19 @@ def find_template(template: str | None, tokenizer: str) -> ChatTemplate:
     """
     folder = Path(tokenizer).expanduser()
     folder = folder if folder.is_dir() else folder.parent
-    settings: dict[str, Any] = {}
-    ends: Any = []
-    for name in ("tokenizer_config.json", "generation_config.json") if tokenizer != "bytes" else ():
-        if (folder / name).is_file():
-            try:
-                read = read_object(folder / name)
-            except (OSError, ValueError) as error:
-                fix = "Give another folder, or data.tokenizer=bytes"
-                raise DataError("data.tokenizer", tokenizer, str(error), fix) from None
-            if name == "tokenizer_config.json":
-                settings = read
-            else:
-                ends = read.get("eos_token_id")  # an id, or a list
-    ends = [one for one in (ends if isinstance(ends, list) else [ends]) if type(one) is int]
+
+    def read(name: str) -> dict[str, Any]:
+        if tokenizer == "bytes" or not (folder / name).is_file():
+            return {}
+        try:
+            return read_object(folder / name)
+        except (OSError, ValueError) as error:
+            fix = "Give another folder, or data.tokenizer=bytes"
+            raise DataError("data.tokenizer", tokenizer, str(error), fix) from None
+
+    settings = read("tokenizer_config.json")
+    found = read("generation_config.json").get("eos_token_id")  # an id, or a list
+    ends = [one for one in (found if isinstance(found, list) else [found]) if type(one) is int]
     tokens = {}
     for name in ("bos_token", "eos_token"):
         token = settings.get(name) or ""

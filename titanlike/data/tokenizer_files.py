@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from titanlike.data.tokenizer import BOUNDARY_TOKENS, ByteTokenizer, open_tokenizer
+from titanlike.data.tokenizer import BOUNDARY_TOKENS, ByteTokenizer, Tokenizer, open_tokenizer
 
 FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -23,8 +23,8 @@ def copy_tokenizer(source: Path, folder: Path) -> list[str]:
     return names
 
 
-def write_tokenizer(name: str, folder: Path) -> int:
-    """Write the files of `data.tokenizer`; the id of the token that separates documents.
+def write_tokenizer(name: str, folder: Path) -> Tokenizer:
+    """Write the files of `data.tokenizer`, which is given back.
 
     Raises DataError (a ValueError) where it is missing.
     """
@@ -39,14 +39,14 @@ def write_tokenizer(name: str, folder: Path) -> int:
             model = path.suffix == ".model"
             shutil.copyfile(path, folder / ("tokenizer.model" if model else "tokenizer.json"))
         if "tokenizer_config.json" in copied or not (folder / "tokenizer.json").is_file():
-            return tokenizer.boundary
+            return tokenizer
         token = _token_of(folder / "tokenizer.json", tokenizer.boundary)
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     settings["clean_up_tokenization_spaces"] = False
     if token is not None:
         settings["eos_token"] = settings["bos_token"] = token
     _write(folder / "tokenizer_config.json", settings)
-    return tokenizer.boundary
+    return tokenizer
 
 
 def byte_tokenizer(boundary: str) -> dict[str, Any]:
