@@ -12,7 +12,7 @@ from support.models import tiny
 from support.stand_in_gpus import gpus
 from support.world import run_world
 from titanlike.config.schema import Config
-from titanlike.device import memory
+from titanlike.device import accelerator, memory
 from titanlike.device.memory import PeakMemory, count_anew, peak_memory, prepare_allocator
 from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
@@ -49,6 +49,32 @@ def test_what_an_earlier_job_left_on_a_gpu_is_given_back(monkeypatch: pytest.Mon
     )
     count_anew(torch.device("cuda", 0))
     assert calls == ["collect", "empty", "reset"]
+
+
+class Cudart:
+    """CUDA, whose last error is raised by torch after the next kernel."""
+
+    error = 0
+
+    def cudaHostRegister(self, *_: int) -> int:  # noqa: N802
+        self.error = 1
+        return self.error
+
+    def kernel(self, *_: int, device: str) -> None:
+        error, self.error = self.error, 0
+        if error:
+            raise RuntimeError("CUDA error: invalid argument")
+
+
+def test_memory_that_cannot_be_pinned_fails_no_later_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cudart = Cudart()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch, "zeros", cudart.kernel)
+    assert not accelerator.pin(0, 4096)
+    assert not cudart.error
 
 
 def train_as_on_gpus(config: Config, worker: Worker) -> None:

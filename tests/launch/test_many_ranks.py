@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import collections
+import os
+import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from support.cells import slow
+from support.models import tiny
 from support.waiting import until
+from support.world import run_world
+from titanlike.config.schema import Config
 from titanlike.launch.barrier import BarrierTimeout, meet, meet_in_groups
 from titanlike.launch.start_id import start_id
+from titanlike.launch.worker import Worker
+from titanlike.parallel.mesh import open_mesh
 
 MACHINE = 4  # ranks of one
 
@@ -118,3 +126,22 @@ def test_of_many_ranks_the_missing_ones_are_named_in_few_requests(port: int) -> 
         text.startswith(f"rank {named} and 12 more did not reach the job's data") for text in texts
     )
     assert max(requests) <= 4
+
+
+def sockets_of_groups(config: Config, worker: Worker) -> int:
+    def sockets() -> int:
+        opened = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+        return sum(os.path.exists(one) and stat.S_ISSOCK(os.stat(one).st_mode) for one in opened)
+
+    before = sockets()
+    open_mesh(config, worker)
+    return sockets() - before
+
+
+def test_a_rank_connects_to_those_alone_that_it_sends_to(tmp_path: Path) -> None:
+    """Else each of 1,024 ranks has 1,023 sockets for each group of all, which is more than it may."""
+    of_four, of_six = (
+        run_world(sockets_of_groups, tiny(2, dp, batch_size=12), tmp_path / str(dp))[0]
+        for dp in (2, 3)
+    )
+    assert of_six == of_four

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, flex_attention
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 
 from support.cells import slow
@@ -114,6 +116,29 @@ def test_documents_by_offsets_are_exact(
         torch.testing.assert_close(
             with_gradients(found, inputs), with_gradients(right, inputs), **TIGHT
         )
+
+
+class Largest(TorchDispatchMode):
+    """The number of values of the largest tensor that is made within it."""
+
+    values = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.values = max(self.values, *(x.numel() for x in tree_leaves(result)))
+        return result
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_of_some_queries_a_mask_has_their_rows_alone(window: int | None) -> None:
+    documents = Documents(document_spans(of("mixed")), window)
+    places = torch.tensor([0, 1, 2, 31, 32, 33])
+    with Largest() as largest:
+        found = document_mask(documents, B, T, places)
+    assert torch.equal(found, document_mask(documents, B, T)[:, :, places])
+    assert largest.values == found.numel()
 
 
 def test_documents_and_dropout_take_a_mask() -> None:

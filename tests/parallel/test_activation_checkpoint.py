@@ -10,18 +10,21 @@ import random
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from support.cells import slow
 from support.families import moe
 from support.models import tiny
 from support.opened import opened
 from support.proven import assert_proven
+from support.real_model import real
 from support.world import run_world
 from titanlike.config.errors import ConfigError
 from titanlike.config.groups import ActivationCheckpoint, EveryActivationCheckpoint
@@ -102,6 +105,28 @@ def test_a_recomputed_block_draws_the_masks_of_its_forward_again() -> None:
         return [parameter.grad for parameter in model.parameters()]
 
     assert all(map(torch.equal, gradients(True), gradients(False)))
+
+
+class Choices(TorchDispatchMode):
+    """Counts how often experts are chosen."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.count += function is torch.ops.aten.topk.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("save", [[], Selective().save], ids=["full", "selective"])
+def test_a_recomputed_mixture_keeps_which_experts_its_tokens_go_to(save: list[str]) -> None:
+    """Chosen again, among equal scores on a GPU, they may be others."""
+    model = real(moe(vocab_size=64))
+    checkpoint_blocks(model, ["layers.0", "layers.1"], save)
+    with Choices() as choices:
+        model(torch.arange(32).view(2, 16)).square().sum().backward()
+    assert choices.count == sum("router" in name for name, _ in model.named_parameters())
 
 
 def calls_of_blocks(config: Config, worker: Worker) -> tuple[int, str]:

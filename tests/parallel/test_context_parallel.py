@@ -15,21 +15,26 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention import varlen
 
 from support.cells import cells
 from support.families import hf, moe
 from support.models import tiny
 from support.proven import assert_proven
+from support.varlen import as_on_a_gpu, varlen_attn
 from support.world import run_world
 from titanlike.config.keys import Model
 from titanlike.config.schema import Config, Custom, Precision, Sample, TextData
 from titanlike.config.validate import problems
 from titanlike.launch.worker import Worker
-from titanlike.parallel.cp.attention import ContextAttention
+from titanlike.models.attention import attention, undivided_attention
+from titanlike.models.documents import Documents, document_mask, document_spans
+from titanlike.parallel.cp.attention import ContextAttention, DocumentAttention
 from titanlike.parallel.cp.context_parallel import IGNORED, ContextParallel
 from titanlike.parallel.cp.tokens import ContextRanks
 from titanlike.parallel.mesh import open_mesh
+from titanlike.proof.verification import verify
 from titanlike.training.draft import draft, preflight
 
 METHODS = ("gather", "ulysses", "ring")
@@ -102,6 +107,66 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, 
 def test_it_is_that_of_whole_sequences(method: str, found: list) -> None:
     for of_rank in found:
         assert max(of_rank[method].values()) < 1e-5, of_rank[method]
+
+
+def verified_as_on_a_gpu(config: Config, worker: Worker) -> dict[str, Any]:
+    with as_on_a_gpu():
+        return verify(config, worker)
+
+
+DOCUMENTS = Custom("models.test_attention.data")
+BY_OFFSETS = {"llama": {"layers": 2, "data": DOCUMENTS}, "a window": {"model": hf("mistral")}}
+
+
+@pytest.mark.parametrize("method", ["gather", "ulysses"])
+@pytest.mark.parametrize("what", BY_OFFSETS)
+def test_documents_are_those_of_whole_sequences_where_kernels_take_offsets(
+    what: str, method: str, tmp_path: Path
+) -> None:
+    """Those of GPUs do, and trust them."""
+    sizes = {"batch_size": 8, "seq_len": 16, "steps": 3}
+    config = tiny(cp=2, context_parallel=method, **sizes, **BY_OFFSETS[what])
+    results = run_world(verified_as_on_a_gpu, config, tmp_path)
+    assert {one["exit_code"] for one in results} == {0}, (tmp_path / "rank0.out").read_text()
+
+
+class Attends(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+        return attention(q, k, v, documents)
+
+
+def compiled_differences(config: Config, worker: Worker) -> list[float]:
+    """Of a compiled block on a rank's tokens from whole sequences with a mask."""
+    mesh, on_cpu = open_mesh(config, worker), varlen_attn
+
+    @torch.library.custom_op("tests::varlen", mutates_args=())
+    def operator(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int) -> Tensor:
+        lengths = offsets, offsets, longest, longest
+        return on_cpu(q, k, v, *lengths, window_size=(-1, 0), enable_gqa=True)
+
+    operator.register_fake(lambda q, *_: torch.empty_like(q))
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, n, 16, 8) for n in (4, 2, 2))
+    documents = Documents(document_spans(torch.tensor([[0] * 5 + [1] * 11, [0] * 16])))
+    mask = document_mask(documents, 2, 16)
+    whole = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+    found, own = [], DocumentAttention(Documents, undivided_attention, document_mask)
+    for method in ("gather", "ulysses"):
+        ranks = ContextRanks(2, mesh.cp_rank, dist.group.WORLD, method=method)
+        ContextAttention(ranks, own).around(block := Attends())
+        with as_on_a_gpu(), torch.no_grad():
+            varlen.varlen_attn = lambda q, k, v, offsets, _, longest, *a, **b: operator(
+                q, k, v, offsets, longest
+            )
+            compiled = torch.compile(block.forward, fullgraph=True, backend="eager")
+            result = compiled(*(ranks.take(x, 2) for x in (q, k, v)), documents)
+        found.append((result - ranks.take(whole, 2)).abs().max().item())
+    return found
+
+
+def test_a_block_with_documents_by_offsets_is_compiled_as_a_whole(tmp_path: Path) -> None:
+    for of_rank in run_world(compiled_differences, tiny(cp=2), tmp_path):
+        assert max(of_rank) < 1e-6
 
 
 def test_ranks_have_each_token_once_and_equal_shares_of_causal_attention() -> None:
@@ -250,6 +315,9 @@ def test_the_method_is_chosen_by_heads_and_masks() -> None:
     documents = TextData(documents=True)
     assert chosen(cp=2, data=documents)[0] == "ulysses"
     assert chosen(cp=8, seq_len=32, data=documents)[0] == "gather"
+    with as_on_a_gpu():  # there is no mask that could be seen
+        assert chosen(cp=8, seq_len=32, data=documents)[0] == "gather"
+        assert chosen(cp=8, seq_len=32, model=hf("mistral"))[0] == "gather"
 
 
 def test_buffers_keep_their_dtype_where_tokens_are_checked_beside_tensor_parallel_ranks() -> None:

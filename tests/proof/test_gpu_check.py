@@ -34,11 +34,14 @@ def test_every_cell_of_the_plan_can_start(devices: int, cpu: bool, tmp_path: Pat
         {"hangs", "kills"} if devices == 1 else set()
     )
     for cell in cells:
-        words = [w for w in cell.overrides if not w.startswith(("device=", "tp_async="))]
-        checked = examined(*words, "device=cpu", f"run_dir={tmp_path}")
-        assert checked.problems == [] and checked.config is not None
-        assert checked.config.world_size == cell.ranks <= devices
-        assert problems(checked.config) == [], cell.name
+        sizes = set()
+        for overrides in filter(None, (cell.overrides, cell.then)):
+            words = [w for w in overrides if not w.startswith(("device=", "tp_async="))]
+            checked = examined(*words, "device=cpu", f"run_dir={tmp_path}")
+            assert checked.problems == [] and checked.config is not None
+            sizes.add(checked.config.world_size)
+            assert problems(checked.config) == [], cell.name
+        assert max(sizes) == cell.ranks <= devices
 
 
 def test_the_plan_for_eight_gpus_has_every_schedule_level_and_precision() -> None:
@@ -49,6 +52,11 @@ def test_the_plan_for_eight_gpus_has_every_schedule_level_and_precision() -> Non
     assert {f"fsdp.zero={level}" for level in (1, 2, 3)} <= words
     for both in (("precision=bf16", "compile=true"), ("precision=bf16", "fsdp.zero=3")):
         assert any({*both} <= {*cell.overrides} for cell in cells)
+    assert {f"context_parallel={how}" for how in ("ulysses", "ring", "gather")} <= {
+        word for cell in plan(2) for word in cell.overrides
+    }
+    others = "cp=2 ep=2 precision=float8 optimizer=muon data.documents=true fsdp.cpu_offload=true"
+    assert {*others.split()} <= {word for cell in plan(2) for word in cell.overrides}
     assert len({cell.name for cell in plan(8)}) == len(plan(8))
     assert {cell.ranks for cell in plan(8)} == {1, 2, 4, 8}
 
@@ -136,4 +144,5 @@ def test_everything_on_the_cpu(tmp_path: Path) -> None:
     assert "rank 1 named and the run ended" in text
     assert "restarted by itself from step" in text and "no number changed" in text
     assert "twice the same to the last bit" in text
+    assert "6 steps, saved and continued: as 12 without a stop" in text
     assert [path.name for path in (tmp_path / "check").iterdir()] == ["report.md"]

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from support.families import moe
 from support.models import tiny
@@ -28,6 +29,8 @@ from titanlike.config.schema import (
 )
 from titanlike.launch.worker import Worker
 from titanlike.optim.optimizer import StageState
+from titanlike.pipeline.pipeline import Pipeline
+from titanlike.proof import verification
 from titanlike.proof.comparison import Comparison, compare, merge, reliable
 from titanlike.proof.verification import compare_with_one_process
 
@@ -154,6 +157,34 @@ def test_all_of_a_model_is_compared_on_every_rank(tmp_path: Path) -> None:
     assert found == expected, found ^ expected
     code, _, missing = run_world(verified, config, tmp_path, unseen)[0]
     assert code == 1 and missing == ["head.weight: 1024 of 2048 elements are in a stage"]
+
+
+def as_a_gpu(worker: Worker) -> None:
+    """Rounding depends on how many samples a layer gets."""
+
+    def forward(self: nn.Linear, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias) * (1 + 1e-5 * math.sin(x.shape[0]))
+
+    nn.Linear.forward = forward
+    verification.is_accelerator = lambda device: True
+
+
+def with_a_wrong_gradient(worker: Worker) -> None:
+    as_a_gpu(worker)
+    right = Pipeline.train
+
+    def train(self: Pipeline, batch: dict[str, Tensor]) -> Any:
+        result = right(self, batch)
+        self._stages[0].get_parameter("layers.0.ffn.up.weight").grad.mul_(1.01)
+        return result
+
+    Pipeline.train = train
+
+
+def test_kernels_that_round_by_sizes_fail_no_layout_on_a_gpu(tmp_path: Path) -> None:
+    config = tiny(dp=2, layers=2, schedule=Schedule("1f1b", 2), optimizer=Sgd())
+    for break_it, code in ((as_a_gpu, 0), (with_a_wrong_gradient, 1)):
+        assert run_world(verified, config, tmp_path / str(code), break_it)[0][0] == code
 
 
 def normed(**sizes: Any) -> Model:

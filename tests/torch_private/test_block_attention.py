@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
+import torch._dynamo
 import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from titanlike.torch_private import block_attention
 from titanlike.torch_private.block_attention import Block
@@ -42,3 +48,63 @@ def test_on_meta_it_has_the_same_shapes() -> None:
     assert [x.shape for x in block] == [x.shape for x in real]
     found = block_attention.backward(meta[0], *meta, Block(*block), False, None)
     assert [x.shape for x in found] == [x.shape for x in meta]
+
+
+@pytest.mark.parametrize("kernel", ["flash", "efficient"])
+def test_a_gpus_kernel_gets_sums_without_gaps(kernel: str) -> None:
+    """It reads them by address; those of a chunk of a rank's queries are apart."""
+    q, k, v, gradient = (torch.empty(2, 3, 32, 16, device="meta") for _ in range(4))
+    whole = Block(q, torch.empty(2, 3, 64, device="meta").chunk(2, 2)[1])
+    operators = mock.Mock(wraps=torch.ops.aten)
+    with (
+        mock.patch.object(block_attention, "_aten", operators),
+        mock.patch.object(block_attention, "_takes_flash", lambda _: kernel == "flash"),
+    ):
+        block_attention.backward(gradient, q, k, v, whole, True, None)
+    called = getattr(operators, f"_scaled_dot_product_{kernel}_attention_backward").call_args
+    sums = next(x for x in called.args if isinstance(x, Tensor) and x.shape == whole.sums.shape)
+    assert not whole.sums.is_contiguous() and sums.is_contiguous()
+
+
+# --- the last queries of a sequence -----------------------------------------------------------------
+
+
+def compiled(function: Any, *tensors: Tensor) -> list[str]:
+    """The operators of its graph, which nothing may break."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return lambda *inputs: (torch.zeros_like(tensors[0]),)
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=backend, fullgraph=True)(*tensors)
+    return [str(node.target) for graph in graphs for node in graph.graph.nodes]
+
+
+def last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return block_attention.of_last_queries(q, k, v, dropout_p=0.0, scale=None, enable_gqa=True)
+
+
+def test_the_last_queries_see_all_keys_before_them() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 12, 16) for heads in (4, 2, 2))
+    whole = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(last(q[:, :, 7:], k, v), whole[:, :, 7:])
+
+
+def test_on_a_gpu_a_block_with_the_last_queries_is_compiled_as_a_whole() -> None:
+    q, k, v = (torch.randn(2, 2, tokens, 16) for tokens in (4, 12, 12))
+    with mock.patch.object(block_attention, "_aligns_last", lambda *_: True):
+        targets = compiled(last, q, k, v)
+    assert any("_scaled_dot_product_flash_attention" in target for target in targets), targets
+
+
+def test_torchs_bias_breaks_the_graph() -> None:
+    """Once it does not, `of_last_queries` can use it."""
+    q, k, v = (torch.randn(2, 2, tokens, 16) for tokens in (4, 12, 12))
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        compiled(
+            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, causal_lower_right(4, 12)),
+            *(q, k, v),
+        )

@@ -109,7 +109,12 @@ def pin(address: int, size: int) -> bool:
     """
     if not torch.cuda.is_available():
         return False
-    return int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0
+    if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0:
+        return True
+    # CUDA keeps its last error, and torch raises it after the next kernel, which is not to blame
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+    return False
 
 
 def unpin(address: int) -> None:

@@ -33,6 +33,8 @@ class Parts:
     rows: bool
     # what stands in for a function that is called between units
     replaced: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function
+    # functions whose results are about all tokens, whatever their shape, as offsets of documents
+    whole: frozenset[Callable[..., Any]] = frozenset()
 
 
 class UnknownTokens(ValueError):
@@ -156,7 +158,7 @@ class _Divider:
 
     def _divided(self, node: Node) -> list[int]:
         """The dimension of which the rank has a part, if there is one."""
-        dims = self._dims[node]
+        dims = [] if node.target in self._parts.whole else self._dims[node]
         return dims[:1] if len(dims) == 1 or self._parts.rows else []
 
     def _shape(self, node: Node, dims: Iterable[int]) -> list[int]:

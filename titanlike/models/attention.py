@@ -47,10 +47,31 @@ def attention(
 
     K divides H: each key/value head belongs to H / K query heads that follow each other.
     mask: None = causal over the whole sequence; documents; or bool [B or 1, 1, T, T] (query, key;
-    True = attends), which says all by itself. scale: None = E ** -0.5.
+    True = attends), which says all by itself, also of some of the queries. scale: None = E ** -0.5.
     """
     if isinstance(mask, Documents) and q.is_meta:
         mask = None  # which documents there are is unknown; whole sequences cost the most
+    if isinstance(mask, Documents) and mask.attend is not None:
+        return mask.attend(q, k, v, mask, scale, dropout)
+    return _attention(F.scaled_dot_product_attention, q, k, v, mask, scale, dropout)
+
+
+def undivided_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Documents, scale: float | None, dropout: float
+) -> Tensor:
+    """The same by an operator that no mode replaces, of documents or a mask."""
+    return _attention(torch.ops.aten.scaled_dot_product_attention, q, k, v, mask, scale, dropout)
+
+
+def _attention(
+    function: Callable[..., Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | Documents | None,
+    scale: float | None,
+    dropout: float,
+) -> Tensor:
     if isinstance(mask, Documents):
         if not dropout and takes_offsets(q, v):
             return _varlen(q, k, v, mask, scale)
@@ -63,7 +84,7 @@ def attention(
         groups = q.size(1) // k.size(1)
         k, v = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (k, v))
     return by_priority(
-        F.scaled_dot_product_attention,
+        function,
         q,
         k,
         v,

@@ -7,6 +7,7 @@ Shapes: B sequences of T tokens, N documents in all of them together.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,10 +28,13 @@ class Documents(NamedTuple):
     each document's first token among the B * T, then B * T; documents at its end may be empty. L is
     the length of the longest document, or more: kernels want it on the host, where it is a shape.
     window: attends to so many tokens only, itself included; None = to all.
+    attend: computes attention where a rank has a part of the tokens, and the spans are of all of them:
+    (q, k, v, documents, scale, dropout). None = all tokens are here.
     """
 
     spans: Tensor
     window: int | None = None
+    attend: Callable[..., Tensor] | None = None
 
 
 def document_starts(document_ids: Tensor) -> Tensor:
@@ -62,6 +66,8 @@ def document_spans(document_ids: Tensor) -> Tensor:
 
 def sequence_spans(ids: Tensor) -> Tensor:
     """`Documents.spans` where each sequence of ids [B, T] is one document."""
+    if has_torch_function_unary(ids):  # as above
+        return handle_torch_function(sequence_spans, (ids,), ids)
     batch, tokens = ids.shape
     ends = torch.arange(batch + 1, device=ids.device, dtype=torch.int32) * tokens
     return ends.expand(tokens, -1)
@@ -100,13 +106,18 @@ def _power_of_two(number: int) -> int:
 # --- other forms, for kernels that take no offsets ----------------------------------------------
 
 
-def document_mask(documents: Documents, batch: int, tokens: int) -> Tensor:
-    """Bool [B, 1, T, T] (query, key): True = attends."""
+def document_mask(
+    documents: Documents, batch: int, tokens: int, queries: Tensor | None = None
+) -> Tensor:
+    """Bool [B, 1, T, T] (query, key): True = attends; queries: places of some tokens alone, [t]."""
     numbers = _numbers(documents, batch, tokens)
-    at = torch.arange(tokens, device=numbers.device)
-    allowed = (at[:, None] >= at) & (numbers[:, None, :, None] == numbers[:, None, None, :])
+    keys = torch.arange(tokens, device=numbers.device)
+    at, of_queries = keys, numbers
+    if queries is not None:
+        at, of_queries = queries, numbers.index_select(1, queries)
+    allowed = (at[:, None] >= keys) & (of_queries[:, None, :, None] == numbers[:, None, None, :])
     if documents.window is not None:
-        allowed = allowed & (at[:, None] - at < documents.window)
+        allowed = allowed & (at[:, None] - keys < documents.window)
     return allowed
 
 

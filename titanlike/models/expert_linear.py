@@ -64,8 +64,9 @@ def _(gradient: Tensor, rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
 
 
 def runs_grouped(rows: Tensor, weight: Tensor) -> bool:
-    """Whether torch's grouped product takes these: it wants aligned rows, and at least one. It waits
-    for no counts to come from the device."""
+    """Whether torch's grouped product takes these: it wants aligned rows, and at least one.
+
+    On Hopper and later it waits for no counts in bf16; its fallback elsewhere reads them."""
     bytes_of_rows = [size * rows.element_size() for size in weight.shape[1:]]
     return len(rows) > 0 and not any(size % _ALIGNED for size in bytes_of_rows)
 

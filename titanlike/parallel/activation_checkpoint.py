@@ -22,24 +22,29 @@ from torch.utils.checkpoint import (
 )
 
 from titanlike.config.errors import ConfigError, Problem
+from titanlike.parallel.expert_balance import experts_of
 from titanlike.parallel.weight_gradient_operator import DEFERRED_LINEAR
 from titanlike.torch_private import pytree
 from titanlike.torch_private.autograd import ignore_ranges_in_selective_checkpoints
 
 # operators of our own that are matrix products: the second is that of `models/expert_linear.py`
 PRODUCTS = (DEFERRED_LINEAR, "titanlike.expert_linear")
+# which experts a token goes to: computed again it may be another one of equal scores, of which then
+# some ranks have more tokens than before
+_ROUTE = "aten.topk"
 
 
 def checkpoint_blocks(stage: nn.Module, blocks: Iterable[str], save: Sequence[str]) -> None:
     """Recompute these blocks of a stage in the backward; call it before `fully_shard`.
 
     save: operators whose results are kept, as in "aten.mm" or "aten._scaled_dot_product*"; all else
-    is computed again.
+    is computed again, but for the choice of experts.
     """
     for name in blocks:
         block = stage.get_submodule(name)
+        kept = [*save, _ROUTE] if experts_of(block) else save
         # torch.compile accepts no context_fn that does nothing
-        options = {"context_fn": _contexts(name, save)} if save else {}
+        options = {"context_fn": _contexts(name, kept)} if kept else {}
         block.forward = functools.partial(_forward, block.forward, options)
 
 

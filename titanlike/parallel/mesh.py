@@ -8,7 +8,9 @@ which those of cp are neighbours. All arithmetic of ranks is here.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -94,7 +96,9 @@ class Mesh:
 
     def sum(self, values: Tensor, axis: str | None = None) -> Tensor:
         """Sum over all ranks, or along one axis, in place."""
-        dist.all_reduce(values, group=self.axes.get_group(axis) if axis else None)
+        group = self.axes.get_group(axis) if axis else None
+        if group is None or group.size() > 1:
+            dist.all_reduce(values, group=group)
         return values
 
     def max(self, values: Tensor) -> Tensor:
@@ -116,6 +120,7 @@ def open_mesh(config: Config, worker: Worker) -> Mesh:
         # if NCCL fails or times out, end the process without waiting for the GPU, as torchtitan does
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     count_anew(device)
+    _allow_connections()
     # without device_id: with it NCCL has one communicator, and one stream, for all messages of a
     # rank, where a receive that is posted early holds up the sends behind it (interleaved schedules
     # take 13 to 27% longer, see tests/pipeline/test_message_streams.py). A barrier then takes the
@@ -128,6 +133,15 @@ def open_mesh(config: Config, worker: Worker) -> Mesh:
         timeout=timedelta(seconds=config.launch.timeout),
     )
     return lay_mesh(config, device, backend, reason, pipeline_backend(collectives))
+
+
+def _allow_connections() -> None:
+    """gloo, which sends objects, connects each pair of a group's ranks when it is made: from about 500
+    ranks more sockets than a process may have by default (gloo#419)."""
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # a pair connects at its first message
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # of a kernel whose own limit is lower
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def lay_mesh(

@@ -100,9 +100,10 @@ class Comparison:
     def explain(self, squared: float) -> Comparison:
         """This one, `amplified` if it differs no more than ROUNDING allows, where `squared` is the
         sum of squares by which rounding alone changes the reference."""
+        if self.agrees:
+            return self
         allowed = ROUNDING[self.kind] * math.sqrt(squared)
-        near = math.sqrt(self.squared) <= allowed < math.inf
-        return replace(self, amplified=near and not self.agrees)
+        return replace(self, amplified=math.sqrt(self.squared) <= allowed < math.inf)
 
     def _has_the_right_size(self, rounding: float) -> bool:
         """Whether a gradient in bf16 is as large as it should be: its rounding errors point in all

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -35,6 +35,7 @@ _VARYING = (
     "save_stall_seconds",
     *("busy_seconds", "busiest_rank", "busiest_seconds"),
 )
+_ALIKE = 1e-3  # relative: fp32 in two layouts, after some steps of Adam
 _QUIET = "validation.every=0 checkpoint.last=false"
 
 
@@ -122,7 +123,7 @@ def run_cell(cell: Cell, folder: Path) -> Outcome:
     start = time.monotonic()
     shown = f"{'verify' if cell.kind == 'verify' else 'train'} {' '.join(cell.overrides)}"
     runs = {"verify": _verify, "determinism": _determinism, "hangs": _hangs}
-    runs |= {"kills": _kills, "speed": _speed}
+    runs |= {"kills": _kills, "resumes": _resumes, "speed": _speed}
     folder = folder.absolute()
     figures: dict[str, Any] = {}
     status, output = "ok", ""
@@ -153,7 +154,7 @@ def _verify(cell: Cell, folder: Path, deadline: float) -> tuple[str, dict[str, A
 
 
 def _train(cell: Cell, folder: Path, name: str, deadline: float) -> list[dict[str, Any]]:
-    """A whole run; what of its metrics does not vary."""
+    """A whole run, or what is left of one; its metrics."""
     words = [*cell.overrides, *_QUIET.split(), f"run_dir={folder / name}"]
     with Command("train", words, folder / f"{name}.log", deadline) as command:
         if code := command.wait():
@@ -241,6 +242,21 @@ def _kills(cell: Cell, folder: Path, deadline: float) -> tuple[str, dict[str, An
     if difference := _same(whole, _records(run_dir)):
         raise CellFailed(f"other numbers than without the kill: {difference}", output)
     return f"restarted by itself from step {restarts[0]['step']}, no number changed", {}
+
+
+def _resumes(cell: Cell, folder: Path, deadline: float) -> tuple[str, dict[str, Any]]:
+    again = replace(cell, overrides=cell.then)
+    whole = _train(again, folder, "whole", deadline)
+    _train(cell, folder, "resumed", deadline)
+    resumed = _train(again, folder, "resumed", deadline)
+    steps = [record["step"] for record in resumed]
+    if steps != [record["step"] for record in whole]:
+        raise CellFailed(f"steps {steps} instead of 1 to {len(whole)}")
+    for key in ("loss", "grad_norm"):
+        for one, other in zip(whole, resumed, strict=True):
+            if abs(one[key] - other[key]) > _ALIKE * abs(one[key]):
+                raise CellFailed(f"{key} of step {one['step']}: {other[key]} instead of {one[key]}")
+    return f"{_every(cell)} steps, saved and continued: as {len(whole)} without a stop", {}
 
 
 def _every(cell: Cell) -> int:

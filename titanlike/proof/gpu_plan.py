@@ -2,17 +2,18 @@
 
 Each number of devices that is a power of two has its meshes. In those of the largest number every
 schedule is verified in fp32 and in bf16, with another ZeRO level each time, and every second time
-with compiled blocks; the smaller meshes have a schedule or two.
+with compiled blocks; the smaller meshes have a schedule or two. What has kernels of its own on a GPU
+(documents, rings, experts, float8) is verified in the meshes of `_OTHERS`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 from math import prod
 
-KINDS = ("verify", "determinism", "hangs", "kills", "speed")
+KINDS = ("verify", "determinism", "hangs", "kills", "resumes", "speed")
 _SPLIT = (  # the backward: ZeRO 1 alone
     *("interleavedzerobubble", "zbvzerobubble", "dualpipev"),
     *("zbh1", "vhalf", "vmin"),
@@ -38,6 +39,35 @@ _TENSOR = {  # the same with tensor parallelism
     4: ["tp=4", "dp=2 tp=2", "pp=2 tp=2 schedule=zbvzerobubble"],
     8: ["pp=2 dp=2 tp=2 schedule=interleaved1f1b", "dp=4 replicate=2 tp=2"],
 }
+_DOCUMENTS = "data=text data.documents=true"
+_MIXTURE = "model=moe_tiny model.expert_dim=256 model.experts=8"
+_OTHERS = {  # by the number of devices, each in fp32 and in bf16 unless it says a precision
+    1: [
+        "activation_checkpoint=selective",
+        "loss=chunked_cross_entropy",
+        _DOCUMENTS,
+        f"{_DOCUMENTS} compile=true",
+        f"{_MIXTURE} activation_checkpoint=selective",
+        "optimizer=muon",
+        "precision=float8",
+        "fsdp.cpu_offload=true",
+    ],
+    2: [
+        *(f"cp=2 context_parallel={how}" for how in ("ulysses", "ring", "gather")),
+        "cp=2 context_parallel=gather compile=true",
+        *(f"cp=2 context_parallel={how} {_DOCUMENTS}" for how in ("ulysses", "gather")),
+        *(f"{_MIXTURE} dp=2 ep=2 activation_checkpoint={how}" for how in ("none", "full")),
+        "dp=2 optimizer=muon",
+        "dp=2 precision=float8 compile=true",
+    ],
+    4: [
+        "dp=2 cp=2 context_parallel=ring fsdp.zero=3",
+        "tp=2 cp=2 context_parallel=gather",
+        f"{_MIXTURE} dp=2 tp=2 ep=2",
+        f"{_MIXTURE} pp=2 dp=2 ep=2 schedule=zbh1 activation_checkpoint=selective",
+    ],
+    8: [f"{_MIXTURE} pp=2 dp=2 cp=2 ep=4 schedule=interleaved1f1b"],
+}
 
 
 @dataclass(frozen=True)
@@ -49,6 +79,7 @@ class Cell:
     overrides: tuple[str, ...]  # of train.py
     ranks: int
     timeout: float  # seconds
+    then: tuple[str, ...] = ()  # more, of the command that goes on with the run
 
 
 def plan(devices: int, kinds: tuple[str, ...] = KINDS, *, cpu: bool = False) -> list[Cell]:
@@ -60,6 +91,7 @@ def plan(devices: int, kinds: tuple[str, ...] = KINDS, *, cpu: bool = False) -> 
         "determinism": _determinism,
         "hangs": _hangs,
         "kills": _kills,
+        "resumes": _resumes,
         "speed": _speed,
     }
     for kind in KINDS:
@@ -70,8 +102,9 @@ def plan(devices: int, kinds: tuple[str, ...] = KINDS, *, cpu: bool = False) -> 
 
 def _cell(kind: str, name: str, words: str, cpu: bool, timeout: float = 600.0) -> Cell:
     common = f"{_TINY if cpu else _SMALL} {_BATCH} device={'cpu' if cpu else 'auto'}"
-    overrides = (*(common if kind != "speed" or cpu else "").split(), *words.split())
-    axes = ("pp=", "dp=", "tp=")
+    texts = (*(common if kind != "speed" or cpu else "").split(), *words.split())
+    overrides = tuple({text.partition("=")[0]: text for text in texts}.values())
+    axes = ("pp=", "dp=", "cp=", "tp=")
     sizes = [int(word.partition("=")[2]) for word in overrides if word.startswith(axes)]
     return Cell(kind, name, overrides, prod(sizes), timeout)
 
@@ -104,12 +137,9 @@ def _verify(sizes: list[int], cpu: bool) -> Iterator[Cell]:
         ways = ("", " precision=bf16 compile=true", " compile=true tp_async=true")
         for more in ways[: 1 if cpu else 3]:
             yield _cell("verify", words + more, words + more, cpu)
-    if not cpu:
-        for words in (
-            "activation_checkpoint=selective precision=bf16",
-            "loss=chunked_cross_entropy",
-        ):
-            yield _cell("verify", words, words, cpu)
+    for words in (words for size in sizes for words in _OTHERS[size] if not cpu):
+        for more in ("",) if "precision=" in words else ("", " precision=bf16"):
+            yield _cell("verify", words + more, words + more, cpu)
 
 
 def _largest(sizes: list[int]) -> list[str]:
@@ -140,6 +170,19 @@ def _kills(sizes: list[int], cpu: bool) -> Iterator[Cell]:
         steps = 40 if cpu else 200  # the kill comes after the first checkpoint
         words = f"{mesh} deterministic=true steps={steps} launch.max_restarts=1 checkpoint.every=10"
         yield _cell("kills", f"{mesh}, the last rank is killed", words, cpu)
+
+
+def _resumes(sizes: list[int], cpu: bool) -> Iterator[Cell]:
+    """Saved in each way by one process, or in one layout, and loaded in another."""
+    meshes = _largest(sizes)
+    pairs = [*dict.fromkeys([*(("", mesh) for mesh in meshes), (meshes[-1], "")])]
+    for mode in ("async", "async_pinned", "async_process")[: 1 if cpu else 3]:
+        common = f"lr=constant checkpoint.every=6 checkpoint.mode={mode}"
+        for before, after in pairs[: 1 if cpu else None]:
+            name = f"{before or 'one process'}, then {after or 'one process'}, {mode}"
+            saved = _cell("resumes", name, f"{before} {common} steps=6", cpu)
+            resumed = _cell("resumes", name, f"{after} {common} steps=12", cpu)
+            yield replace(saved, then=resumed.overrides, ranks=max(saved.ranks, resumed.ranks))
 
 
 def _speed(sizes: list[int], cpu: bool) -> Iterator[Cell]:

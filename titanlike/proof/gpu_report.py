@@ -22,6 +22,7 @@ _TITLES = {
     "determinism": "Two runs are equal",
     "hangs": "A rank that hangs is named in time",
     "kills": "A rank that is killed costs nothing",
+    "resumes": "What one layout saves another continues",
     "speed": "Speed and memory",
 }
 

@@ -75,33 +75,47 @@ def reference_steps(
         return _single_process(config, data, device, torch.float32, groups, "bf16"), exact
 
 
-def growth_of_rounding(
-    config: Config, data: Data, device: torch.device, exact: Reference
+def rounding_of_one_process(
+    config: Config, data: Data, device: torch.device, exact: Reference, *, kernels: bool
 ) -> dict[tuple[str, str], float]:
-    """How far rounding alone has moved one process in fp32 by the end: (kind, name) -> sum of
-    squares, of updates, optimizer state and the losses after the first step.
+    """How far rounding alone moves one process in fp32: (kind, name) -> sum of squares, of the first
+    step's gradients, of buffers, updates, optimizer state and losses.
 
-    The same steps from weights that differ by _NUDGE, several times; the largest differences. One
-    figure for all losses, since that of a single number may be small by chance.
+    kernels: the same steps a sample at a time, so that kernels get other sizes; or else, as where a
+    model normalizes samples together, from weights that differ by _NUDGE, several times; the largest
+    differences.
     """
+    runs: list[dict[str, Any]] = [{"groups": config.batch_size}]
+    if exact.groups > 1 or not kernels:
+        runs = [{"groups": exact.groups, "nudge": seed} for seed in range(_NUDGES)]
     found: dict[tuple[str, str], float] = {}
-    for seed in range(_NUDGES):
-        nudged = _single_process(config, data, device, torch.float32, exact.groups, nudge=seed)
-        rows = [
-            compare("update", name, _moved(exact, nudged, name), right, mask=exact.reliable[name])
-            for name, right in exact.updated.items()
-        ]
-        rows += [
-            compare("state", name, value, exact.state[name])
-            for name, value in nudged.state.items()
-            if name in exact.state
-        ]
-        for row in rows:
-            found[row.kind, row.name] = max(found.get((row.kind, row.name), 0.0), row.squared)
-        late = exact.losses.keys() - EARLY_LOSSES
-        moved = max(abs(nudged.losses[name] - exact.losses[name]) for name in late) ** 2
-        for name in late:
-            found["loss", name] = max(found.get(("loss", name), 0.0), moved)
+    for run in runs:
+        other = _single_process(config, data, device, torch.float32, **run)
+        for key, squared in _distances(exact, other).items():
+            found[key] = max(found.get(key, 0.0), squared)
+    return found
+
+
+def _distances(exact: Reference, other: Reference) -> dict[tuple[str, str], float]:
+    """One figure for all losses before the first update, and one for those after it, since that of a
+    single number may be small by chance."""
+    rows = [
+        compare("gradient", name, other.gradients[name], g) for name, g in exact.gradients.items()
+    ]
+    rows += [compare("buffer", name, other.buffers[name], b) for name, b in exact.buffers.items()]
+    rows += [
+        compare("update", name, _moved(exact, other, name), right, mask=exact.reliable[name])
+        for name, right in exact.updated.items()
+    ]
+    rows += [
+        compare("state", name, value, exact.state[name])
+        for name, value in other.state.items()
+        if name in exact.state
+    ]
+    found = {(row.kind, row.name): row.squared for row in rows}
+    for losses in (EARLY_LOSSES, exact.losses.keys() - EARLY_LOSSES):
+        moved = max(abs(other.losses[name] - exact.losses[name]) for name in losses) ** 2
+        found |= {("loss", name): moved for name in losses}
     return found
 
 

@@ -1,4 +1,5 @@
-"""Attention of some queries with some keys, with the logarithms of its sums, and its gradient.
+"""Attention of some queries with some keys, with the logarithms of its sums, and its gradient; and of
+the last queries of a sequence.
 
 scaled_dot_product_attention gives no sums, without which results of several blocks of keys cannot be
 added up. Test: test_block_attention.py::test_attention_gives_no_sums
@@ -49,6 +50,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, where `whole` is of the queries with all of their keys."""
     result, sums = whole
+    # GPUs' kernels read them by address, whatever the strides: else gradients are wrong, silently
+    sums = sums.contiguous()
     if q.device.type == "cpu":
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, q, k, v, result, sums, 0.0, causal, scale=scale
@@ -67,6 +70,36 @@ def backward(
         gradient, q, k, v, None, result, sums, none, none, 0.0, wanted, causal, scale=scale
     )
     return dq, dk, dv
+
+
+def of_last_queries(
+    q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float, scale: float | None, enable_gqa: bool
+) -> Tensor:
+    """Causal attention of the last t of T tokens: q [B, H, t, E], k and v [B, K, T, E] -> [B, H, t, E].
+
+    torch has a bias for it (`causal_lower_right`), which torch.compile cannot trace: "Calling subclass
+    default constructor with more than tensor argument". Flash's operator, which that calls, aligns
+    queries with the last keys. Test: test_block_attention.py::test_torchs_bias_breaks_the_graph
+    """
+    if _aligns_last(q, v):
+        return _aten._scaled_dot_product_flash_attention(
+            q, k, v, dropout_p, True, False, scale=scale
+        )[0]
+    mask = None  # on meta: a kernel that knows no mask, as on GPUs
+    if not q.is_meta:
+        at = torch.arange(k.shape[2], device=q.device)
+        mask = at[-q.shape[2] :, None] >= at
+    if q.is_cuda and enable_gqa:  # the kernel that takes a mask takes no grouped queries
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        enable_gqa = False
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, mask, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def _aligns_last(q: Tensor, v: Tensor) -> bool:
+    width = q.shape[-1]
+    return q.is_cuda and _takes_flash(q) and width == v.shape[-1] and width % 8 == 0
 
 
 def _takes_flash(q: Tensor) -> bool:

@@ -22,8 +22,13 @@ from titanlike.graph.record_forward import record_forward
 from titanlike.graph.recording import Recording
 from titanlike.graph.replay import replay
 from titanlike.graph.token_parts import Parts, with_parts
-from titanlike.models.attention import attention
-from titanlike.models.documents import document_mask
+from titanlike.models.attention import undivided_attention
+from titanlike.models.documents import (
+    Documents,
+    document_mask,
+    document_spans,
+    sequence_spans,
+)
 from titanlike.optim.loss import CustomLoss, Loss, takes_divided_logits
 from titanlike.parallel.cp.attention import Attended, ContextAttention, DocumentAttention, repeated
 from titanlike.parallel.cp.check import TokenCheck, TokensMixed, Unchecked
@@ -40,12 +45,15 @@ class ContextDraft:
     ranks: ContextRanks
     why: str = ""  # of the method
     seen: list[Attended] = field(default_factory=list)  # calls of attention, each kind once
+    offsets: bool = False  # whether documents, or a window, are given to attention by their offsets
     attention: ContextAttention = field(init=False)
     unchecked: str = ""  # why it is not known whether each token is computed by itself, if so
     _first: tuple[Recording, Recording] | None = None  # of whole sequences, and of shorter ones
 
     def __post_init__(self) -> None:
-        self.attention = ContextAttention(self.ranks, DocumentAttention(attention, document_mask))
+        self.attention = ContextAttention(
+            self.ranks, DocumentAttention(Documents, undivided_attention, document_mask)
+        )
 
     @property
     def name(self) -> str:
@@ -77,11 +85,7 @@ class ContextDraft:
             first, second = (record_forward(model, dict(x), names) for x in (batch, shorter))
             recordings = first, second
         check = TokenCheck(model, call_key, attention)
-        ranks = self.ranks
-        instead = {F.scaled_dot_product_attention: attention.attention}
-        parts = Parts(
-            ranks.size, check.take, ranks.balanced, lambda function: instead.get(function, function)
-        )
+        parts = _parts(self.ranks, check.take, attention)
         try:
             check.whole(partial(replay, recordings[0], model, batch))
             divided = with_parts(*recordings, parts)
@@ -148,13 +152,11 @@ class ContextDraft:
 
     def parts(self, recording: Recording, shorter: Recording) -> Parts:
         if not self.why:
+            self.offsets = any(node.target in _OFFSETS for node in recording.nodes)
             self._choose()
             self._first = recording, shorter
         ranks = self.ranks
-        instead = {F.scaled_dot_product_attention: self.attention.attention}
-        return Parts(
-            ranks.size, ranks.take, ranks.balanced, lambda function: instead.get(function, function)
-        )
+        return _parts(ranks, ranks.take, self.attention)
 
     def _note(self, given: Mapping[str, Any]) -> Tensor:
         q, k, mask = given["query"], given["key"], given["attn_mask"]
@@ -186,11 +188,27 @@ class ContextDraft:
         self.ranks.method, self.why = chosen, _WHY_FIRST if chosen == first else before[0]
 
 
+# of documents, which are those of all tokens on each rank
+_OFFSETS = frozenset({document_spans, sequence_spans})
+
+
+def _parts(
+    ranks: ContextRanks, take: Callable[[Tensor, int], Tensor], attention: ContextAttention
+) -> Parts:
+    """take: as `ContextRanks.take`."""
+
+    def replaced(function: Callable[..., Any]) -> Callable[..., Any]:
+        return attention.attention if function is F.scaled_dot_product_attention else function
+
+    return Parts(ranks.size, take, ranks.balanced, replaced, _OFFSETS)
+
+
 def length(fields: Fields) -> int:
     """Tokens of a sequence."""
     return fields["inputs"].shape[0]
 
 
+_NO_MASK = "a ring takes no mask, and documents are one"
 _WHY_FIRST = "the ranks can share its heads"
 
 
@@ -209,9 +227,11 @@ def _no_ulysses(draft: ContextDraft) -> str:
 def _no_ring(draft: ContextDraft) -> str:
     if draft.config.compile:
         return "torch.compile cannot trace a ring"
+    if draft.offsets:
+        return _NO_MASK
     for call in draft.seen:
         if call.masked:
-            return "a ring takes no mask, and documents are one"
+            return _NO_MASK
         if call.dropout:
             return "a ring has no dropout in attention"
         if not call.heads or not call.width:

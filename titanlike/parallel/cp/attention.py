@@ -24,12 +24,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
 
 from titanlike.parallel.cp.ring import ring_attention
 from titanlike.parallel.cp.tokens import ContextRanks
 from titanlike.parallel.exchanges import exchange
+from titanlike.torch_private import block_attention
 
 
 def _split(
@@ -56,10 +56,13 @@ class Attended:
 
 @dataclass(frozen=True)
 class DocumentAttention:
-    """A function of the models that computes attention where documents are given by their offsets."""
+    """Attention of the models that takes documents by their offsets, a NamedTuple with an `attend`."""
 
-    function: Callable[..., Tensor]  # (q, k, v, documents, *, scale, dropout)
-    mask: Callable[[Any, int, int], Tensor]  # (documents, B, T) -> bool [B, 1, T, T]
+    documents: type[Any]
+    # (q, k, v, documents or a mask, scale, dropout), which `ContextAttention` does not replace
+    function: Callable[..., Tensor]
+    # (documents, B, T, places [t] of this rank's queries) -> bool [B, 1, t, T]
+    mask: Callable[[Any, int, int, Tensor], Tensor]
 
 
 class ContextAttention(TorchFunctionMode):
@@ -79,8 +82,16 @@ class ContextAttention(TorchFunctionMode):
     def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self.active:
             return forward(*args, **kwargs)
+        if self._of_documents is not None:
+            args = tuple(map(self._divided, args))
+            kwargs = {name: self._divided(value) for name, value in kwargs.items()}
         with self:
             return forward(*args, **kwargs)
+
+    def _divided(self, argument: Any) -> Any:
+        own = self._of_documents
+        is_documents = own is not None and isinstance(argument, own.documents)
+        return argument._replace(attend=self._documents) if is_documents else argument
 
     def __deepcopy__(self, _: dict[int, Any]) -> ContextAttention:
         """A copy of a module runs its own forward within the same."""
@@ -92,10 +103,6 @@ class ContextAttention(TorchFunctionMode):
         kwargs = kwargs or {}
         if function is F.scaled_dot_product_attention:
             return self.attention(*args, **kwargs)
-        own = self._of_documents
-        if own is not None and function is own.function and self.instead is None:
-            q, k, v, documents = args
-            return self._documents(q, k, v, documents, **kwargs)
         # within a mode torch.compile cannot trace what is written in Python on tensors, and it looks
         # functions up by name alone
         name = getattr(function, "__name__", "")
@@ -149,23 +156,20 @@ class ContextAttention(TorchFunctionMode):
             mask = ranks.take(mask, mask.dim() - 2)
         return F.scaled_dot_product_attention(query, key, value, mask, **options)
 
-    def _documents(self, q: Tensor, k: Tensor, v: Tensor, documents: Any, **options: Any) -> Tensor:
-        own = self._of_documents
+    def _documents(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Any, scale: float | None, dropout: float
+    ) -> Tensor:
+        own, ranks = self._of_documents, self.ranks
         assert own is not None
-        if self.ranks.method == "ulysses":
-            attend = lambda q, k, v: own.function(q, k, v, documents, **options)  # noqa: E731
-            return _by_heads(attend, q, k, v, self.ranks)
-        tokens = q.shape[_TOKENS] * self.ranks.size
-        mask = own.mask(documents, q.shape[0], tokens)
-        return self.attention(
-            q,
-            k,
-            v,
-            self.ranks.take(mask, 2),
-            options.get("dropout", 0.0),
-            scale=options.get("scale"),
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
+        function, mask = own.function, documents._replace(attend=None)
+        if ranks.method == "ulysses":
+            attend = lambda q, k, v: function(q, k, v, mask, scale, dropout)  # noqa: E731
+            return _by_heads(attend, q, k, v, ranks)
+        assert ranks.method == "gather", "of the ring's blocks none takes a mask"
+        k, v = _gathered(k, v, ranks)
+        tokens = k.shape[_TOKENS]
+        places = ranks.take(torch.arange(tokens, device=q.device), 0)
+        return function(q, k, v, own.mask(mask, q.shape[0], tokens, places), scale, dropout)
 
 
 def _all_tokens(x: Tensor, ranks: ContextRanks, dim: int) -> Tensor:
@@ -188,16 +192,9 @@ def _causal(
     starts, chunk = ranks.starts(k.shape[_TOKENS])
     results = []
     for number, start in enumerate(starts):
-        stop = start + chunk
         queries = q.narrow(_TOKENS, number * chunk, chunk)
-        mask: Any = None  # on meta: a kernel that knows no mask, as on GPUs
-        if q.is_cuda:
-            mask = causal_lower_right(chunk, stop)
-        elif not q.is_meta:
-            at = torch.arange(stop, device=q.device)
-            mask = at[start:, None] >= at
-        keys, values = k.narrow(_TOKENS, 0, stop), v.narrow(_TOKENS, 0, stop)
-        results.append(F.scaled_dot_product_attention(queries, keys, values, mask, **options))
+        keys, values = (x.narrow(_TOKENS, 0, start + chunk) for x in (k, v))
+        results.append(block_attention.of_last_queries(queries, keys, values, **options))
     return torch.cat(results, _TOKENS)
 
 

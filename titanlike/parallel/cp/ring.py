@@ -10,6 +10,7 @@ Shapes: B batch, t tokens of a rank, H query heads, K key/value heads, E head di
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,11 +68,14 @@ class _Ring(torch.autograd.Function):
         wholes = [Block(*parts) for parts in zip(*(x.chunk(2, 2) for x in results), strict=True)]
         of_queries = [torch.zeros_like(half, dtype=torch.float32) for half in queries]
         held = torch.stack([k, v])
-        # of what is held: the sum of the gradients of the ranks that have had it
-        of_held = torch.zeros_like(held, dtype=torch.float32)
+        # the sum of the gradients of the ranks that have had what is held: it is sent behind that,
+        # beside the next step's attention, and at last back to its rank
+        following: Callable[[], Tensor] | None = None
         for step in range(ranks.size):
-            coming = _send_on(held, ranks, True) if step < ranks.size - 1 else None
+            last = step == ranks.size - 1
+            coming = None if last else _send_on(held, ranks, True)
             halves = [_heads(half, q.shape[1]) for half in held.chunk(2, 1 + _TOKENS)]
+            of_held = torch.zeros_like(held, dtype=torch.float32)
             parts = of_held.chunk(2, 1 + _TOKENS)
             for mine, theirs, same in _pairs(ranks, step, causal):
                 keys, values = halves[theirs]
@@ -80,10 +84,13 @@ class _Ring(torch.autograd.Function):
                 of_queries[mine] += of_query
                 for total, part in zip(parts[theirs], both, strict=True):
                     total += part.float().unflatten(1, (k.shape[1], -1)).sum(2)
-            of_held = _send_on(of_held, ranks)()  # with what it is of, and at last back to its rank
+            if following is not None:
+                of_held += following()
+            following = _send_on(of_held, ranks, not last)
             if coming is not None:
                 held = coming()
-        of_k, of_v = of_held.to(k.dtype)
+        assert following is not None
+        of_k, of_v = following().to(k.dtype)
         return torch.cat(of_queries, _TOKENS).to(q.dtype), of_k, of_v, None, None, None
 
 
@@ -128,10 +135,11 @@ def _send_on(x: Tensor, ranks: ContextRanks, beside: bool = False) -> Callable[[
     )
     sent = dist.P2POp(dist.isend, x, after, ranks.group)
     works = dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, result, before, ranks.group)])
+    return partial(_arrived, works, x, result)
 
-    def wait() -> Tensor:
-        for work in works:
-            work.wait()
-        return result
 
-    return wait
+def _arrived(works: list[dist.Work], _: Tensor, result: Tensor) -> Tensor:
+    """_: what is sent, which is kept until it is."""
+    for work in works:
+        work.wait()
+    return result
