@@ -171,25 +171,42 @@ def torchs_backward() -> Iterator[None]:
     del kind.backward_maybe_with_nosync
 
 
+class Gathering:
+    """Handles of FSDP's units whose gathers have begun, and not ended."""
+
+    now = most = 0
+
+    def begin(self, unshard: Any, async_op: bool = False) -> Any:
+        handle = unshard(async_op)
+        self.now += 1
+        self.most = max(self.most, self.now)
+        wait = getattr(handle, "wait", None)
+
+        def end() -> None:
+            self.now -= 1
+            if wait is not None:
+                wait()
+
+        if wait is None:
+            end()
+            return None
+        handle.wait = end
+        return handle
+
+
 def gathered_at_once(job: Opened) -> int:
-    """Count units of a stage whose gathers are begun before others have ended."""
-    begun = []
+    """The most units of a stage that are gathered at a time."""
+    gathering = Gathering()
     for part in (part for stage in job.run.stages for part in stage.modules()):
         if isinstance(part, FSDPModule):
-            part.unshard = functools.partial(_begin, begun, part.unshard)
+            part.unshard = functools.partial(gathering.begin, part.unshard)
     job.train()
-    return len(begun)
-
-
-def _begin(begun: list[Any], unshard: Any, async_op: bool = False) -> Any:
-    if async_op:
-        begun.append(unshard)
-    return unshard(async_op)
+    return gathering.most
 
 
 @job_of(tiny(fsdp=Fsdp(1), **SHARDED))
-def test_a_stage_is_gathered_unit_by_unit(job: Opened) -> None:
-    assert gathered_at_once(job) == 0
+def test_of_a_stage_a_unit_is_gathered_while_the_one_before_is_copied(job: Opened) -> None:
+    assert gathered_at_once(job) == 2
 
 
 @job_of(tiny(fsdp=Fsdp(1), **SHARDED))

@@ -312,8 +312,10 @@ class RankMemory:
         first, later = self._backward(runs, stage, True), self._backward(runs, stage, False)
         numel, state = self._parameters[stage], self._state
         gathered = int(state.gathered * numel)
-        largest = max((unit.parameters for unit in units), default=0)
-        message = self._computing * largest if gathered else 0
+        sizes = sorted(unit.parameters for unit in units)
+        largest = sizes[-1] if sizes else 0
+        # of a unit that is gathered while the one before is copied to its place
+        message = self._computing * sum(sizes[-2:]) if gathered else 0
         reduced = int((_REDUCED + state.reduced_gradient) * largest) if self._whole else 0
         sharded = self._in_shards(numel, self._experts[stage])
         before = numel if self._zero == 1 else sharded

@@ -234,14 +234,20 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
             register(_Kind.RESHARD, lambda act, _: self.unsharded_stages.discard(act.stage_index))
 
     def _gather(self, index: int) -> None:
-        """Gather a stage's parameters, a unit after the other.
+        """Gather a stage's parameters: each unit while the one before is copied to its place.
 
         Symptom without it: torch begins all of them at once, and the messages of a whole stage are
         in memory beside its parameters. It waits for all of them before the first forward anyway.
         Test: `test_fences.py::test_torch_gathers_all_units_of_a_stage_at_once`.
         """
+        before: Any = None
         for module in self._gathered[index]:
-            module.unshard()
+            coming = module.unshard(async_op=True)
+            if before is not None:
+                before.wait()
+            before = coming
+        if before is not None:
+            before.wait()
         self.unsharded_stages.add(index)
 
     def run_alone(self, index: int, received: Sequence[Tensor], batch: dict[str, Tensor]) -> None:
