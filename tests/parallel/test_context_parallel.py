@@ -25,7 +25,14 @@ from support.proven import assert_proven
 from support.varlen import as_on_a_gpu, varlen_attn
 from support.world import run_world
 from titanlike.config.keys import Model
-from titanlike.config.schema import Config, Custom, Precision, Sample, TextData
+from titanlike.config.schema import (
+    ActivationCheckpoint,
+    Config,
+    Custom,
+    Precision,
+    Sample,
+    TextData,
+)
 from titanlike.config.validate import problems
 from titanlike.launch.worker import Worker
 from titanlike.models.attention import attention, undivided_attention
@@ -153,7 +160,7 @@ def compiled_differences(config: Config, worker: Worker) -> list[float]:
     found, own = [], DocumentAttention(Documents, undivided_attention, document_mask)
     for method in ("gather", "ulysses"):
         ranks = ContextRanks(2, mesh.cp_rank, dist.group.WORLD, method=method)
-        ContextAttention(ranks, own).around(block := Attends())
+        ContextAttention(ranks, own).around(block := Attends(), "")
         with as_on_a_gpu(), torch.no_grad():
             varlen.varlen_attn = lambda q, k, v, offsets, _, longest, *a, **b: operator(
                 q, k, v, offsets, longest
@@ -222,10 +229,20 @@ OTHERS = {
     "own, not causal": divided(own(kind="encoder"), "ring"),
     "hf mistral, a window": divided(hf("mistral"), "gather"),
     "hf gpt2": divided(hf("gpt2"), "ulysses"),
+    "own, rotated in its blocks": divided(own(kind="rotated"), "ring"),
+    "own, rows of a table in its blocks": divided(own(kind="rows of a table"), "ulysses", dp=2),
+    "own, a mask that is cut": divided(own(kind="a mask that is cut"), "gather"),
+    "own, a mask made in its blocks": divided(own(kind="a mask that is made"), "ulysses"),
+    "own, a cut of as many features": divided(own(kind="eight features"), "ring"),
 }
 
 
-@pytest.mark.parametrize("config", cells({}, BIASED | OTHERS))
+POSITIONS = divided(
+    own(kind="positions"), "gather", activation_checkpoint=ActivationCheckpoint("full")
+)
+
+
+@pytest.mark.parametrize("config", cells({"positions in blocks": POSITIONS}, BIASED | OTHERS))
 def test_a_model_trains_as_one_process_does(config: Config, tmp_path: Path) -> None:
     assert preflight(config) == []
     assert_proven(config, tmp_path)
@@ -241,11 +258,11 @@ MIXED = {
     "first": "a rank's part of the tokens",
     "flip": "calls flip: it reverses over a rank's part of the tokens",
     "loop": "it makes other calls for shorter sequences",
-    "rows of a table": "calls slice: it takes as many as the rank has of another tensor",
+    "a table that grows": "",
+    "distances": "its mask is not that of the rank's tokens",
     "a list of positions": "layers.0",
     "chance of a sequence": "draws random numbers for whole sequences",
     "bias of pairs": "its mask is not that of the rank's tokens",
-    "a mask that is cut": "layers.0",
 }
 
 

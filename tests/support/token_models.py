@@ -17,11 +17,31 @@ MIXERS = {
     "flip": lambda block, x: x.flip(1),
     # of a table of just as many rows, of which all are taken where the sequence is whole
     "rows of a table": lambda block, x: x * block.more.weight[None, : x.shape[1]],
+    "positions": lambda block, x: (
+        x
+        * block.more(torch.arange(x.shape[1], device=x.device))
+        * block.more.weight.sin()[torch.arange(x.shape[1], device=x.device)]
+        * block.more.weight[None, : x.shape[1]].tanh()
+    ),
+    "rotated": lambda block, x: rotated(x),
+    # as many features as a rank of two has of 16 tokens
+    "eight features": lambda block, x: rotated(x[:, :, :8]).repeat(1, 1, x.shape[2] // 8),
+    "a table that grows": lambda block, x: x * block.grown(x)[: x.shape[1]],
     "a list of positions": lambda block, x: torch.tensor(
         [0.1 * number for number in range(x.shape[1])], device=x.device
     )[None, :, None],
     "chance of a sequence": lambda block, x: x * x.new_empty(len(x), 1, 1).bernoulli_(),
 }
+
+
+def rotated(x: Tensor) -> Tensor:
+    """By angles of their own positions, as rotary embeddings do."""
+    half = x.shape[-1] // 2
+    speeds = 10 ** -(torch.arange(0, half, device=x.device) / half)
+    angles = torch.arange(0, x.shape[1], device=x.device, dtype=torch.float32)[:, None] * speeds
+    a, b = x[..., :half], x[..., half:]
+    sin, cos = angles.sin(), angles.cos()
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
 
 
 class Block(nn.Module):
@@ -32,12 +52,18 @@ class Block(nn.Module):
         self.kind = kind
         if kind == "convolution":
             self.more = nn.Conv1d(dim, dim, 3, padding=1)
-        elif kind == "rows of a table":
-            self.more = nn.Embedding(16, dim)
+        elif kind in ("rows of a table", "positions"):
+            self.more = nn.Embedding(16 if kind == "rows of a table" else 40, dim)
         elif kind == "bias of pairs":
             self.more = nn.Linear(dim, 4)
         elif kind == "lstm":
             self.more = nn.LSTM(dim, dim, batch_first=True)
+
+    def grown(self, x: Tensor) -> Tensor:
+        """A table that is made again where it is too short."""
+        if not hasattr(self, "table") or len(self.table) < x.shape[1]:
+            self.table = torch.arange(x.shape[1], device=x.device)[:, None].cos()
+        return self.table
 
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
         batch, tokens, dim = x.shape
@@ -56,7 +82,13 @@ class Block(nn.Module):
                 bias, causal = of_query * of_query.mT, False
             if self.kind == "a mask that is cut":
                 whole = torch.ones(16, 16, dtype=torch.bool, device=x.device).tril()
-                bias, causal = whole[: k.shape[2], : k.shape[2]], False
+                bias, causal = whole[..., : k.shape[2], : k.shape[2]], False
+            if self.kind == "a mask that is made":
+                bias, causal = x.new_ones(()) * torch.ones(tokens, tokens).tril().log(), False
+            if self.kind == "distances":
+                at = torch.arange(tokens, device=x.device)
+                bias = (at - at[:, None]).float().masked_fill(at > at[:, None], float("-inf"))
+                causal = False
             y = F.scaled_dot_product_attention(q, k, v, bias, is_causal=causal)
         x = x + self.out(y.transpose(1, 2).reshape(batch, tokens, dim))
         if self.kind in MIXERS:

@@ -238,7 +238,7 @@ def _make_stages(
             regions.add(stage, plan.tensor.draws, plan.tensor.draws_whole)
         if plan.context is not None:
             for name in plan.stage_modules[index][0]:
-                plan.context.attention.around(stage.get_submodule(name))
+                plan.context.attention.around(stage.get_submodule(name), name)
         if index in plan.deferred:
             deferred[index] = DeferredWeightGradients(stage, mesh.device)
         checkpoint_blocks(stage, plan.recomputed.blocks[index], saved_operators(config))
@@ -254,6 +254,8 @@ def _make_stages(
 def _why_not_compiled(config: Config, plan: Draft, stage: nn.Module, block: str) -> str:
     """Why a block stays as it is; "" = it is compiled."""
     reason = "" if plan.tensor is None else plan.tensor.why_not_compiled(block)
+    if plan.context is not None and block in plan.context.attention.counted:
+        return "it counts tokens, of which cp ranks have parts"
     return reason or (why_not_compiled(stage, block) if config.ep > 1 else "")
 
 

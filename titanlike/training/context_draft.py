@@ -76,7 +76,7 @@ class ContextDraft:
             attention = ContextAttention(replace(self.ranks))
             names = [unit.name for unit in graph.units]
             for name in names:
-                attention.around(model.get_submodule(name))
+                attention.around(model.get_submodule(name), name)
             attention.active = False
             fields = fields_of(dict(batch))
             shorter = {
@@ -90,6 +90,7 @@ class ContextDraft:
             check.whole(partial(replay, recordings[0], model, batch))
             divided = with_parts(*recordings, parts)
             check.parts(partial(replay, divided, model, batch), graph.trained_outputs)
+            self.attention.counted = attention.counted
         except Unchecked as error:
             self.unchecked = str(error)
         except TokensMixed as mixed:

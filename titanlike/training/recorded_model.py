@@ -113,7 +113,7 @@ def _record(
         graph.recording(fields, False)
         if context is not None:
             for unit in graph.units:
-                context.attention.around(model.get_submodule(unit.name))
+                context.attention.around(model.get_submodule(unit.name), unit.name)
         return graph
     except ConfigError:
         raise

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import gcd
 from typing import Any
 
@@ -26,6 +26,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from titanlike.config.errors import ConfigError, Problem
+from titanlike.parallel.cp.positions import (
+    Call,
+    Counted,
+    Observer,
+    Take,
+    call_of,
+    counted,
+    of_all_tokens,
+)
 from titanlike.parallel.cp.ring import ring_attention
 from titanlike.parallel.cp.tokens import ContextRanks
 from titanlike.parallel.exchanges import exchange
@@ -65,6 +75,19 @@ class DocumentAttention:
     mask: Callable[[Any, int, int, Tensor], Tensor]
 
 
+@dataclass
+class Looking:
+    """While it is found out which calls of modules count tokens (`check.py`)."""
+
+    take: Take
+    whole: dict[str, list[Call]] = field(default_factory=dict)  # of modules, with whole sequences
+    alike: dict[str, str] = field(default_factory=dict)  # modules that compute as another one
+
+    def counted(self, name: str, number: int, call: Call, ranks: int) -> Counted:
+        whole = self.whole.get(name) or self.whole.get(self.alike.get(name, ""), [])
+        return counted(whole[number], call, ranks) if number < len(whole) else Counted(call.kind)
+
+
 class ContextAttention(TorchFunctionMode):
     """Replaces attention within it by that of all context-parallel ranks' tokens."""
 
@@ -74,14 +97,28 @@ class ContextAttention(TorchFunctionMode):
         self.active = True  # or else modules run as if there was no context parallelism
         # called in place of attention, with its arguments by name: to look at them
         self.instead: Callable[[dict[str, Any]], Tensor] | None = None
+        # of modules that count tokens themselves, by name: their calls that may, in order
+        self.counted: dict[str, list[Counted]] = {}
+        self.looking: Looking | None = None
+        self._place: list[Any] | None = None  # the module that runs, if it is one of these; calls
 
-    def around(self, module: nn.Module) -> None:
+    def around(self, module: nn.Module, name: str) -> None:
         """Let a module's forward run within it; call it before all else that replaces forwards."""
-        module.forward = functools.partial(self._run, module.forward)
+        module.forward = functools.partial(self._run, name, module.forward)
 
-    def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self.active and self.looking is not None:
+            with Observer(self.looking.whole.setdefault(name, [])):
+                return forward(*args, **kwargs)
         if not self.active:
             return forward(*args, **kwargs)
+        if self.looking is not None or name in self.counted:
+            before, self._place = self._place, [name, 0]
+            try:
+                with self:
+                    return forward(*args, **kwargs)
+            finally:
+                self._place = before
         if self._of_documents is not None:
             args = tuple(map(self._divided, args))
             kwargs = {name: self._divided(value) for name, value in kwargs.items()}
@@ -103,12 +140,32 @@ class ContextAttention(TorchFunctionMode):
         kwargs = kwargs or {}
         if function is F.scaled_dot_product_attention:
             return self.attention(*args, **kwargs)
+        if self._place is not None and (call := call_of(function, args, kwargs)) is not None:
+            return self._with_all_tokens(call, function, args, kwargs)
         # within a mode torch.compile cannot trace what is written in Python on tensors, and it looks
         # functions up by name alone
         name = getattr(function, "__name__", "")
         if name == "unflatten":
             return torch.unflatten(*args, **kwargs)
         return _split(*args, **kwargs) if name == "split" else function(*args, **kwargs)
+
+    def _with_all_tokens(self, call: Call, function: Any, args: Any, kwargs: Any) -> Any:
+        assert self._place is not None
+        name, number = self._place
+        self._place[1] += 1
+        size, take = self.ranks.size, self.ranks.take
+        known = self.counted.setdefault(name, [])
+        if self.looking is not None:
+            take = self.looking.take
+            if number == len(known):
+                known.append(self.looking.counted(name, number, call, size))
+        if number >= len(known) or known[number].kind != call.kind:
+            reason = f"{name} counts its tokens by other calls than when it was checked"
+            raise ConfigError([Problem("cp", size, reason, "cp=1")])
+        dims = known[number].dims
+        if not dims:
+            return function(*args, **kwargs)
+        return of_all_tokens(function, args, kwargs, dims, size, take)
 
     def attention(
         self,

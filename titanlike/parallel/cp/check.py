@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from titanlike.parallel.cp.attention import ContextAttention
+from titanlike.parallel.cp.attention import ContextAttention, Looking
 from titanlike.parallel.tp.call import Operand
 from titanlike.parallel.tp.divided_run import DividedRun
 from titanlike.parallel.tp.layout import Division, Layout, WrongCall, part_of
@@ -48,11 +48,13 @@ class TokenCheck:
         placements = {n: Placement(None, ranks, "never") for n, _ in model.named_parameters()}
         self._placements: Mapping[str, Placement] = placements
         self._run: _PartsRun | None = None
+        self._looking: Looking | None = None
 
     def whole(self, forward: Callable[[], Any]) -> None:
         """forward: of whole sequences. Raises Unchecked."""
         run = self._whole
         self._attention.active = False
+        self._attention.looking = looking = Looking(self.take)
         try:
             with _alone(self._model, run, lambda args, result: None):
                 run.output = shapes_of(tensors_in(run.see(forward)))
@@ -61,6 +63,9 @@ class TokenCheck:
             raise Unchecked(text) from error
         finally:
             self._attention.active = True
+            self._attention.looking = None
+        looking.alike = run.alike
+        self._looking = looking
         self._run = _PartsRun(self._model, {}, self._key, run.steps, self._placements)
 
     def take(self, x: Tensor, dim: int) -> Tensor:
@@ -77,6 +82,7 @@ class TokenCheck:
         run = self._run
         assert run is not None
         self._attention.instead = run.attention
+        self._attention.looking = self._looking
         try:
             with _alone(self._model, run, run.tokens_alone):
                 output = run.see(forward)
@@ -88,7 +94,12 @@ class TokenCheck:
             text = str(error).strip().splitlines()[0] if str(error) else ""
             raise TokensMixed(run.path, f"raises {type(error).__name__}: {text}") from error
         finally:
-            self._attention.instead = None
+            self._attention.instead = self._attention.looking = None
+            calls = self._attention.counted
+            calls |= {name: calls[like] for name, like in run.repeated if like in calls}
+            self._attention.counted = {
+                name: every for name, every in calls.items() if any(call.dims for call in every)
+            }
         for path, drawn in run.draws.items():
             if False in drawn:
                 raise TokensMixed(

@@ -80,7 +80,7 @@ class DividedRun(SeenRun):
         self._needs: list[tuple[str, set[Need]]] = []
         self.draws: dict[str, set[bool]] = {}
         self._equal: dict[Hashable, str] = {}
-        self._repeated: list[tuple[str, str]] = []  # blocks, and equal ones before them
+        self.repeated: list[tuple[str, str]] = []  # blocks, and equal ones before them
         self._token_wise: tuple[Layout, int] = (), 0  # what the module that runs is given
         for name, parameter in model.named_parameters():
             self._learn(parameter, _of_part(placements[name]), waiting=self._await(name))
@@ -329,7 +329,7 @@ class DividedRun(SeenRun):
             known = [self._known.get(id(tensor)) for tensor in tensors_in(args, kwargs)]
             key = key, tuple(None if one is None else one.layout for one in known)
         if key in self._equal:
-            self._repeated.append((name, self._equal[key]))
+            self.repeated.append((name, self._equal[key]))
             return args[0]
         outside, self._steps, self._at = (self._steps, self._at), step.inside, 0
         self._prefixes.append(name)
@@ -353,7 +353,7 @@ class DividedRun(SeenRun):
                 logits = vocabulary and dim == len(layout) - 1
                 if one is not None and not logits:
                     raise PlanError([Mistake("", f"returns {part_of(one)}", style="vocab")])
-        for name, like in self._repeated:
+        for name, like in self.repeated:
             for path in [path for path in self.draws if f"{path}.".startswith(f"{like}.")]:
                 same = name + path.removeprefix(like)
                 self.draws.setdefault(same, set()).update(self.draws[path])
@@ -361,7 +361,7 @@ class DividedRun(SeenRun):
     def needs(self) -> dict[str, set[Need]]:
         """Of each parameter, and of results of modules by their words."""
         found = dict(self._needs)
-        for name, like in self._repeated:
+        for name, like in self.repeated:
             for other in list(found):
                 if other.startswith(f"{like}.") and name + other.removeprefix(like) in found:
                     found[name + other.removeprefix(like)] |= found[other]

@@ -172,7 +172,8 @@ def indexed(call: Call) -> list[Layout]:
     for dim, index in enumerate(indices):
         if index is not None and (division := x.layout[dim]) is not None:
             raise partly("looks up", division)
-    for index in call.operands[1:]:
+    reads_rows = len(call.operands) == 2 and "values" not in call.given
+    for index in () if reads_rows else call.operands[1:]:
         if wrong := next((one for one in index.layout if one is not None), None):
             raise partly("looks up", wrong)
     if "values" in call.given:
@@ -182,11 +183,13 @@ def indexed(call: Call) -> list[Layout]:
             raise partly("writes to some of the elements", wrong)
         return [x.layout]
     at = [dim for dim, index in enumerate(indices) if index is not None]
-    rank = max((len(indices[dim].whole) for dim in at), default=0)
+    found: Layout = (None,) * max((len(indices[dim].whole) for dim in at), default=0)
+    if reads_rows:  # as an embedding
+        found = call.operands[1].layout
     together = at == list(range(at[0], at[0] + len(at))) if at else True
     left = [one for dim, one in enumerate(x.layout) if dim not in at]
     place = at[0] if at and together else 0
-    layout = (*left[:place], *([None] * rank), *left[place:])
+    layout = (*left[:place], *found, *left[place:])
     [(whole, local)] = call.results
     return [layout if len(layout) == len(whole) else _by_shape(whole, local)]
 

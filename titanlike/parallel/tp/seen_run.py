@@ -208,6 +208,8 @@ class WholeRun(SeenRun):
         self.steps: list[Step] = []
         self.output: tuple[Shape, ...] = ()
         self._equal: dict[Hashable, list[Step]] = {}
+        self._first: dict[Hashable, str] = {}
+        self.alike: dict[str, str] = {}  # blocks that were not run, and the equal ones that were
         # as the other run keeps them: torch detaches a new tensor that somebody else refers to
         self._results: list[Any] = []
 
@@ -234,6 +236,7 @@ class WholeRun(SeenRun):
         key = self._key(module, args, kwargs)
         outside, path = self.steps, self.relative(self.path)
         if key in self._equal:
+            self.alike[name] = self._first[key]
             outside.append(Step("block", "", path, inside=self._equal[key]))
             return args[0]
         self.steps = []
@@ -243,7 +246,7 @@ class WholeRun(SeenRun):
         inside, self.steps = self.steps, outside
         outside.append(Step("block", "", path, inside=inside))
         if key is not None and same_form(result, args):
-            self._equal[key] = inside
+            self._equal[key], self._first[key] = inside, name
         return result
 
 
