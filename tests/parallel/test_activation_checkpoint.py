@@ -51,6 +51,14 @@ def counted(block: Noisy, x: Tensor) -> Tensor:
     return block.linear(x) * block.calls
 
 
+def downhill(block: Noisy, x: Tensor) -> Tensor:
+    """A step of gradient descent, whose own gradient is taken in the backward."""
+    z = x.detach().requires_grad_()
+    with torch.enable_grad():
+        [gradient] = torch.autograd.grad(block.linear(z).square().sum(), z, create_graph=True)
+    return x - 0.1 * gradient
+
+
 # blocks that cannot be computed twice; "own" checkpoints itself
 KINDS = {
     "": lambda block, x: x + F.dropout(block.linear(x).relu(), 0.5, block.training),
@@ -60,6 +68,10 @@ KINDS = {
     "counts": counted,
     "by keyword": lambda block, x: x.tanh(),
     "result": doubled,
+    "gradient": downhill,
+    "functional gradient": lambda block, x: (
+        x - 0.1 * torch.func.grad(lambda z: block.linear(z).square().sum())(x)
+    ),
     "own": lambda block, x: torch.utils.checkpoint.checkpoint(block.linear, x, use_reentrant=False),
 }
 
@@ -191,6 +203,16 @@ def test_which_blocks_are_recomputed() -> None:
 
 def kind(name: str) -> dict[str, Custom]:
     return {"model": Custom(f"{__name__}.Model", {"kind": name})}
+
+
+@pytest.mark.parametrize("name", ["gradient", *slow("functional gradient")])
+def test_blocks_that_take_gradients_are_neither_recomputed_nor_compiled(
+    name: str, tmp_path: Path
+) -> None:
+    """torch does neither: it raises in the first step."""
+    config = tiny(1, 2, activation_checkpoint=Selective(), compile=True, **kind(name))
+    assert draft(config).recomputed.blocks == [[]]
+    assert_proven(config, tmp_path)
 
 
 SMALL = {"model": Custom(f"{__name__}.Model", {"layers": 2})}

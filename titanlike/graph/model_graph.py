@@ -95,6 +95,12 @@ class ModelGraph:
         """Of a rank that has a part of every sequence: how."""
         return "" if self._sequence is None else self._sequence.name
 
+    @property
+    def taking_gradients(self) -> frozenset[str]:
+        """Units whose forward takes gradients: torch neither recomputes nor compiles them."""
+        nodes = self.recording(self.fields, True).nodes
+        return frozenset(node.target for node in nodes if node.gradients_inside)
+
     def with_microbatches_of(self, size: int) -> ModelGraph:
         """The same stages for microbatches of another size."""
         other = copy.copy(self)

@@ -39,6 +39,7 @@ _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "
 _RANDOM += ("uniform_", "cauchy_", "geometric_", "log_normal_", "rrelu", "gumbel_softmax")
 # Calls that act on a tensor and return none: the generated forward of a stage would skip them.
 _NOT_REPLAYED = ("register_hook", "retain_grad", "backward", "register_post_accumulate_grad_hook")
+_TAKE_GRADIENTS = (torch.autograd.grad, Tensor.backward)
 _READS_VALUES = ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
 _PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d")
 _DEVICE_PROPERTIES: dict[str, Any] = {  # of a tensor: what the forward sees, from the run's device
@@ -130,6 +131,7 @@ class _Interceptor(TorchFunctionMode):
         self._versions: list[int] = []  # of the tensors among them
         self._attributes: dict[str, Any] = {}  # plain ones, as they were at its call
         self._checkpoints_inside = False  # whether it called torch.utils.checkpoint
+        self._gradients_inside = False  # whether it took gradients
         self._own_generator = False  # whether it drew from one that is not torch's default
         self._random = False  # whether it drew random numbers
         self._on_cpu = False  # whether it had to run on the CPU
@@ -193,6 +195,7 @@ class _Interceptor(TorchFunctionMode):
         side_effects.check_running_statistics(name, args, kwargs)
         self._own_generator |= isinstance(kwargs.get("generator"), torch.Generator)
         if self._running:
+            self._gradients_inside |= function in _TAKE_GRADIENTS
             if torch.is_autocast_enabled(self._device.type) and not self._on_cpu:
                 raise NotImplementedError("meta tensors have no autocast")
             used = tensors(*args, *kwargs.values())
@@ -252,7 +255,7 @@ class _Interceptor(TorchFunctionMode):
             if not self._running:
                 self._random = False
                 self._check_rng()
-                self._checkpoints_inside = self._own_generator = False
+                self._checkpoints_inside = self._own_generator = self._gradients_inside = False
                 self._call = None
                 self._attributes = side_effects.plain_attributes(module)
                 # now: the unit may change a list that it is given
@@ -286,10 +289,11 @@ class _Interceptor(TorchFunctionMode):
             node.has_parameters = next(module.parameters(), None) is not None
             node.checkpointed = self._checkpoint_depth > 0
             node.checkpoints_inside = self._checkpoints_inside
+            node.gradients_inside = self._gradients_inside
             node.once = self._once(module, args, kwargs)
             given = [(tensor, tensor._version) for tensor in tensors(args, kwargs)]
             self._given.append((node, given))
-            if self._call and not (node.once or node.checkpoints_inside):
+            if self._call and not (node.once or self._checkpoints_inside or self._gradients_inside):
                 self._like.setdefault(self._call, (*form, self._random))
             self._on_cpu = False
             self.builder.add_call(node, result, self._random)

@@ -47,6 +47,7 @@ class Node:
     mutated: bool = False  # its result is later changed in place
     checkpointed: bool = False  # its activations are recomputed in the backward, by the model
     checkpoints_inside: bool = False  # a unit whose forward does so with parts of itself
+    gradients_inside: bool = False  # a unit whose forward takes gradients
     # why a unit gives another result when it is computed again: "changes self.calls", ...; "" = not
     once: str = ""
     chunked_head: Any = None  # of the last stage: computes the loss, see optim/chunked_loss.py

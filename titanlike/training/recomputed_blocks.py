@@ -47,7 +47,7 @@ def choose_recomputed(
     rank_memory: Callable[[], RankMemory],
     limit: Callable[[], int | None],
 ) -> Recomputed:
-    """The blocks to recompute. Those that checkpoint themselves are left alone.
+    """The blocks to recompute. Those that checkpoint themselves, or take gradients, are left alone.
 
     graphs: of the stages, in training; rank_memory: estimates, and limit: bytes of a device, for
     `fit`. Raises ConfigError for a block that gives other results when it is computed again, where
@@ -59,6 +59,7 @@ def choose_recomputed(
     every = how.every if isinstance(how, EveryActivationCheckpoint) else 1
     calls = [node for graph in graphs for node in graph.nodes if node.kind == "unit"]
     own = {node.target for node in calls if node.checkpointed or node.checkpoints_inside}
+    own |= model_graph.taking_gradients
     blocks = [unit.name for unit in model_graph.units if unit.block]
     chosen = {*blocks[::every]} - own
     problems = [*_problems(how.name, (node for node in calls if node.target in chosen))]

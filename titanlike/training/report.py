@@ -239,6 +239,8 @@ def _recomputed(config: Config, draft: Draft) -> str:
         return ""
     total = sum(len(draft.blocks(stage)) for stage in range(draft.order.stages))
     text = f"{how}: {chosen.count} of {total} blocks, in the backward"
+    if alone := draft.model_graph.taking_gradients:
+        text += f" (not {_first(sorted(alone))}: gradients are taken in the forward)"
     if chosen.limit is None:
         return text
     most, rank = max((size, -rank) for rank, size in enumerate(chosen.memory))
