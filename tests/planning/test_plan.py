@@ -163,8 +163,9 @@ def test_a_search_finds_what_planning_each_layout_finds(
     )
     words = [*TINY, "precision=bf16", "fsdp.zero=1", "activation_checkpoint=none", "seq_len=512"]
     words += ["tp=1", "schedule=1f1b"]
-    code, text, _ = run(capsys, "search", *words, "gpus=2", "--json", "--top", "2")
-    assert code == 0
+    monkeypatch.setattr("titanlike.planning.plan_search._PROGRESS", -1.0)
+    code, text, said = run(capsys, "search", *words, "gpus=2", "--json", "--top", "2")
+    assert code == 0 and "2 layouts estimated, now " in said
     first = json.loads(text)["ranked"][0]
     times = {}
     for pp in (1, 2):

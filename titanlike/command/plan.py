@@ -11,6 +11,7 @@ import sys
 import tempfile
 import textwrap
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from titanlike.command.hydra_overrides import check_overrides, complete_args
@@ -147,7 +148,8 @@ def _plan(config: Config, flags: argparse.Namespace) -> int:
 def _search(config: Config, words: list[str], gpus: int | None, flags: argparse.Namespace) -> int:
     from titanlike.planning.plan_search import search, search_data, search_text
 
-    found = search(config, words, gpus or config.world_size, flags.top, flags.exact)
+    say = partial(print, file=sys.stderr, flush=True)
+    found = search(config, words, gpus or config.world_size, flags.top, flags.exact, say)
     if flags.json:
         print(json.dumps(search_data(found, flags.top)))
     else:

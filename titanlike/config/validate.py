@@ -273,7 +273,8 @@ def _positive(config: Config) -> Iterator[Problem]:
         group, _, name = key.rpartition(".")
         memory = getattr(getattr(config, group), name, None)
         if memory is not None and 0 < memory < 2**20:
-            yield Problem(key, memory, "is less than 1 MiB", f"{key}={memory}GiB")
+            example = f"{memory}GiB" if memory < 2**10 else _ABOVE_ZERO[key]
+            yield Problem(key, memory, "is less than 1 MiB", f"{key}={example}")
     for key, example in _ABOVE_ZERO.items():
         group, _, name = key.rpartition(".")
         settings = attrgetter(group)(config) if group else config

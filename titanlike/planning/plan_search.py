@@ -48,6 +48,7 @@ _STAGES_PER_RANK = [2, 3, 4]
 _LEAST_TOKENS = 2**13  # of a sequence on each of the context-parallel ranks
 _SIMULATED = 64
 _AUTO = 3  # of the fastest, that are planned with split=auto, too
+_PROGRESS = 3.0  # seconds between lines
 _PLANNED_SECONDS = 15.0  # of this process, for the last step
 
 
@@ -76,15 +77,30 @@ class Found:
 
 
 def search(
-    config: Config, words: list[str], gpus: int, most: int = 10, exact: bool = False
+    config: Config,
+    words: list[str],
+    gpus: int,
+    most: int = 10,
+    exact: bool = False,
+    say: Callable[[str], object] = lambda _: None,
 ) -> Found:
     """words: the overrides of the config; what they fix stays; exact: count the memory of the fullest
-    rank of what is found, where it can be. Raises ConfigError."""
-    begin = time.process_time()
+    rank of what is found, where it can be; say: is told every few seconds how far it is. Raises
+    ConfigError."""
+    begin, said = time.process_time(), time.monotonic()
+    slow = False
     hardware = planned_hardware(config, gpus)
     found = Found(gpus, hardware)
     kept = [word for word in words if key_of(word) not in ("hardware", "gpus")]
-    judged = [*_judged(config, kept, gpus, hardware, found)]
+    judged = []
+    for one_judged in _judged(config, kept, gpus, hardware, found):
+        judged.append(one_judged)
+        if time.monotonic() > said + _PROGRESS:
+            said, slow = time.monotonic(), True
+            own = (word for word in one_judged[0] if word not in kept)
+            say(f"{len(judged)} layouts estimated, now {' '.join(own)}")
+    if slow:
+        say(f"{len(judged)} layouts estimated; the fastest are planned")
     if not judged:
         reason = f"no layout of {gpus} devices is valid for batch_size={config.batch_size}"
         raise ConfigError([Problem("gpus", gpus, reason, "another batch_size, or other devices")])
