@@ -39,11 +39,15 @@ class CountsInPython(torch.optim.SGD):
 
 
 class Normed(torch.optim.SGD):
-    """Scales a stage's gradients by the norm of all of them."""
+    """Scales a stage's gradients by the norm of all of them, from some step on."""
+
+    calls, first = 0, 1
 
     def step(self, closure: None = None) -> None:
+        self.calls += 1
         parameters = [p for group in self.param_groups for p in group["params"]]
-        torch.nn.utils.clip_grad_norm_(parameters, 1e-3)
+        if self.calls >= self.first:
+            torch.nn.utils.clip_grad_norm_(parameters, 0.1)
         super().step(closure)
 
 
@@ -55,6 +59,10 @@ class RowNormed(torch.optim.SGD):
             if parameter.dim() == 2:
                 parameter.grad /= parameter.grad.norm(dim=1, keepdim=True)
         super().step(closure)
+
+
+class NormedLater(Normed):
+    first = 150
 
 
 class AsksTheOthers(Normed):
@@ -117,6 +125,7 @@ ADAFACTOR = "torch.optim.Adafactor"  # keeps means of rows and columns
         (f"{__name__}.RowNormed", {"dp": 2}, None, None),
         (f"{__name__}.RowNormed", {"tp": 2}, "the parts of two tp ranks", "tp=1"),
         (f"{__name__}.Normed", {"pp": 2}, "two stages", "pp=1"),
+        (f"{__name__}.NormedLater", {"dp": 2}, "the shards of two ranks", "replicate=2"),
         (f"{__name__}.Normed", {"dp": 2, "replicate": 2}, None, None),
         (f"{__name__}.AsksTheOthers", {"pp": 2, "dp": 2}, None, None),
         (LION, {"pp": 2, "dp": 2, "tp": 2}, None, None),

@@ -112,18 +112,18 @@ class ContextAttention(TorchFunctionMode):
                 return forward(*args, **kwargs)
         if not self.active:
             return forward(*args, **kwargs)
-        if self.looking is not None or name in self.counted:
-            before, self._place = self._place, [name, 0]
-            try:
-                with self:
-                    return forward(*args, **kwargs)
-            finally:
-                self._place = before
         if self._of_documents is not None:
             args = tuple(map(self._divided, args))
-            kwargs = {name: self._divided(value) for name, value in kwargs.items()}
-        with self:
-            return forward(*args, **kwargs)
+            kwargs = {key: self._divided(value) for key, value in kwargs.items()}
+        if self.looking is None and name not in self.counted:
+            with self:
+                return forward(*args, **kwargs)
+        before, self._place = self._place, [name, 0]
+        try:
+            with self:
+                return forward(*args, **kwargs)
+        finally:
+            self._place = before
 
     def _divided(self, argument: Any) -> Any:
         own = self._of_documents
