@@ -31,6 +31,7 @@ from titanlike.config.schema import (
     Custom,
     Precision,
     Sample,
+    Schedule,
     TextData,
 )
 from titanlike.config.validate import problems
@@ -238,7 +239,10 @@ OTHERS = {
 
 
 POSITIONS = divided(
-    own(kind="positions"), "gather", activation_checkpoint=ActivationCheckpoint("full")
+    own(kind="positions"),
+    "gather",
+    schedule=Schedule("1f1b", 8),  # of a sequence each: its tokens are all that there are
+    activation_checkpoint=ActivationCheckpoint("full"),
 )
 
 

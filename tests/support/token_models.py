@@ -22,6 +22,7 @@ MIXERS = {
         * block.more(torch.arange(x.shape[1], device=x.device))
         * block.more.weight.sin()[torch.arange(x.shape[1], device=x.device)]
         * block.more.weight[None, : x.shape[1]].tanh()
+        + block.sorts(x)
     ),
     "rotated": lambda block, x: rotated(x),
     # as many features as a rank of two has of 16 tokens
@@ -44,6 +45,19 @@ def rotated(x: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
 
 
+class Sorts(nn.Linear):
+    """Sorts the tokens that are here, and puts them back: their numbers are no positions."""
+
+    token_wise = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        order = rows.detach().sum(1).argsort()
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order), device=x.device)
+        return F.linear(rows[order], self.weight, self.bias)[place].view_as(x)
+
+
 class Block(nn.Module):
     def __init__(self, dim: int, kind: str) -> None:
         super().__init__()
@@ -54,6 +68,7 @@ class Block(nn.Module):
             self.more = nn.Conv1d(dim, dim, 3, padding=1)
         elif kind in ("rows of a table", "positions"):
             self.more = nn.Embedding(16 if kind == "rows of a table" else 40, dim)
+            self.sorts = Sorts(dim, dim) if kind == "positions" else None
         elif kind == "bias of pairs":
             self.more = nn.Linear(dim, 4)
         elif kind == "lstm":

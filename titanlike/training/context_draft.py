@@ -84,7 +84,7 @@ class ContextDraft:
             }
             first, second = (record_forward(model, dict(x), names) for x in (batch, shorter))
             recordings = first, second
-        check = TokenCheck(model, call_key, attention)
+        check = TokenCheck(model, call_key, attention, batch["inputs"].shape[1])
         parts = _parts(self.ranks, check.take, attention)
         try:
             check.whole(partial(replay, recordings[0], model, batch))

@@ -79,13 +79,17 @@ class DocumentAttention:
 class Looking:
     """While it is found out which calls of modules count tokens (`check.py`)."""
 
+    tokens: int  # of a whole sequence
     take: Take
     whole: dict[str, list[Call]] = field(default_factory=dict)  # of modules, with whole sequences
     alike: dict[str, str] = field(default_factory=dict)  # modules that compute as another one
 
     def counted(self, name: str, number: int, call: Call, ranks: int) -> Counted:
+        """What the call is, the one of that number in the module of that name."""
         whole = self.whole.get(name) or self.whole.get(self.alike.get(name, ""), [])
-        return counted(whole[number], call, ranks) if number < len(whole) else Counted(call.kind)
+        if number >= len(whole):
+            return Counted(call.kind)
+        return counted(whole[number], call, self.tokens, ranks)
 
 
 class ContextAttention(TorchFunctionMode):
@@ -101,15 +105,37 @@ class ContextAttention(TorchFunctionMode):
         self.counted: dict[str, list[Counted]] = {}
         self.looking: Looking | None = None
         self._place: list[Any] | None = None  # the module that runs, if it is one of these; calls
+        self._observer: Observer | None = None
 
     def around(self, module: nn.Module, name: str) -> None:
         """Let a module's forward run within it; call it before all else that replaces forwards."""
+        for part in module.modules():
+            if getattr(part, "token_wise", False):
+                part.forward = functools.partial(self._apart, part.forward)
         module.forward = functools.partial(self._run, name, module.forward)
+
+    def _apart(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A module that computes each token by itself: what it counts are the tokens that are here."""
+        if self._place is None and self._observer is None:
+            return forward(*args, **kwargs)
+        place, self._place = self._place, None
+        if self._observer is not None:
+            self._observer.muted += 1
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._place = place
+            if self._observer is not None:
+                self._observer.muted -= 1
 
     def _run(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self.active and self.looking is not None:
-            with Observer(self.looking.whole.setdefault(name, [])):
-                return forward(*args, **kwargs)
+            self._observer = Observer(self.looking.whole.setdefault(name, []))
+            try:
+                with self._observer:
+                    return forward(*args, **kwargs)
+            finally:
+                self._observer = None
         if not self.active:
             return forward(*args, **kwargs)
         if self._of_documents is not None:

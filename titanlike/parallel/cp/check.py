@@ -39,22 +39,24 @@ class Unchecked(Exception):
 class TokenCheck:
     """Of one model: `whole`, then `parts`."""
 
-    def __init__(self, model: nn.Module, key: CallKey, attention: ContextAttention) -> None:
+    def __init__(
+        self, model: nn.Module, key: CallKey, attention: ContextAttention, tokens: int
+    ) -> None:
         """key: equal for calls of modules that compute the same, None where that is not known;
-        attention: that around the model's modules."""
+        attention: that around the model's modules; tokens: of a whole sequence."""
         self._model, self._key, self._attention = model, key, attention
         self._whole = WholeRun(model, {}, key)
         ranks = attention.ranks.size
         placements = {n: Placement(None, ranks, "never") for n, _ in model.named_parameters()}
         self._placements: Mapping[str, Placement] = placements
         self._run: _PartsRun | None = None
-        self._looking: Looking | None = None
+        self._looking = Looking(tokens, self.take)
 
     def whole(self, forward: Callable[[], Any]) -> None:
         """forward: of whole sequences. Raises Unchecked."""
         run = self._whole
         self._attention.active = False
-        self._attention.looking = looking = Looking(self.take)
+        self._attention.looking = self._looking
         try:
             with _alone(self._model, run, lambda args, result: None):
                 run.output = shapes_of(tensors_in(run.see(forward)))
@@ -64,8 +66,7 @@ class TokenCheck:
         finally:
             self._attention.active = True
             self._attention.looking = None
-        looking.alike = run.alike
-        self._looking = looking
+        self._looking.alike = run.alike
         self._run = _PartsRun(self._model, {}, self._key, run.steps, self._placements)
 
     def take(self, x: Tensor, dim: int) -> Tensor:

@@ -41,12 +41,13 @@ class Observer(TorchFunctionMode):
     def __init__(self, calls: list[Call]) -> None:
         super().__init__()
         self._calls = calls
+        self.muted = 0
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if (call := call_of(function, args, kwargs)) is not None:
+        if not self.muted and (call := call_of(function, args, kwargs)) is not None:
             self._calls.append(call)
         return function(*args, **kwargs)
 
@@ -92,20 +93,25 @@ def _cut(size: int, one: Any) -> tuple[int, int] | None:
     return (size, one.stop) if cut and isinstance(one.stop, int) else None
 
 
-def counted(whole: Call, here: Call, ranks: int) -> Counted:
-    """whole: the same call where the sequence is whole; here: where a rank has its part."""
+def counted(whole: Call, here: Call, tokens: int, ranks: int) -> Counted:
+    """whole: the same call where the sequence is whole, of so many tokens; here: where a rank has its
+    part."""
     if whole.kind != here.kind or len(whole.numbers) != len(here.numbers):
         return Counted(here.kind)
+
+    def of_tokens(all_of_them: Any, own: Any) -> bool:
+        numbers = type(all_of_them) is int and type(own) is int
+        return numbers and (all_of_them, own) == (tokens, tokens // ranks)
+
     if here.kind == "arange":
-        start, end, step = here.numbers
-        of_tokens = (start, step) == (0, 1) and isinstance(end, int)
-        of_tokens = of_tokens and whole.numbers == (0, end * ranks, 1)
-        return Counted("arange", (0,) if of_tokens else ())
+        (start, end, step), (_, own, _) = whole.numbers, here.numbers
+        plain = start == 0 and step == 1 and whole.numbers[::2] == here.numbers[::2]
+        return Counted("arange", (0,) if plain and of_tokens(end, own) else ())
     pairs = enumerate(zip(whole.numbers, here.numbers, strict=True))
     if here.kind == "filled":
-        dims = tuple(dim for dim, (a, b) in pairs if a != b and a == b * ranks)
+        dims = tuple(dim for dim, (a, b) in pairs if of_tokens(a, b))
         return Counted("filled", dims if len(dims) == 2 else ())
-    dims = tuple(dim for dim, (a, b) in pairs if a and b and a[0] == b[0] and a[1] == b[1] * ranks)
+    dims = tuple(dim for dim, (a, b) in pairs if a and b and a[0] == b[0] and of_tokens(a[1], b[1]))
     return Counted("index", dims if len(dims) <= 2 else ())
 
 
