@@ -256,7 +256,7 @@ def _why_not_compiled(config: Config, plan: Draft, stage: nn.Module, block: str)
     reason = "" if plan.tensor is None else plan.tensor.why_not_compiled(block)
     if block in plan.model_graph.taking_gradients:
         return "it takes gradients in its forward"
-    if plan.context is not None and block in plan.context.attention.counted:
+    if plan.context is not None and plan.context.attention.counts(block):
         return "it counts tokens, of which cp ranks have parts"
     return reason or (why_not_compiled(stage, block) if config.ep > 1 else "")
 

@@ -84,12 +84,15 @@ class ContextDraft:
             }
             first, second = (record_forward(model, dict(x), names) for x in (batch, shorter))
             recordings = first, second
-        check = TokenCheck(model, call_key, attention, batch["inputs"].shape[1])
-        parts = _parts(self.ranks, check.take, attention)
         try:
-            check.whole(partial(replay, recordings[0], model, batch))
-            divided = with_parts(*recordings, parts)
-            check.parts(partial(replay, divided, model, batch), graph.trained_outputs)
+            for training in (True, False):
+                if not (training or attention.counted):
+                    break  # what blocks count in evaluation, only where they count tokens at all
+                model.train(training)
+                check = TokenCheck(model, call_key, attention, batch["inputs"].shape[1])
+                check.whole(partial(replay, recordings[0], model, batch))
+                divided = with_parts(*recordings, _parts(self.ranks, check.take, attention))
+                check.parts(partial(replay, divided, model, batch), graph.trained_outputs)
             self.attention.counted = attention.counted
         except Unchecked as error:
             self.unchecked = str(error)
@@ -99,6 +102,8 @@ class ContextDraft:
             reason = f"{where}{mixed.reason}; with cp {alone}"
             fix = f"cp=1 dp={self.config.dp * self.config.cp}"
             raise ConfigError([Problem("cp", self.config.cp, reason, fix)]) from None
+        finally:
+            model.train()
 
     def loss_problems(self, loss: Loss, output: Any, targets: Tensor) -> list[Problem]:
         """What is wrong with a loss of a rank's tokens; output and targets on meta."""

@@ -75,18 +75,22 @@ class DocumentAttention:
     mask: Callable[[Any, int, int, Tensor], Tensor]
 
 
+Mode = tuple[str, bool]  # the name of a module, whether it is training
+
+
 @dataclass
 class Looking:
     """While it is found out which calls of modules count tokens (`check.py`)."""
 
     tokens: int  # of a whole sequence
     take: Take
-    whole: dict[str, list[Call]] = field(default_factory=dict)  # of modules, with whole sequences
+    whole: dict[Mode, list[Call]] = field(default_factory=dict)  # with whole sequences
     alike: dict[str, str] = field(default_factory=dict)  # modules that compute as another one
 
-    def counted(self, name: str, number: int, call: Call, ranks: int) -> Counted:
-        """What the call is, the one of that number in the module of that name."""
-        whole = self.whole.get(name) or self.whole.get(self.alike.get(name, ""), [])
+    def counted(self, mode: Mode, number: int, call: Call, ranks: int) -> Counted:
+        """What the call is, the one of that number in a module."""
+        like = self.alike.get(mode[0], ""), mode[1]
+        whole = self.whole.get(mode) or self.whole.get(like, [])
         if number >= len(whole):
             return Counted(call.kind)
         return counted(whole[number], call, self.tokens, ranks)
@@ -101,8 +105,8 @@ class ContextAttention(TorchFunctionMode):
         self.active = True  # or else modules run as if there was no context parallelism
         # called in place of attention, with its arguments by name: to look at them
         self.instead: Callable[[dict[str, Any]], Tensor] | None = None
-        # of modules that count tokens themselves, by name: their calls that may, in order
-        self.counted: dict[str, list[Counted]] = {}
+        # of modules that count tokens themselves: their calls that may, in order
+        self.counted: dict[Mode, list[Counted]] = {}
         self.looking: Looking | None = None
         self._place: list[Any] | None = None  # the module that runs, if it is one of these; calls
         self._observer: Observer | None = None
@@ -112,7 +116,11 @@ class ContextAttention(TorchFunctionMode):
         for part in module.modules():
             if getattr(part, "token_wise", False):
                 part.forward = functools.partial(self._apart, part.forward)
-        module.forward = functools.partial(self._run, name, module.forward)
+        module.forward = functools.partial(self._run, name, module, module.forward)
+
+    def counts(self, name: str) -> bool:
+        """Whether a module counts tokens itself."""
+        return any(name == other for other, _ in self.counted)
 
     def _apart(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A module that computes each token by itself: what it counts are the tokens that are here."""
@@ -128,9 +136,12 @@ class ContextAttention(TorchFunctionMode):
             if self._observer is not None:
                 self._observer.muted -= 1
 
-    def _run(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run(
+        self, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        mode = name, module.training
         if not self.active and self.looking is not None:
-            self._observer = Observer(self.looking.whole.setdefault(name, []))
+            self._observer = Observer(self.looking.whole.setdefault(mode, []))
             try:
                 with self._observer:
                     return forward(*args, **kwargs)
@@ -141,10 +152,10 @@ class ContextAttention(TorchFunctionMode):
         if self._of_documents is not None:
             args = tuple(map(self._divided, args))
             kwargs = {key: self._divided(value) for key, value in kwargs.items()}
-        if self.looking is None and name not in self.counted:
+        if self.looking is None and mode not in self.counted:
             with self:
                 return forward(*args, **kwargs)
-        before, self._place = self._place, [name, 0]
+        before, self._place = self._place, [mode, 0]
         try:
             with self:
                 return forward(*args, **kwargs)
@@ -177,16 +188,16 @@ class ContextAttention(TorchFunctionMode):
 
     def _with_all_tokens(self, call: Call, function: Any, args: Any, kwargs: Any) -> Any:
         assert self._place is not None
-        name, number = self._place
+        mode, number = self._place
         self._place[1] += 1
         size, take = self.ranks.size, self.ranks.take
-        known = self.counted.setdefault(name, [])
+        known = self.counted.setdefault(mode, [])
         if self.looking is not None:
             take = self.looking.take
             if number == len(known):
-                known.append(self.looking.counted(name, number, call, size))
+                known.append(self.looking.counted(mode, number, call, size))
         if number >= len(known) or known[number].kind != call.kind:
-            reason = f"{name} counts its tokens by other calls than when it was checked"
+            reason = f"{mode[0]} counts its tokens by other calls than when it was checked"
             raise ConfigError([Problem("cp", size, reason, "cp=1")])
         dims = known[number].dims
         if not dims:

@@ -96,10 +96,13 @@ class TokenCheck:
             raise TokensMixed(run.path, f"raises {type(error).__name__}: {text}") from error
         finally:
             self._attention.instead = self._attention.looking = None
-            calls = self._attention.counted
-            calls |= {name: calls[like] for name, like in run.repeated if like in calls}
+            calls, modes = self._attention.counted, (True, False)
+            for name, like in run.repeated:
+                calls |= {
+                    (name, mode): calls[like, mode] for mode in modes if (like, mode) in calls
+                }
             self._attention.counted = {
-                name: every for name, every in calls.items() if any(call.dims for call in every)
+                mode: every for mode, every in calls.items() if any(call.dims for call in every)
             }
         for path, drawn in run.draws.items():
             if False in drawn:

@@ -59,15 +59,17 @@ def call_of(function: Any, args: Any, kwargs: Any) -> Call | None:
         given = kwargs.get("start", start), kwargs.get("end", end), kwargs.get("step", step)
         return Call("arange", given)
     if function in _FILLED:
-        return Call("filled", _sizes(args, kwargs))
+        sizes = _sizes(args, kwargs)
+        return Call("filled", sizes) if len({*sizes}) < len(sizes) else None  # none is a square
     if function is not Tensor.__getitem__:
         return None
     index = _index(*args)
     if not all(one is None or isinstance(one, (int, slice)) for one in index):
-        return Call("index", ())
-    sizes = iter(args[0].shape)
-    cut = [(next(sizes), one) for one in index if one is not None]
-    return Call("index", tuple(_cut(size, one) for size, one in cut))
+        return None
+    dims = iter(args[0].shape)
+    pairs = [(next(dims), one) for one in index if one is not None]
+    cut = tuple(_cut(size, one) for size, one in pairs)
+    return Call("index", cut) if any(cut) else None
 
 
 _FILLED = (torch.ones, torch.zeros, torch.full)
