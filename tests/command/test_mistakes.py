@@ -15,7 +15,7 @@ import pytest
 import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.types import RunMode
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig
 
@@ -259,6 +259,7 @@ WORDS = st.lists(
 
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(WORDS)
+@example(["--", "pp=${x}"])
 def test_no_words_raise(words: list[str]) -> None:
     for problem in problems_of(words):
         assert "Traceback" not in str(problem)

@@ -403,7 +403,7 @@ class _OverrideChecker:
 
     def _with_applied_fix(self, problem: Problem) -> Problem:
         """The problem, with a fix that is right by the rules for numbers, too."""
-        if not problem.fix:  # fsdp=true, as another framework has it
+        if not problem.fix and "." not in problem.key:  # fsdp=true, as another framework has it
             fix, _ = self._advice().translated(problem.key, override_text(problem.value))
             return replace(problem, fix=fix)
         fix = problem.fix if problem.fix.startswith(f"{problem.key}=") else ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hydra.core.override_parser.types import Override
@@ -174,7 +175,8 @@ class Advice:
         """The same, where the key is one of another framework."""
         paths = {"dp": "dp", "steps": "steps", "lr": "optimizer.lr", "batch_size": "batch_size"}
         paths |= {"pp": "pp", "microbatches": "schedule.microbatches"}
-        numbers = {name: OmegaConf.select(self.composed, path) for name, path in paths.items()}
+        known = partial(OmegaConf.select, self.composed, throw_on_resolution_failure=False)
+        numbers = {name: known(path) for name, path in paths.items()}
         right: dict[str, Any]
         right = {k: v for k, v in numbers.items() if isinstance(v, (int, float)) and v}
         if (pp := right.pop("pp", 1)) > 1 and "microbatches" not in right:
