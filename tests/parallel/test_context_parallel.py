@@ -263,6 +263,7 @@ MIXED = {
     "flip": "calls flip: it reverses over a rank's part of the tokens",
     "loop": "it makes other calls for shorter sequences",
     "a table that grows": "",
+    "recomputed by itself": "layers.0 counts its tokens, and calls torch.utils.checkpoint",
     "distances": "its mask is not that of the rank's tokens",
     "a list of positions": "layers.0",
     "chance of a sequence": "draws random numbers for whole sequences",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 # of a block: what it computes beside attention and layers that take each token by itself
 MIXERS = {
@@ -28,6 +29,7 @@ MIXERS = {
     "rotated": lambda block, x: rotated(x),
     # as many features as a rank of two has of 16 tokens
     "eight features": lambda block, x: rotated(x[:, :, :8]).repeat(1, 1, x.shape[2] // 8),
+    "recomputed by itself": lambda block, x: checkpoint(rotated, x, use_reentrant=False),
     "a table that grows": lambda block, x: x * block.grown(x)[: x.shape[1]],
     "a list of positions": lambda block, x: torch.tensor(
         [0.1 * number for number in range(x.shape[1])], device=x.device

@@ -189,11 +189,11 @@ def _write_tokenizer(folder: Path, plan: ExportPlan, saved: SavedModel) -> _Toke
         name = data.tokenizer
     if name is not None:
         try:
+            chat = find_template(data.template, name) if isinstance(data, ChatData) else None
             written, ends = write_tokenizer(name, folder), frozenset[int]()
-            if isinstance(data, ChatData):
-                template = find_template(data.template, name)
-                (folder / "chat_template.jinja").write_text(template.source, encoding="utf-8")
-                ends = template.ends(written) | {written.boundary}
+            if chat is not None:
+                (folder / "chat_template.jinja").write_text(chat.source, encoding="utf-8")
+                ends = chat.ends(written) | {written.boundary}
             return _Tokenizer(f"tokenizer: {name}", written.boundary, ends)
         except (ValueError, OSError) as error:
             return _Tokenizer(f"WARNING: without a tokenizer: {' '.join(str(error).split())}")

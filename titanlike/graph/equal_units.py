@@ -32,7 +32,9 @@ def call_key(module: nn.Module, args: Any, kwargs: Any) -> Hashable | None:
         if not type(part).__module__.startswith((_OWN, _TORCHS)) or (path and hooks):
             return None
         own = [item for item in vars(part).items() if item[0][0] != "_" and item[0] not in _AROUND]
-        replaced = path and "forward" in vars(part) and not styled
+        around = vars(part).get("forward")
+        plain = styled or around is None or getattr(around, "changes_nothing", False)
+        replaced = path and not plain
         if replaced or not all(map(_is_plain, own)):
             return None
         # a buffer may be what it keeps for the next call; those of a routed layer change once a step

@@ -60,6 +60,7 @@ class RoutedFeedForward(nn.Module):
     """
 
     token_wise = True  # computes each token by itself
+    keeps_choice = True  # a recomputation may keep what topk has chosen
     bias: Tensor  # [E], with routing.bias_rate
     load: Tensor  # [E], with routing.balance_loss
 

@@ -22,7 +22,6 @@ from torch.utils.checkpoint import (
 )
 
 from titanlike.config.errors import ConfigError, Problem
-from titanlike.parallel.expert_balance import experts_of
 from titanlike.parallel.weight_gradient_operator import DEFERRED_LINEAR
 from titanlike.torch_private import pytree
 from titanlike.torch_private.autograd import ignore_ranges_in_selective_checkpoints
@@ -30,7 +29,7 @@ from titanlike.torch_private.autograd import ignore_ranges_in_selective_checkpoi
 # operators of our own that are matrix products: the second is that of `models/expert_linear.py`
 PRODUCTS = (DEFERRED_LINEAR, "titanlike.expert_linear")
 # which experts a token goes to: computed again it may be another one of equal scores, of which then
-# some ranks have more tokens than before
+# some ranks have more tokens than before. Of layers that say so: others change its results in place
 _ROUTE = "aten.topk"
 
 
@@ -38,11 +37,12 @@ def checkpoint_blocks(stage: nn.Module, blocks: Iterable[str], save: Sequence[st
     """Recompute these blocks of a stage in the backward; call it before `fully_shard`.
 
     save: operators whose results are kept, as in "aten.mm" or "aten._scaled_dot_product*"; all else
-    is computed again, but for the choice of experts.
+    is computed again, but for the choice of experts (`keeps_choice`).
     """
     for name in blocks:
         block = stage.get_submodule(name)
-        kept = [*save, _ROUTE] if experts_of(block) else save
+        routed = any(getattr(part, "keeps_choice", False) for part in block.modules())
+        kept = [*save, _ROUTE] if routed else save
         # torch.compile accepts no context_fn that does nothing
         options = {"context_fn": _contexts(name, kept)} if kept else {}
         block.forward = functools.partial(_forward, block.forward, options)

@@ -189,7 +189,8 @@ def _explain(
         if is_accelerator(device):
             rows = explained(kernels=True)
         different = [row for row in rows if not row.agrees]
-        if different and all(map(late, different)) and config.verify.steps > 1:
+        known = is_accelerator(device) and exact.groups > 1  # the same was done above
+        if different and all(map(late, different)) and config.verify.steps > 1 and not known:
             rows = explained(kernels=False)
     barrier(worker, "rounding", REFERENCE_TIMEOUT)
     if worker.world_size > 1:

@@ -99,7 +99,8 @@ def of_last_queries(
 
 def _aligns_last(q: Tensor, v: Tensor) -> bool:
     width = q.shape[-1]
-    return q.is_cuda and _takes_flash(q) and width == v.shape[-1] and width % 8 == 0
+    fits = width == v.shape[-1] and width % 8 == 0 and width <= 256
+    return q.is_cuda and _takes_flash(q) and fits
 
 
 def _takes_flash(q: Tensor) -> bool:

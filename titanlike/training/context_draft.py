@@ -93,9 +93,15 @@ class ContextDraft:
                 check.whole(partial(replay, recordings[0], model, batch))
                 divided = with_parts(*recordings, _parts(self.ranks, check.take, attention))
                 check.parts(partial(replay, divided, model, batch), graph.trained_outputs)
-            self.attention.counted = attention.counted
+                self.attention.counted = attention.counted
+            self._check_recomputed(recordings[0])
         except Unchecked as error:
             self.unchecked = str(error)
+            if attention.counted:
+                reason = (
+                    f"its blocks count their tokens, and their evaluation is not known: {error}"
+                )
+                raise ConfigError([Problem("cp", self.config.cp, reason, "cp=1")]) from None
         except TokensMixed as mixed:
             where = f"its {mixed.module} " if mixed.module else "its forward "
             alone = "a token sees others by scaled_dot_product_attention alone"
@@ -104,6 +110,14 @@ class ContextDraft:
             raise ConfigError([Problem("cp", self.config.cp, reason, fix)]) from None
         finally:
             model.train()
+
+    def _check_recomputed(self, recording: Recording) -> None:
+        """What a module recomputes by itself runs apart from it, and would count from zero."""
+        for node in recording.nodes:
+            if node.checkpoints_inside and self.attention.counts(node.target):
+                reason = f"its {node.target} counts its tokens, and calls torch.utils.checkpoint"
+                fix = f"cp=1 dp={self.config.dp * self.config.cp}"
+                raise ConfigError([Problem("cp", self.config.cp, reason, fix)])
 
     def loss_problems(self, loss: Loss, output: Any, targets: Tensor) -> list[Problem]:
         """What is wrong with a loss of a rank's tokens; output and targets on meta."""

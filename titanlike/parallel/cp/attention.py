@@ -115,7 +115,9 @@ class ContextAttention(TorchFunctionMode):
         """Let a module's forward run within it; call it before all else that replaces forwards."""
         for part in module.modules():
             if getattr(part, "token_wise", False):
-                part.forward = functools.partial(self._apart, part.forward)
+                apart: Any = functools.partial(self._apart, part.forward)
+                apart.changes_nothing = True  # for `equal_units.call_key`
+                part.forward = apart
         module.forward = functools.partial(self._run, name, module, module.forward)
 
     def counts(self, name: str) -> bool:
@@ -158,14 +160,27 @@ class ContextAttention(TorchFunctionMode):
         before, self._place = self._place, [mode, 0]
         try:
             with self:
-                return forward(*args, **kwargs)
+                result = forward(*args, **kwargs)
+            if self.looking is None and self._place[1] != len(self.counted[mode]):
+                raise self._other_calls(name)
+            return result
         finally:
             self._place = before
 
+    def _other_calls(self, name: str) -> ConfigError:
+        reason = f"{name} counts its tokens by other calls than when it was checked"
+        return ConfigError([Problem("cp", self.ranks.size, reason, "cp=1")])
+
     def _divided(self, argument: Any) -> Any:
+        """An argument, in which documents know that they are those of all tokens."""
         own = self._of_documents
-        is_documents = own is not None and isinstance(argument, own.documents)
-        return argument._replace(attend=self._documents) if is_documents else argument
+        if own is not None and isinstance(argument, own.documents):
+            return argument._replace(attend=self._documents)
+        if type(argument) in (tuple, list):
+            return type(argument)(map(self._divided, argument))
+        if type(argument) is dict:
+            return {key: self._divided(value) for key, value in argument.items()}
+        return argument
 
     def __deepcopy__(self, _: dict[int, Any]) -> ContextAttention:
         """A copy of a module runs its own forward within the same."""
@@ -197,8 +212,7 @@ class ContextAttention(TorchFunctionMode):
             if number == len(known):
                 known.append(self.looking.counted(mode, number, call, size))
         if number >= len(known) or known[number].kind != call.kind:
-            reason = f"{mode[0]} counts its tokens by other calls than when it was checked"
-            raise ConfigError([Problem("cp", size, reason, "cp=1")])
+            raise self._other_calls(mode[0])
         dims = known[number].dims
         if not dims:
             return function(*args, **kwargs)
@@ -241,6 +255,7 @@ class ContextAttention(TorchFunctionMode):
 
             return _by_heads(attend, query, key, value, ranks)
         if ranks.method == "ring":
+            assert mask is None, "of the ring's blocks none takes a mask"
             return ring_attention(query, key, value, ranks, is_causal, scale)
         options["enable_gqa"] = enable_gqa
         key, value = _gathered(key, value, ranks)
@@ -255,6 +270,8 @@ class ContextAttention(TorchFunctionMode):
     ) -> Tensor:
         own, ranks = self._of_documents, self.ranks
         assert own is not None
+        if self._place is not None:  # what is counted here is no call of the module
+            return self._apart(self._documents, q, k, v, documents, scale, dropout)
         function, mask = own.function, documents._replace(attend=None)
         if ranks.method == "ulysses":
             attend = lambda q, k, v: function(q, k, v, mask, scale, dropout)  # noqa: E731

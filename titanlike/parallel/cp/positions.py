@@ -60,7 +60,7 @@ def call_of(function: Any, args: Any, kwargs: Any) -> Call | None:
         return Call("arange", given)
     if function in _FILLED:
         sizes = _sizes(args, kwargs)
-        return Call("filled", sizes) if len({*sizes}) < len(sizes) else None  # none is a square
+        return Call("filled", sizes) if len(sizes) > 1 else None
     if function is not Tensor.__getitem__:
         return None
     index = _index(*args)
@@ -126,7 +126,8 @@ def of_all_tokens(
         call = call_of(function, args, kwargs)
         assert call is not None
         others = {name: v for name, v in kwargs.items() if name not in ("start", "end", "step")}
-        return take(torch.arange(call.numbers[1] * ranks, **others), 0)
+        start, end, step = call.numbers
+        return take(torch.arange(start, end * ranks, step, **others), 0)
     if function in _FILLED:
         sizes = [n * (ranks if dim in dims else 1) for dim, n in enumerate(_sizes(args, kwargs))]
         others = {name: value for name, value in kwargs.items() if name != "size"}
