@@ -249,6 +249,8 @@ def _resumes(cell: Cell, folder: Path, deadline: float) -> tuple[str, dict[str, 
     whole = _train(again, folder, "whole", deadline)
     _train(cell, folder, "resumed", deadline)
     resumed = _train(again, folder, "resumed", deadline)
+    if "resuming from step " not in (folder / "resumed.log").read_text(errors="replace"):
+        raise CellFailed("it began anew")
     steps = [record["step"] for record in resumed]
     if steps != [record["step"] for record in whole]:
         raise CellFailed(f"steps {steps} instead of 1 to {len(whole)}")

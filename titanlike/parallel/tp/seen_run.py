@@ -207,8 +207,7 @@ class WholeRun(SeenRun):
         super().__init__(model, modules, key)
         self.steps: list[Step] = []
         self.output: tuple[Shape, ...] = ()
-        self._equal: dict[Hashable, list[Step]] = {}
-        self._first: dict[Hashable, str] = {}
+        self._equal: dict[Hashable, tuple[str, list[Step]]] = {}  # a block, and what it did
         self.alike: dict[str, str] = {}  # blocks that were not run, and the equal ones that were
         # as the other run keeps them: torch detaches a new tensor that somebody else refers to
         self._results: list[Any] = []
@@ -236,8 +235,8 @@ class WholeRun(SeenRun):
         key = self._key(module, args, kwargs)
         outside, path = self.steps, self.relative(self.path)
         if key in self._equal:
-            self.alike[name] = self._first[key]
-            outside.append(Step("block", "", path, inside=self._equal[key]))
+            self.alike[name], inside = self._equal[key]
+            outside.append(Step("block", "", path, inside=inside))
             return args[0]
         self.steps = []
         self._prefixes.append(name)
@@ -246,7 +245,7 @@ class WholeRun(SeenRun):
         inside, self.steps = self.steps, outside
         outside.append(Step("block", "", path, inside=inside))
         if key is not None and same_form(result, args):
-            self._equal[key], self._first[key] = inside, name
+            self._equal[key] = name, inside
         return result
 
 
