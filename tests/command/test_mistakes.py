@@ -61,6 +61,18 @@ def test_a_right_command_line_is_composed_once(monkeypatch: pytest.MonkeyPatch) 
         assert not examined(*words).problems and len(composed) == 1
 
 
+def test_a_mapping_that_is_merged_into_the_files_says_what_stays(tmp_path: Path) -> None:
+    """Hydra merges mappings: a plan of tensor parallelism that was to be another has both."""
+    file = tmp_path / "model/planned.yaml"
+    file.parent.mkdir()
+    file.write_text("defaults: [llama_tiny]\ntp_plan: {a: colwise, b: rowwise}\n")
+    at = f"hydra.searchpath=[{tmp_path}]", "model=planned"
+    (line,) = examined(*at, "model.tp_plan={a:rowwise}").notes
+    assert line.endswith("into the file's 2; of these stay: b")
+    for plan in ("{a:rowwise,b:colwise}", "null"):
+        assert not examined(*at, f"model.tp_plan={plan}").notes
+
+
 def test_mistakes_of_every_kind_are_reported_together(tmp_path: Path) -> None:
     """Key, choice, another choice's key, added key, syntax, type, and rules between keys."""
     mistakes = ["dpp=2", "schedule=1f1bb", "data=synthetic", "data.path=x", "+foo=1", "a b"]

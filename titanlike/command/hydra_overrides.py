@@ -37,6 +37,7 @@ from titanlike.command.override_errors import Advice, one_line
 from titanlike.command.own_choices import complete_choices
 from titanlike.command.parsed_override import (
     environment,
+    mapping_kept,
     may_set,
     parse_override,
     plain_config,
@@ -96,11 +97,15 @@ class CheckedOverrides:
     # values of the environment variables that it names -> their names, ${oc.env:NAME}
     environment: dict[str, str] = field(default_factory=dict)
     new_folder: Path | None = None  # named by the time: no other start is to write there
-    imports: list[str] = field(default_factory=list)  # from outside, a line each
+    # printed before anything starts: what is imported from outside, what stays of a mapping
+    notes: list[str] = field(default_factory=list)
 
     def add(self, problem: Problem) -> None:
         if problem not in self.problems:
             self.problems.append(problem)
+
+    def note(self, *lines: str) -> None:
+        self.notes += [line for line in lines if line not in self.notes]
 
 
 def check_overrides(args: argparse.Namespace) -> CheckedOverrides:
@@ -351,6 +356,7 @@ class _OverrideChecker:
             if not may_set(single, composed):
                 rejected.append((override, None))
                 continue
+            self.checked.note(*mapping_kept(single, composed))
             try:
                 ConfigLoaderImpl._apply_overrides_to_config([single], composed)
             except Exception as error:
@@ -394,8 +400,7 @@ class _OverrideChecker:
         hydra, run_dir = unresolved["hydra"], str(unresolved["run_dir"])
         if re.search(r"\$\{now:[^}]*%S", hydra[kind]["dir"].replace("${run_dir}", run_dir)):
             self.checked.new_folder = folder
-        lines = outside(plain, hydra)
-        self.checked.imports += [line for line in lines if line not in self.checked.imports]
+        self.checked.note(*outside(plain, hydra))
         self.checked.config, problems = parse(plain)
         for problem in problems:
             if problem.key not in swept:

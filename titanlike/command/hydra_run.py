@@ -141,7 +141,7 @@ def _prepare(args: argparse.Namespace, task: Task, result_dir: str | None) -> Ex
     runner = task.runner = replace(task.runner, restart=task.runner.restart or bool(first_folder))
     checked = check_overrides(args)
     runner = task.runner = replace(runner, environment=checked.environment)
-    for line in checked.imports if not runner.checked else ():  # before these are executed
+    for line in checked.notes if not runner.checked else ():  # before these are executed
         print(redact(line), flush=True)
     try:
         problems = _problems(args, checked, runner)
@@ -156,7 +156,7 @@ def _prepare(args: argparse.Namespace, task: Task, result_dir: str | None) -> Ex
             task.sweep_run, problems = open_sweep(
                 args, checked.config, settings, runner.folder, runner.restart, missing
             )
-            task.sweep_run.imports += checked.imports
+            task.sweep_run.imports += checked.notes
     except JobFailed as failed:
         print(failed, file=sys.stderr)
         record_for_torchrun(failed)

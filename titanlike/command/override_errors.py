@@ -67,9 +67,11 @@ def wrong_choice(group: str, choice: Any, options: list[str], advice: Advice) ->
     for parent in parents if not isinstance(choice, str) else ():  # for lr=3e-4
         if words := advice.applied([f"{parent}.{group}={choice}"]):
             return Problem(group, choice, reason, _shell(words))
-    if near := nearest(str(choice), options):
+    near, word = nearest(str(choice), options), override_text(choice)
+    fix, note = advice.translated(group, word)
+    a_name = group == "data" and near and near in word and len(word) > len(near) + 2  # wikitext
+    if near and not a_name:
         return Problem(group, choice, reason, f"{group}={near}")
-    fix, note = advice.translated(group, override_text(choice))
     if not fix.startswith(group):
         fix, note = advice.default(group), ""
     return Problem(group, choice, f"{reason} ({note})" if note else reason, fix)

@@ -52,6 +52,17 @@ def may_set(override: Override, composed: DictConfig) -> bool:
     return named or f"{key}=".startswith(ADDED) or (group in OPEN_GROUPS and bool(rest) and own)
 
 
+def mapping_kept(override: Override, composed: DictConfig) -> Iterator[str]:
+    """A line where the override gives a mapping, and entries that it does not name stay."""
+    key, value = override.key_or_group, override.value()
+    node = _node(composed, key)
+    if not isinstance(value, dict) or not isinstance(node, DictConfig) or key.startswith("hydra"):
+        return
+    if kept := [str(name) for name in node if name not in value]:
+        shown = ", ".join([*kept[:4], *(["..."] if len(kept) > 4 else [])])
+        yield f"{key}: what is given is merged into the file's {len(node)}; of these stay: {shown}"
+
+
 def _node(composed: DictConfig, key: str) -> Any:
     """What a key holds; None where there is no such key, or its value is not known yet."""
     try:

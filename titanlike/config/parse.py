@@ -125,11 +125,13 @@ def _group(group: str, plain: Any, problems: list[Problem]) -> Any:
         made.args = {key: value for key, value in plain.items() if key not in fields}
         return made
     if name not in variants:
-        near = nearest(name, variants) or next(iter(variants))
+        fix = f"{group}={nearest(name, variants) or next(iter(variants))}"
+        if group == "logger" and not nearest(name, variants):  # a run's name is meant
+            fix = f"{fix} logger.run_name={name}"
         reason = f"no such choice; choices: {', '.join(variants)}"
         if group in OPEN_GROUPS:
             reason += ", or an import path such as my_package.my_module.attribute"
-        problems.append(Problem(f"{group}.name", name, reason, f"{group}={near}"))
+        problems.append(Problem(f"{group}.name", name, reason, fix))
         return None
     return _dataclass(variants[name], plain, f"{group}.", problems)
 
