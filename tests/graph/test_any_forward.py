@@ -98,6 +98,42 @@ def loss_of(output: Any) -> Tensor:
     return (output["logits"] if isinstance(output, dict) else output).square().mean()
 
 
+class Selecting(nn.Module):
+    """Hands on the rows of a mask: as many as it has, which is another number in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        x = self.linear(x) + (0 if rows is None else rows.sum())
+        return x, x[x[..., 0] > 0]
+
+
+class SelectsRows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Selecting() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = None
+        for at, block in enumerate(self.blocks):
+            x, rows = block(x, rows)
+            rows = None if at == 2 else rows
+        return x
+
+
+def test_a_tensor_whose_size_depends_on_values_is_passed_on_within_a_stage_alone() -> None:
+    with torch.device("meta"):
+        model = SelectsRows()
+    graph = ModelGraph(model, {"inputs": Field((64, 8), torch.float32)}, 4, [])
+    for stages in (2, 4):
+        graph.stages = partition(graph.units, EvenSplit(), stages)
+        assert "size depends on values" in message_problem(graph.graphs(graph.fields, True)[1])
+    graph.stages = [["blocks.0", "blocks.1", "blocks.2"], ["blocks.3"]]  # here x alone
+    assert not any(map(message_problem, graph.graphs(graph.fields, True)))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_cut_model_computes_what_the_whole_one_does(name: str) -> None:
     torch.manual_seed(0)

@@ -199,6 +199,11 @@ def message_problem(graph: StageGraph) -> str:
     for node in graph.receives:
         if node.tensor.is_complex():
             return f"a stage would begin where a tensor of {node.tensor.dtype} is passed on"
+        if node.sized_by_values:
+            return (
+                "a stage would begin where a tensor is passed on whose size depends on values, as "
+                "x[mask] has it, and sizes of messages are fixed; x * mask instead"
+            )
         storages.setdefault(storage_id(node.tensor), []).append(node)
     for nodes in storages.values():
         if len(nodes) > 1 and any(node.mutated for node in nodes):

@@ -140,6 +140,7 @@ class _Interceptor(TorchFunctionMode):
         # of such a call: the result's shape, strides, dtype, whether it has a gradient; whether the
         # call drew random numbers
         self._like: dict[Hashable, tuple[Any, ...]] = {}
+        self._sized_by_values: list[Tensor] = []
         # of each unit: the tensors that it was given, and their versions after it
         self._given: list[tuple[Node, list[tuple[Tensor, int]]]] = []
 
@@ -173,6 +174,9 @@ class _Interceptor(TorchFunctionMode):
         for node, given in self._given:
             if any(tensor._version != version for tensor, version in given):
                 node.once = node.once or "is given a tensor that is later changed in place"
+        sized = {id(tensor) for tensor in self._sized_by_values}
+        for node in self.builder.nodes:
+            node.sized_by_values = id(node.value) in sized
         output = self.builder.with_nodes(output)
         return Recording(self.builder.nodes, self._called, output, self.builder.gradient_flow)
 
@@ -337,7 +341,7 @@ class _Interceptor(TorchFunctionMode):
                 self._on_cpu = True
                 if own is None:
                     vars(module).pop("forward", None)
-                return run_on_cpu(module, args, kwargs)
+                return run_on_cpu(module, args, kwargs, self._sized_by_values)
             if call and equal_units.is_new(result, args, kwargs):
                 self._call = call
             return result

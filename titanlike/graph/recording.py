@@ -48,6 +48,7 @@ class Node:
     checkpointed: bool = False  # its activations are recomputed in the backward, by the model
     checkpoints_inside: bool = False  # a unit whose forward does so with parts of itself
     gradients_inside: bool = False  # a unit whose forward takes gradients
+    sized_by_values: bool = False  # another shape for other values: x[x > 0]
     # why a unit gives another result when it is computed again: "changes self.calls", ...; "" = not
     once: str = ""
     chunked_head: Any = None  # of the last stage: computes the loss, see optim/chunked_loss.py

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +14,17 @@ from titanlike.graph.hidden_values import tensors
 from titanlike.graph.pytree import tree_flatten, tree_map
 
 
-def run_on_cpu(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_on_cpu(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    sized_by_values: list[Tensor],
+) -> Any:
     """Call a copy of a meta module on the CPU: meta arguments in, meta results out.
 
     A mixture of experts, for example, branches on which tokens an expert gets. One unit at a time
     fits in memory; its weights are random, and only shapes and dtypes are used. Raises what the
-    module raises.
+    module raises. Results whose shape depends on values are added to `sized_by_values`.
     """
 
     others = wanted(module, args, kwargs)
@@ -29,12 +36,28 @@ def run_on_cpu(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         return DependsOn.apply(result, *others) if leaf.requires_grad else result
 
     real = copy.deepcopy(module).to_empty(device="cpu")
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
-        for tensor in [*real.parameters(), *real.buffers()]:
-            _fill(tensor)
-        real_args, real_kwargs = tree_map((args, kwargs), _to_cpu)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        return tree_map(real(*real_args, **real_kwargs), to_meta)
+        result = tree_map(_call(real, args, kwargs, 0.02), to_meta)
+        found, given = tensors(result), tensors(args, kwargs)
+        uncertain = {id(tensor) for tensor in sized_by_values}
+        known = {tensor.shape for tensor in given if id(tensor) not in uncertain}
+        unknown = {tensor.shape for tensor in given} - known
+        if any(tensor.shape not in known for tensor in found):  # rarely: it runs a second time
+            again = tensors(_call(real, args, kwargs, 1.0))
+            for tensor, other in zip(found, again, strict=False):
+                if tensor.shape in unknown or tensor.shape != other.shape:
+                    sized_by_values.append(tensor)
+    return result
+
+
+def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], std: float) -> Any:
+    """With random values of that size."""
+    fill = partial(_fill, std=std)
+    with torch.no_grad():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            fill(tensor)
+        real_args, real_kwargs = tree_map((args, kwargs), partial(_to_cpu, fill=fill))
+    return module(*real_args, **real_kwargs)
 
 
 def wanted(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -55,19 +78,19 @@ class DependsOn(torch.autograd.Function):
         raise AssertionError("a recorded forward has no backward")
 
 
-def _fill(tensor: Tensor) -> None:
-    """Values that most modules accept: small floats, index 0, True."""
+def _fill(tensor: Tensor, std: float) -> None:
+    """Values that most modules accept: floats, index 0, True."""
     if tensor.is_floating_point() or tensor.is_complex():
-        tensor.normal_(0, 0.02)
+        tensor.normal_(0, std)
     else:
         tensor.fill_(tensor.dtype == torch.bool)
 
 
-def _to_cpu(leaf: Any) -> Any:
+def _to_cpu(leaf: Any, fill: Callable[[Tensor], None]) -> Any:
     if isinstance(leaf, torch.device) and leaf.type == "meta":
         return torch.device("cpu")
     if not isinstance(leaf, Tensor):
         return leaf
     tensor = torch.empty_like(leaf, device="cpu")
-    _fill(tensor)
+    fill(tensor)
     return tensor.requires_grad_(leaf.requires_grad)
