@@ -163,7 +163,7 @@ def as_a_gpu(worker: Worker) -> None:
     """Rounding depends on how many samples a layer gets."""
 
     def forward(self: nn.Linear, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias) * (1 + 1e-5 * math.sin(x.shape[0]))
+        return F.linear(x, self.weight, self.bias) * (1 + 1e-4 * math.sin(x.shape[0]))
 
     nn.Linear.forward = forward
     verification.is_accelerator = lambda device: True

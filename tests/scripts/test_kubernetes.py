@@ -158,6 +158,7 @@ def test_a_secret_is_named_and_never_written() -> None:
         "env.FOO": "hf_" + 5 * "Ab1cd",
         "env.DATABASE_URL": f"postgres://user:{key}@host/db",
         "env.OPTIONS": f"--token {key}",
+        "env.my_token": key,
         "env.a-b": f"https://{key}@host/x",  # wrong for another reason, too
         "IMAGE": f"https://user:{key}@registry/llama:1",
     }.items():
