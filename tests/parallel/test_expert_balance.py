@@ -4,11 +4,13 @@ gives each rank a part of every layer's experts."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from support.cells import cells
@@ -26,6 +28,7 @@ from titanlike.config.schema import (
     Custom,
     Fsdp,
     Model,
+    SelectiveActivationCheckpoint,
 )
 from titanlike.config.validate import problems
 from titanlike.data.loader import batches, open_data
@@ -208,6 +211,46 @@ MORE_EXCHANGED = {
 def test_a_mixture_trains_as_one_process_does(config: Config, tmp_path: Path) -> None:
     assert preflight(config) == []
     assert_proven(config, tmp_path)
+
+
+def exchanges_of_a_step(config: Config, worker: Worker) -> tuple[int, list[str]]:
+    """How often a rank exchanges with all others; what there is to say of its compiled blocks."""
+    calls: list[Any] = []
+    exchange, compiled = dist.all_to_all_single, torch.compile
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return exchange(*args, **kwargs)
+
+    torch.compile = partial(compiled, backend="aot_eager")  # the graph's last stage takes long
+    try:
+        with opened(config, worker) as job:
+            job.train()
+            dist.all_to_all_single = counting
+            job.train()
+            return len(calls), job.run.compiled.notes if job.run.compiled else []
+    finally:
+        dist.all_to_all_single, torch.compile = exchange, compiled
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "changes, of_a_layer",
+    [
+        ({}, 5),  # how many tokens go, tokens, results; gradients of both
+        ({"activation_checkpoint": SelectiveActivationCheckpoint()}, 5),
+        ({"activation_checkpoint": SelectiveActivationCheckpoint(), "compile": True}, 5),
+        ({**FULL, "compile": True}, 7),
+    ],
+    ids=["kept", "selective", "selective, compiled", "full, compiled"],
+)
+def test_blocks_with_experts_elsewhere_are_compiled_whole_and_exchange_once(
+    changes: dict[str, Any], of_a_layer: int, tmp_path: Path
+) -> None:
+    """Recomputed selectively they repeat no exchange, and none waits for how many tokens come."""
+    config = of(moe(), dp=2, ep=2, **changes)
+    layers = config.model.args["layers"] * draft(config).microbatches
+    assert run_world(exchanges_of_a_step, config, tmp_path) == [(of_a_layer * layers, [])] * 2
 
 
 @pytest.mark.parametrize(

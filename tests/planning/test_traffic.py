@@ -56,6 +56,13 @@ def test_tokens_go_to_experts_and_experts_are_sharded_over_fewer_ranks() -> None
     plan = planned(*words)
     sent = 128 * ROWS * 2 * DIM * 4 // 2  # half of the tokens, twice, to other ranks
     assert plan.traffic(0).ep == MICROBATCHES * LAYERS * sent * 4  # there and back, twice
+    words.append("activation_checkpoint=selective")  # which keeps what was exchanged
+    kept, again = planned(*words), planned(*words, "activation_checkpoint.save=[aten.*mm]")
+    for recomputed, times in ((kept, 4), (again, 6)):
+        assert recomputed.traffic(0).ep == MICROBATCHES * LAYERS * sent * times
+    times = [found.times.parts[0]["recomputation"] for found in (again, kept)]
+    assert times[0] - times[1] > plan.times.parts[0]["ep exchanges"] / 2
+    words.pop()
     held = LAYERS * 4 * 3 * 176 * DIM  # parameters of 4 experts
     assert plan.traffic(0).expert_gathered == 4 * held // 2
     assert plan.traffic(0).expert_reduced == 4 * held // 2

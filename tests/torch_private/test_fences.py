@@ -40,8 +40,8 @@ from titanlike.torch_private import distributed_checkpoint, foreach, pipeline_st
 from titanlike.torch_private.allocator import use_expandable_segments
 from titanlike.torch_private.autograd import ignore_ranges_in_selective_checkpoints
 from titanlike.torch_private.base_classes import TorchDispatchMode
-from titanlike.torch_private.compiler import as_if_compiling
-from titanlike.torch_private.fsdp import reduce_missing_gradients
+from titanlike.torch_private.compiler import as_if_compiling, is_graph_break
+from titanlike.torch_private.fsdp import gather_with, reduce_missing_gradients
 from titanlike.torch_private.operators import in_parts
 from titanlike.torch_private.pipeline_runtime import FIELD, OrderRuntime, _Kind
 from titanlike.torch_private.process_groups import forget_groups_of_meshes
@@ -112,6 +112,30 @@ def test_torchs_own_eval_still_touches_gradients(job: Opened) -> None:
         runtime.eval(batch["inputs"], **kwargs, target=batch["targets"], losses=[])
     pairs = zip(before, (p.grad for p in run.parameters), strict=True)
     assert not all(now is not None and torch.equal(was, now.to_local()) for was, now in pairs)
+
+
+@job_of(tiny(**SHARDED))
+def test_hooks_of_fsdp_inside_of_a_block_break_its_graph(job: Opened) -> None:
+    """Fence: `fsdp.gather_with`."""
+    for moved in (False, True):
+        torch.manual_seed(0)
+        block, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(2, 4)
+        block(x).sum().backward()
+        right = [parameter.grad for parameter in block.parameters()]
+        block.zero_grad()
+        part = fully_shard(block[1], mesh=job.mesh.axes[("shard",)])
+        if moved:
+            gather_with(part, block)
+        fully_shard(block, mesh=job.mesh.axes[("shard",)])
+        block.forward = torch.compile(block.forward, fullgraph=True, backend="eager")
+        if not moved:
+            with pytest.raises(Exception) as caught:
+                block(x)
+            assert is_graph_break(caught.value)
+            continue
+        block(x).sum().backward()  # reduced: equal on both ranks, so is their mean
+        for parameter, gradient in zip(block.parameters(), right, strict=True):
+            torch.testing.assert_close(parameter.grad.full_tensor(), gradient)
 
 
 @job_of(tiny(2, 1, "zbvzerobubble", layers=4))

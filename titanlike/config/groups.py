@@ -295,7 +295,7 @@ class SelectiveActivationCheckpoint(ActivationCheckpoint):
 
     name: str = key("selective", "choice")
     save: list[str] = key(
-        ["aten.*mm", "aten.convolution", "*attention*", "*_attn*"],
+        ["aten.*mm", "aten.convolution", "titanlike.*_tokens", "*attention*", "*_attn*"],
         "operators whose results are kept, by patterns of their names",
     )
 

@@ -29,8 +29,9 @@ from titanlike.torch_private.autograd import ignore_ranges_in_selective_checkpoi
 # operators of our own that are matrix products: the second is that of `models/expert_linear.py`
 PRODUCTS = (DEFERRED_LINEAR, "titanlike.expert_linear")
 # which experts a token goes to: computed again it may be another one of equal scores, of which then
-# some ranks have more tokens than before. Of layers that say so: others change its results in place
-_ROUTE = "aten.topk"
+# some ranks have more tokens than before. Of layers that say so: others change its results in place.
+# And how many come from other ranks, for which the host waits
+_ROUTE = ("aten.topk", "titanlike.route_tokens")
 
 
 def checkpoint_blocks(stage: nn.Module, blocks: Iterable[str], save: Sequence[str]) -> None:
@@ -42,7 +43,7 @@ def checkpoint_blocks(stage: nn.Module, blocks: Iterable[str], save: Sequence[st
     for name in blocks:
         block = stage.get_submodule(name)
         routed = any(getattr(part, "keeps_choice", False) for part in block.modules())
-        kept = [*save, _ROUTE] if routed else save
+        kept = [*save, *_ROUTE] if routed else save
         # torch.compile accepts no context_fn that does nothing
         options = {"context_fn": _contexts(name, kept)} if kept else {}
         block.forward = functools.partial(_forward, block.forward, options)

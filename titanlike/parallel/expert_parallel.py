@@ -25,6 +25,9 @@ from titanlike.parallel.exchanges import Peers, exchange
 from titanlike.parallel.expert_balance import experts_of
 from titanlike.parallel.tp.part import Part
 from titanlike.parallel.tp.styles import Placement
+from titanlike.torch_private.process_groups import group_named
+
+SEND_TOKENS = "titanlike.send_tokens"  # the name of an operator
 
 
 @dataclass(eq=False)
@@ -58,64 +61,104 @@ def _elsewhere(
 ) -> Tensor:
     """tokens [S, D] sorted by expert, counts [E] -> results [S, D]; forward: of this rank's experts."""
     of_rank = counts.unflatten(0, (ranks.size, -1))  # [n, E / n]
+    operators = torch.ops.titanlike
     if ranks.group is None or tokens.is_meta:  # alone: as many tokens come as go
-        mine = exchange(tokens, ranks, "all_to_all", "all_to_all", 0)
-        return exchange(forward(mine, of_rank.sum(0)), ranks, "all_to_all", "all_to_all", 0)
-    route = _route(of_rank, ranks.group)
-    mine = _Exchange.apply(tokens, route, True)  # [R, D]
-    return _Exchange.apply(forward(mine, route.counts), route, False)
+        order = counts.new_empty(len(tokens))
+        route = of_rank.new_empty(2, ranks.size), order, torch.empty_like(order), ""
+        there = exchange(tokens, ranks, "all_to_all", "all_to_all", 0)
+        results = forward(operators.send_tokens(there, *route), of_rank.sum(0))
+        back = exchange(results, ranks, "all_to_all", "all_to_all", 0)
+        return operators.return_tokens(back, *route, len(tokens))
+    group = ranks.group.group_name
+    mine, *places = operators.route_tokens(of_rank, group)
+    results = forward(operators.send_tokens(tokens, *places, group), mine)  # [R, D]
+    return operators.return_tokens(results, *places, group, len(tokens))
 
 
-@dataclass(frozen=True)
-class _Route:
-    """Where tokens go, and what comes."""
-
-    group: dist.ProcessGroup
-    sent: list[int]  # to each rank
-    received: list[int]
-    counts: Tensor  # of what comes, for each of this rank's experts: [E / n]
-    order: Tensor  # place among what is sorted by expert -> among what comes, which is by rank: [R]
-    place: Tensor  # the reverse
+# --- what is exchanged, as operators of our own -------------------------------------------------
+#
+# So a compiled block need not know how many tokens come, and a recomputation may keep the results
+# (conf/activation_checkpoint/selective.yaml).
 
 
-def _route(counts: Tensor, group: dist.ProcessGroup) -> _Route:
-    """counts [n, E / n]: tokens that go to each rank's experts."""
+@torch.library.custom_op("titanlike::route_tokens", mutates_args=())
+def _route(counts: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """counts [n, E / n]: tokens that go to each rank's experts.
+
+    Returns the tokens that come for each of this rank's experts [E / n]; how many go to each rank and
+    come from it, on the host [2, n]; of what comes, which is by rank, the place of each row when it
+    is sorted by expert [R]; and the reverse.
+    """
     coming = torch.empty_like(counts)
-    dist.all_to_all_single(coming, counts.contiguous(), group=group)
+    dist.all_to_all_single(coming, counts.contiguous(), group=group_named(group))
     # the one wait for a device: sizes of messages are known on the host
-    sent, received = torch.stack([counts.sum(1), coming.sum(1)]).tolist()
+    sizes = torch.stack([counts.sum(1), coming.sum(1)]).cpu()
     numbers = torch.arange(counts.shape[1], device=counts.device).repeat(len(counts))
-    expert = numbers.repeat_interleave(coming.flatten(), output_size=sum(received))
+    expert = numbers.repeat_interleave(coming.flatten(), output_size=int(sizes[1].sum()))
     order = expert.argsort(stable=True)
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
-    return _Route(group, sent, received, coming.sum(0), order, place)
+    return coming.sum(0), sizes, order, place
 
 
-class _Exchange(torch.autograd.Function):
-    """Tokens go to their experts, sorted by them; or results back. Each is the other's gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, route: _Route, there: bool) -> Tensor:
-        ctx.route, ctx.there = route, there
-        return _exchanged(x, route, there)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _exchanged(gradient, ctx.route, not ctx.there), None, None
+@_route.register_fake
+def _(counts: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    order = counts.new_empty(torch.library.get_ctx().new_dynamic_size())
+    sizes = counts.new_empty(2, counts.shape[0], device="cpu")
+    return counts.new_empty(counts.shape[1]), sizes, order, torch.empty_like(order)
 
 
-def _exchanged(x: Tensor, route: _Route, there: bool) -> Tensor:
-    sent, received = route.sent, route.received
-    if not there:
-        sent, received = received, sent
-        x = x.index_select(0, route.place)
-    result = x.new_empty(sum(received), *x.shape[1:])
-    dist.all_to_all_single(result, x.contiguous(), received, sent, group=route.group)
-    return result.index_select(0, route.order) if there else result
+@torch.library.custom_op("titanlike::send_tokens", mutates_args=())
+def _send(x: Tensor, sizes: Tensor, order: Tensor, place: Tensor, group: str) -> Tensor:
+    """Tokens go to their experts, sorted by them: [S, D] -> [R, D]. group: "" = there are no others."""
+    if not group:
+        return x.clone()
+    sent, received = sizes.tolist()
+    result = x.new_empty(len(order), *x.shape[1:])
+    dist.all_to_all_single(result, x.contiguous(), received, sent, group=group_named(group))
+    return result.index_select(0, order)
 
 
-def why_not_compiled(stage: nn.Module, block: str) -> str:
-    """Of a block whose tokens are exchanged; "" for others."""
-    inside = experts_of(stage.get_submodule(block))
-    return "it sends tokens to experts of other ranks (ep)" if inside else ""
+@_send.register_fake
+def _(x: Tensor, sizes: Tensor, order: Tensor, place: Tensor, group: str) -> Tensor:
+    return x.new_empty(order.shape[0], *x.shape[1:])
+
+
+@torch.library.custom_op("titanlike::return_tokens", mutates_args=())
+def _return(
+    x: Tensor, sizes: Tensor, order: Tensor, place: Tensor, group: str, rows: int
+) -> Tensor:
+    """The reverse, which is also its gradient: [R, D] -> [S, D]; rows: S."""
+    if not group:
+        return x.clone()
+    sent, received = sizes.tolist()
+    x = x.index_select(0, place)
+    result = x.new_empty(rows, *x.shape[1:])
+    dist.all_to_all_single(result, x, sent, received, group=group_named(group))
+    return result
+
+
+@_return.register_fake
+def _(x: Tensor, sizes: Tensor, order: Tensor, place: Tensor, group: str, rows: int) -> Tensor:
+    return x.new_empty(rows, *x.shape[1:])
+
+
+def _keep_route(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, *places, ctx.group = inputs[:5]
+    ctx.save_for_backward(*places)
+    ctx.rows = x.shape[0]
+
+
+def _send_backward(ctx: Any, gradient: Tensor) -> Any:
+    places = *ctx.saved_tensors, ctx.group
+    returned = torch.ops.titanlike.return_tokens(gradient, *places, ctx.rows)
+    return returned, None, None, None, None
+
+
+def _return_backward(ctx: Any, gradient: Tensor) -> Any:
+    places = *ctx.saved_tensors, ctx.group
+    return torch.ops.titanlike.send_tokens(gradient, *places), None, None, None, None, None
+
+
+_send.register_autograd(_send_backward, setup_context=_keep_route)
+_return.register_autograd(_return_backward, setup_context=_keep_route)

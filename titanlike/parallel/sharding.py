@@ -21,6 +21,7 @@ from titanlike.config.schema import Config
 from titanlike.device.accelerator import is_accelerator
 from titanlike.parallel.expert_balance import experts_of
 from titanlike.parallel.mesh import Mesh
+from titanlike.torch_private.fsdp import gather_with
 
 
 def compute_dtype(config: Config) -> torch.dtype:
@@ -55,8 +56,11 @@ def shard_stage(
     if config.fsdp.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=is_accelerator(mesh.device))
     if mesh.expert_axes is not None:  # before the blocks that they are in
-        for experts in experts_of(stage).values():
-            fully_shard(experts, **(options | {"mesh": mesh.expert_axes}))
+        for path, experts in experts_of(stage).items():
+            part = fully_shard(experts, **(options | {"mesh": mesh.expert_axes}))
+            blocks = (name for group in groups for name in group if path.startswith(f"{name}."))
+            if config.compile and (block := next(blocks, "")):
+                gather_with(part, stage.get_submodule(block))
     for group in groups:
         fully_shard([stage.get_submodule(name) for name in group], **options)
     fully_shard(stage, **options)

@@ -129,7 +129,7 @@ def _parts(own: Sequence[tuple[UnitTimes, bool]]) -> dict[str, float]:
     """Seconds of a microbatch by what they are, forward and backward."""
     both = [u.forward + u.input_gradient + u.weight_gradient for u, _ in own]
     products, device = sum(b.products for b in both), sum(b.device for b in both)
-    again = sum(u.again.device + u.exchanged_forward for u, recomputed in own if recomputed)
+    again = sum(u.again.device + u.exchanged_again for u, recomputed in own if recomputed)
     exchanged: Counter[str] = Counter()
     for unit, _ in own:
         exchanged.update(unit.waits_forward)
@@ -199,7 +199,7 @@ class _Shape:
             for u, _ in own
         ]
         forward = [u.forward.device + u.exchanged_forward for u, _ in own]
-        again = [u.again.device + u.exchanged_forward if on else 0.0 for u, on in own]
+        again = [u.again.device + u.exchanged_again if on else 0.0 for u, on in own]
         deferred = stage in layout.deferred
         weights = [u.weight_gradient.device for u, _ in own]
         inputs = [u.input_gradient.device + u.exchanged_backward for u, _ in own]
@@ -247,7 +247,8 @@ class _Shape:
         moved = Traffic(messages=m * self._messages(stage))
         for unit, recomputed in own:
             for axis, nbytes in unit.sent_forward.items():
-                nbytes = nbytes * (1 + recomputed) + unit.sent_backward.get(axis, 0)
+                times = 1 + (recomputed and axis not in unit.kept)
+                nbytes = nbytes * times + unit.sent_backward.get(axis, 0)
                 setattr(moved, axis, getattr(moved, axis) + m * nbytes)
         if not self.state.fsdp:
             return moved

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 from titanlike.config.hardware import Hardware
 from titanlike.config.schema import Config
 from titanlike.graph.node_operators import Exchanges, NodeOperators, Operator
 from titanlike.parallel.exchanges import Exchanged
+from titanlike.parallel.expert_parallel import SEND_TOKENS
 from titanlike.parallel.sharding import compute_dtype
 from titanlike.planning import links
 from titanlike.planning.roofline import Roofline, Seconds
@@ -43,10 +45,15 @@ class UnitTimes:
     waits_backward: Mapping[str, float] = field(default_factory=dict)
     sent_forward: Mapping[str, int] = field(default_factory=dict)
     sent_backward: Mapping[str, int] = field(default_factory=dict)
+    kept: frozenset[str] = frozenset()  # axes whose exchanges of the forward are not repeated
 
     @property
     def exchanged_forward(self) -> float:
         return sum(self.waits_forward.values())
+
+    @property
+    def exchanged_again(self) -> float:
+        return sum(s for axis, s in self.waits_forward.items() if axis not in self.kept)
 
     @property
     def exchanged_backward(self) -> float:
@@ -89,6 +96,7 @@ def unit_times(config: Config, draft: Draft, roofline: Roofline) -> dict[str, Un
     numel = memory.unit_parameters()
     blocks = {unit.name for unit in draft.model_graph.units if unit.block}
     exchanges, save = _Exchanges(config, draft, roofline.hardware), saved_operators(config)
+    kept = frozenset({"ep"} if any(fnmatchcase(SEND_TOKENS, pattern) for pattern in save) else ())
     names = [name for stage in draft.stages for name in stage]
     known: dict[tuple[tuple[int, ...], bool], UnitTimes] = {}  # of equal calls
 
@@ -113,7 +121,7 @@ def unit_times(config: Config, draft: Draft, roofline: Roofline) -> dict[str, Un
                 waits[way].update(exchanges.seconds(exchanged, attends))
                 sent[way].update({axis: values[0] for axis, values in exchanged.items()})
         forward, backward, inputs, weights = total
-        return UnitTimes(forward, backward, inputs, weights, 0, 0, *waits, *sent)
+        return UnitTimes(forward, backward, inputs, weights, 0, 0, *waits, *sent, kept)
 
     found: dict[str, UnitTimes] = {}
     for name, nodes in zip(names, calls, strict=True):

@@ -23,6 +23,22 @@ def reduce_missing_gradients(module: nn.Module, reached: set[nn.Parameter], zero
         _fill_before_reduction(group, state, reached, zero)
 
 
+def gather_with(part: FSDPModule, block: nn.Module) -> None:
+    """Let a part of a block be gathered, and its gradients be reduced, when the whole block is.
+
+    Symptom without it: the hooks of the part run inside of the block's forward, where torch.compile
+    breaks the graph, and leaves a block that is recomputed as it is.
+    Test: `test_fences.py::test_hooks_of_fsdp_inside_of_a_block_break_its_graph`.
+    """
+    state: Any = part._get_fsdp_state()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    state._pre_forward_hook_handle = block.register_forward_pre_hook(
+        state._pre_forward, prepend=True, with_kwargs=True
+    )
+    state._post_forward_hook_handle = block.register_forward_hook(state._post_forward)
+
+
 def gradients_in_one_dtype(groups: Iterable[Any]) -> None:
     """Before gradients are reduced that waited in a schedule which splits the backward.
 

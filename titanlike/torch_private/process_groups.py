@@ -35,6 +35,11 @@ def abort_groups() -> bool:
     return True
 
 
+def group_named(name: str) -> dist.ProcessGroup:
+    """The group that has this `group_name`: an operator takes no objects."""
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Set the timeout of a group's collectives.
 

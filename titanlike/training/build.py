@@ -35,7 +35,7 @@ from titanlike.parallel.cast_parameters import CastParameters
 from titanlike.parallel.compiled_blocks import CompiledBlocks
 from titanlike.parallel.cp.tokens import ContextRanks
 from titanlike.parallel.expert_balance import ExpertBalance
-from titanlike.parallel.expert_parallel import ExpertRanks, divide_experts, why_not_compiled
+from titanlike.parallel.expert_parallel import ExpertRanks, divide_experts
 from titanlike.parallel.initialize import initialize, piece_seed
 from titanlike.parallel.late import Late, on_device
 from titanlike.parallel.mesh import Mesh
@@ -258,7 +258,7 @@ def _why_not_compiled(config: Config, plan: Draft, stage: nn.Module, block: str)
         return "it takes gradients in its forward"
     if plan.context is not None and plan.context.attention.counts(block):
         return "it counts tokens, of which cp ranks have parts"
-    return reason or (why_not_compiled(stage, block) if config.ep > 1 else "")
+    return reason
 
 
 def _make_states(
