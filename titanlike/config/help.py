@@ -166,7 +166,11 @@ def _rows(rows: list[tuple[str, str]], width: int) -> list[str]:
     for left, right in rows:
         first = f"  {left}".ljust(column)
         if len(left) + 4 > column:
-            lines.append(f"  {left}")
+            lines.append("  ")
+            for part in re.split(r"(?<=,)", left):  # a list may be wider than the terminal
+                if len(lines[-1] + part) > width:
+                    lines.append("    ")
+                lines[-1] += part
             first = " " * column
         filled = textwrap.wrap(right, max(width - column, 20)) or [""]
         lines.append((first + filled[0]).rstrip())
