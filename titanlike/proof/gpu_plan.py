@@ -57,6 +57,7 @@ _OTHERS = {  # by the number of devices, each in fp32 and in bf16 unless it says
         "cp=2 context_parallel=gather compile=true",
         *(f"cp=2 context_parallel={how} {_DOCUMENTS}" for how in ("ulysses", "gather")),
         *(f"{_MIXTURE} dp=2 ep=2 activation_checkpoint={how}" for how in ("none", "full")),
+        f"{_MIXTURE} dp=2 ep=2 activation_checkpoint=selective compile=true",
         "dp=2 optimizer=muon",
         "dp=2 precision=float8 compile=true",
     ],
