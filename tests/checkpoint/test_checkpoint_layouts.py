@@ -34,7 +34,7 @@ from titanlike.launch.worker import Worker
 from titanlike.metrics.console import Console
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.parallel.mesh import close_mesh
-from titanlike.parallel.tp.part import Part, local_of
+from titanlike.parallel.placement import Part, local_of
 from titanlike.training.train import train
 
 # 24 sequences divide among 1, 2, 3 and 4 ranks; 32 channels among 3 do not

@@ -17,7 +17,7 @@ from support.world import run_world
 from titanlike.config.schema import Checkpoint, Config, ConstantLr, Muon
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.optim.bf16_state import Bf16StateAdamW, Positions, random_bits, round_stochastically
-from titanlike.parallel.tp.part import Part
+from titanlike.parallel.placement import Part
 from titanlike.training.train import train
 
 

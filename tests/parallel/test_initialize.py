@@ -17,7 +17,7 @@ from titanlike.parallel.initialize import (
     drawing_threads,
     initialize,
 )
-from titanlike.parallel.tp.part import Slices
+from titanlike.parallel.placement import Slices
 
 
 @given(

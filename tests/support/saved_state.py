@@ -17,7 +17,7 @@ from titanlike.data.loader import open_data
 from titanlike.launch.worker import Worker
 from titanlike.metrics.events import Events
 from titanlike.parallel.mesh import open_mesh
-from titanlike.parallel.tp.part import Part
+from titanlike.parallel.placement import Part
 from titanlike.training.build import Run, build
 
 

@@ -14,7 +14,7 @@ from titanlike.models.hf_folder import FamilyWeights, folder_of, start_problems
 from titanlike.models.hf_names import FAMILIES, family_of
 from titanlike.models.registry import build_model, complete_arguments, resolve_model
 from titanlike.optim.optimizer import StageState
-from titanlike.parallel.tp.part import pieces
+from titanlike.parallel.placement import pieces
 from titanlike.torch_private.dtensor import local
 
 PREFIX = "hf:"

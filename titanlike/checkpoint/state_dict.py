@@ -27,7 +27,7 @@ from titanlike.checkpoint.storage import Storage, UnreadableFile
 from titanlike.checkpoint.tensor_index import OPTIMIZER, RNG
 from titanlike.device.accelerator import rng_states, set_rng_state
 from titanlike.optim.optimizer import StageState
-from titanlike.parallel.tp.part import Part, pieces
+from titanlike.parallel.placement import Part, pieces
 from titanlike.torch_private.distributed_checkpoint import Blocks
 from titanlike.torch_private.dtensor import local
 

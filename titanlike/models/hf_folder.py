@@ -25,7 +25,7 @@ from titanlike.models.hf_names import (
 )
 from titanlike.models.quiet_import import quiet_import
 from titanlike.models.safetensors_folder import SafetensorsFolder, first_names, has_weights
-from titanlike.parallel.tp.part import Slices
+from titanlike.parallel.placement import Slices
 
 
 class FamilyWeights:

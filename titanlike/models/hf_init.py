@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from titanlike.parallel.initialize import draw, drawing_threads, parameters_on_meta, seeded
-from titanlike.parallel.tp.part import Slices
+from titanlike.parallel.placement import Slices
 
 _CONSTANT = {"zero_": 0.0, "zeros_": 0.0, "ones_": 1.0}
 

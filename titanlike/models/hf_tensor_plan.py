@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from torch import nn
 
 from titanlike.config.errors import ConfigError, Problem
+from titanlike.parallel.placement import style_of
 from titanlike.parallel.tp.plan import TRANSFORMERS, Entry
-from titanlike.parallel.tp.styles import style_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

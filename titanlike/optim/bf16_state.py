@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from titanlike.optim.fused import fused_adamw
 from titanlike.optim.skipping import SkippingOptimizer
-from titanlike.parallel.tp.part import Part, places
+from titanlike.parallel.placement import Part, places
 from titanlike.torch_private.dtensor import local
 
 _MEANS = ("exp_avg", "exp_avg_sq")

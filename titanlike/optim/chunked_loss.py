@@ -26,7 +26,7 @@ from titanlike.graph.cut import StageGraph
 from titanlike.graph.pytree import tree_map
 from titanlike.graph.recording import DEVICE, Node, RecordError
 from titanlike.optim.loss import Loss, OutputError, logits_of
-from titanlike.parallel.tp.styles import gathered_parts, style_of
+from titanlike.parallel.placement import gathered_parts, style_of
 
 _LINEAR = ("linear", "matmul", "__matmul__")
 _FIX = "loss=cross_entropy"

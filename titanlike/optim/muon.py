@@ -24,7 +24,7 @@ from titanlike.graph.find_units import find_units
 from titanlike.optim.orthogonalize import Orthogonalizer, newton_schulz, shard_group
 from titanlike.optim.skipping import SkippingOptimizer, select
 from titanlike.parallel.expert_balance import experts_of
-from titanlike.parallel.tp.part import Part
+from titanlike.parallel.placement import Part
 from titanlike.torch_private.dtensor import local
 
 

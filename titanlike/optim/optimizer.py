@@ -16,9 +16,8 @@ from titanlike.optim.bf16_state import Bf16StateAdamW
 from titanlike.optim.own import own_optimizer
 from titanlike.parallel.initialize import piece_seed
 from titanlike.parallel.mesh import Mesh
+from titanlike.parallel.placement import Part, Placement
 from titanlike.parallel.sharding import compute_dtype
-from titanlike.parallel.tp.part import Part
-from titanlike.parallel.tp.styles import Placement
 from titanlike.torch_private.dtensor import local
 from titanlike.torch_private.foreach import norms, scale
 

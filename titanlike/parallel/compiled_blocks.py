@@ -18,7 +18,7 @@ from torch import nn
 
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.parallel.batchnorm import has_statistics
-from titanlike.parallel.tp.styles import style_of
+from titanlike.parallel.placement import style_of
 from titanlike.torch_private import compiler
 from titanlike.torch_private.known_code import has_hooks
 

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from titanlike.parallel.exchanges import Peers, exchange
 from titanlike.parallel.expert_balance import experts_of
-from titanlike.parallel.tp.part import Part
-from titanlike.parallel.tp.styles import Placement
+from titanlike.parallel.placement import Part, Placement
 from titanlike.torch_private.process_groups import group_named
 
 SEND_TOKENS = "titanlike.send_tokens"  # the name of an operator

@@ -38,7 +38,7 @@ from titanlike.launch.worker import Worker, barrier
 from titanlike.metrics.console import Console
 from titanlike.optim.optimizer import StageState, gradient_norm
 from titanlike.parallel.mesh import close_mesh, open_mesh
-from titanlike.parallel.tp.part import Part, pieces
+from titanlike.parallel.placement import Part, pieces
 from titanlike.proof.comparison import Comparison, compare, merge
 from titanlike.proof.reference import (
     EARLY_LOSSES,

@@ -39,13 +39,13 @@ from titanlike.parallel.expert_parallel import ExpertRanks, divide_experts
 from titanlike.parallel.initialize import initialize, piece_seed
 from titanlike.parallel.late import Late, on_device
 from titanlike.parallel.mesh import Mesh
+from titanlike.parallel.placement import Placement
 from titanlike.parallel.reached import Reached
 from titanlike.parallel.sharding import compute_dtype, shard_stage, wrapped_in_fsdp
 from titanlike.parallel.tied import tie
 from titanlike.parallel.tp.collectives import TensorRanks
 from titanlike.parallel.tp.gradients import PartialGradients
 from titanlike.parallel.tp.random_numbers import RandomRegions
-from titanlike.parallel.tp.styles import Placement
 from titanlike.parallel.tp.tensor_parallel import TensorParallel
 from titanlike.parallel.weight_gradients import DeferredWeightGradients
 from titanlike.pipeline.pipeline import Pipeline

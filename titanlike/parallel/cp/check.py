@@ -15,11 +15,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from titanlike.parallel.cp.attention import ContextAttention, Looking
+from titanlike.parallel.placement import Placement
 from titanlike.parallel.tp.call import Operand
 from titanlike.parallel.tp.divided_run import DividedRun
 from titanlike.parallel.tp.layout import Division, Layout, WrongCall, part_of
 from titanlike.parallel.tp.seen_run import CallKey, WholeRun, shapes_of, tensors_in
-from titanlike.parallel.tp.styles import Placement
 
 _ATTENTION = "aten::scaled_dot_product_attention"
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
+from titanlike.parallel.placement import Placement
 from titanlike.parallel.tp.collectives import TensorRanks
 from titanlike.parallel.tp.divided_run import DividedRun, Mistake, Need, PlanError
 from titanlike.parallel.tp.layout import WrongCall
@@ -23,7 +24,7 @@ from titanlike.parallel.tp.seen_run import (
     shapes_of,
     tensors_in,
 )
-from titanlike.parallel.tp.styles import Placement, mark
+from titanlike.parallel.tp.styles import mark
 from titanlike.torch_private.compiler import as_if_compiling
 
 

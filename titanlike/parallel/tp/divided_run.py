@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from titanlike.parallel.placement import Placement
 from titanlike.parallel.tp.call import Call, Operand
 from titanlike.parallel.tp.layout import Division, Kind, Layout, Shape, WrongCall, packed, part_of
 from titanlike.parallel.tp.operators import layouts_of
@@ -22,7 +23,6 @@ from titanlike.parallel.tp.seen_run import (
     shapes_of,
     tensors_in,
 )
-from titanlike.parallel.tp.styles import Placement
 from titanlike.torch_private.storage import storage_id
 
 _AHEAD = 24  # operations of the whole model that the divided one may leave out, at most

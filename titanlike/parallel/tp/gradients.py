@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlike.parallel.mesh import Mesh
+from titanlike.parallel.placement import Placement
 from titanlike.parallel.tp.collectives import TensorRanks
-from titanlike.parallel.tp.styles import Placement
 from titanlike.torch_private.dtensor import local
 
 

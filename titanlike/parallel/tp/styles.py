@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlike.config.errors import ConfigError, Problem
+from titanlike.parallel.placement import BIAS_LATER, GATHERS, STYLE, Part, Placement, When
 from titanlike.parallel.tp.collectives import (
     TensorRanks,
     copy_in,
@@ -29,23 +29,10 @@ from titanlike.parallel.tp.collectives import (
     sum_out,
     take_part,
 )
-from titanlike.parallel.tp.part import Part
 from titanlike.parallel.tp.plan import DIVIDING, Entry
 from titanlike.torch_private.known_code import own_code
 
 FEATURES = -1
-_When = Literal["never", "sequence", "always"]
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where a parameter is among tensor-parallel ranks."""
-
-    part: Part | None = None  # None = whole on each rank
-    copies: int = 1  # ranks that hold the same elements
-    # when the gradients of these ranks are parts of a sum, and not the same: in batches whose
-    # activations are divided along the sequence, or in all
-    partial: _When = "never"
 
 
 def divide(
@@ -78,7 +65,7 @@ class _Divider:
         self._model, self._modules, self._ranks = model, modules, ranks
         self._whole_logits = whole_logits
         self._cut: dict[int, tuple[nn.Parameter, nn.Parameter, Placement]] = {}  # whole, part
-        self._partial: dict[int, _When] = {}  # of parameters that are not cut
+        self._partial: dict[int, When] = {}  # of parameters that are not cut
 
     def divide(self, name: str, entry: Entry) -> None:
         module, ranks, style = self._model.get_submodule(name), self._ranks, entry.style
@@ -89,7 +76,7 @@ class _Divider:
         elif style in ("colwise", "colwise_kv", "colwise_gather", "packed_colwise", "vocab"):
             self._columns(module, entry)
             if not gathered:
-                vars(module)[_GATHERS] = ranks
+                vars(module)[GATHERS] = ranks
                 _before(module, partial(_enter, ranks))
             if style == "colwise_gather":
                 rows: Any = module.tp_rows
@@ -106,14 +93,14 @@ class _Divider:
         elif style == "split":
             _after(module, partial(_split_sequence, ranks))
         elif style in ("sequence", "replicate_sum"):
-            when: _When = "sequence" if style == "sequence" else "always"
+            when: When = "sequence" if style == "sequence" else "always"
             self._partial |= {id(p): when for p in module.parameters()}
 
     def placements(self) -> dict[str, Placement]:
         of_parts = {id(part): placement for _, part, placement in self._cut.values()}
         found, problems = {}, []
         for name, parameter in self._model.named_parameters():
-            when: _When = self._partial.get(id(parameter), "never")
+            when: When = self._partial.get(id(parameter), "never")
             own = of_parts.get(id(parameter), Placement(None, self._ranks.size, when))
             found[name] = own
             if id(parameter) in self._cut:
@@ -173,7 +160,7 @@ class _Divider:
         bias = getattr(module, "bias", None)
         if bias is not None:  # added to the sum, once
             self._partial[id(bias)] = "sequence"
-            vars(module)[_BIAS_LATER] = True
+            vars(module)[BIAS_LATER] = True
             module.forward = MethodType(_without_bias, module)
         _after(module, partial(_leave, self._ranks))
 
@@ -192,12 +179,7 @@ class _Divider:
 
 def mark(module: nn.Module, entry: Entry) -> None:
     """Let a module say how it is divided: modules with equal marks compute alike."""
-    vars(module)["tp_style"] = entry.style, entry.argument  # graph/equal_units.py knows the name
-
-
-def style_of(module: nn.Module) -> str:
-    """How a module is divided; "" = not."""
-    return vars(module).get("tp_style", ("",))[0]
+    vars(module)[STYLE] = entry.style, entry.argument
 
 
 # --- sizes ---------------------------------------------------------------------------------------
@@ -317,15 +299,6 @@ def _set_features(module: nn.Module, *, out: int | None = None, into: int | None
 # --- around forwards -----------------------------------------------------------------------------
 
 
-_GATHERS = "tp_gathers"  # attribute of a module that gathers what it is given
-
-
-def gathered_parts(module: nn.Module) -> int:
-    """Of how many parts of the sequence a module computes with the whole; 1 = of the one it is given."""
-    ranks: TensorRanks | None = vars(module).get(_GATHERS)
-    return ranks.size if ranks is not None and ranks.sequence else 1
-
-
 def _before(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     """Change a module's first argument."""
 
@@ -388,14 +361,6 @@ def _look_up(
     rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
     rows = rows.masked_fill(((ids < 0) | (ids >= size)).unsqueeze(-1), math.nan)
     return scatter_out(rows, ranks, _tokens(rows)) if ranks.sequence else sum_out(rows, ranks)
-
-
-_BIAS_LATER = "tp_adds_bias_later"  # attribute of a linear layer
-
-
-def adds_bias_later(module: nn.Module) -> bool:
-    """Whether a linear layer's bias is added behind a sum over ranks, and not in its forward."""
-    return _BIAS_LATER in vars(module)
 
 
 def _without_bias(module: nn.Module, x: Tensor) -> Tensor:

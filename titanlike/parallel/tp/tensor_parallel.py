@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import nn
 
+from titanlike.parallel.placement import Placement
 from titanlike.parallel.tp.collectives import TensorRanks
 from titanlike.parallel.tp.gradients import PartialGradients
 from titanlike.parallel.tp.plan import Entry
 from titanlike.parallel.tp.random_numbers import Draws, drawing_parts
-from titanlike.parallel.tp.styles import Placement, divide
+from titanlike.parallel.tp.styles import divide
 
 
 @dataclass(frozen=True)

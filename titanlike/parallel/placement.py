@@ -1,17 +1,23 @@
-"""Which part of a parameter a tensor-parallel rank holds, and what FSDP's shards of it are."""
+"""Where a parameter is among the ranks that divide a model's layers, and what such a layer says of itself.
+
+What cuts parameters (`tp/`, `expert_parallel.py`) gives each a `Placement`, by its name, and puts marks
+on the modules. Optimizers, checkpoints, losses and proofs read these, and need not know what cut them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from titanlike.torch_private.dtensor import local_slices
 
 Slices = tuple[slice, ...]
+When = Literal["never", "sequence", "always"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,17 @@ class Part:
         shape = list(self.shape)
         shape[self.dim] = sum(stop - start for start, stop in self.ranges)
         return torch.Size(shape)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a parameter is among tensor-parallel ranks."""
+
+    part: Part | None = None  # None = whole on each rank
+    copies: int = 1  # ranks that hold the same elements
+    # when the gradients of these ranks are parts of a sum, and not the same: in batches whose
+    # activations are divided along the sequence, or in all
+    partial: When = "never"
 
 
 def pieces(tensor: Tensor, part: Part | None) -> Iterator[tuple[Slices, Slices]]:
@@ -89,3 +106,26 @@ def local_of(tensor: Tensor, part: Part | None, whole: Callable[[Slices], Tensor
     for local, values in found:
         result[local] = values
     return result
+
+
+# --- marks on modules ---------------------------------------------------------------------------
+
+STYLE = "tp_style"  # how a module is divided, and what that takes; graph/equal_units.py knows it
+GATHERS = "tp_gathers"  # of a module that gathers what it is given: the ranks
+BIAS_LATER = "tp_adds_bias_later"  # of a linear layer
+
+
+def style_of(module: nn.Module) -> str:
+    """How a module is divided; "" = not."""
+    return vars(module).get(STYLE, ("",))[0]
+
+
+def gathered_parts(module: nn.Module) -> int:
+    """Of how many parts of the sequence a module computes with the whole; 1 = of the one it is given."""
+    ranks: Any = vars(module).get(GATHERS)
+    return ranks.size if ranks is not None and ranks.sequence else 1
+
+
+def adds_bias_later(module: nn.Module) -> bool:
+    """Whether a linear layer's bias is added behind a sum over ranks, and not in its forward."""
+    return BIAS_LATER in vars(module)
