@@ -107,7 +107,7 @@ class Selecting(nn.Module):
 
     def forward(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         x = self.linear(x) + (0 if rows is None else rows.sum())
-        return x, x[x[..., 0] > 0]
+        return x, x[x[..., 0] > x[..., 1]]
 
 
 class SelectsRows(nn.Module):

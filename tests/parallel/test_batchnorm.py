@@ -39,11 +39,12 @@ def differences(config: Config, worker: Worker) -> list[float]:
     x = 1e3 + torch.randn(12, 3, generator=torch.Generator().manual_seed(0)).double()
     norm, right = nn.BatchNorm1d(3), nn.BatchNorm1d(3).double()
     stage = nn.Sequential(norm)
-    norms = BatchNorms([stage], open_mesh(config, worker))
-    with norms.collecting():
+    norms = BatchNorms(open_mesh(config, worker))
+    norms.on_weights(stage)
+    with norms.training(torch.ones(())):
         for microbatch in x.chunk(2)[worker.rank].split([2, 4]):
             stage(microbatch.float())
-    norms.update()
+    norms.after_update(None)
     right(x)
     pairs = ((norm.running_mean, right.running_mean), (norm.running_var, right.running_var))
     return [(mine - other).abs().max().item() for mine, other in pairs]

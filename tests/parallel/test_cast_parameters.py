@@ -17,7 +17,7 @@ from titanlike.launch.worker import Worker
 from titanlike.parallel import sharding
 from titanlike.parallel.cast_parameters import CastParameters
 from titanlike.torch_private.dtensor import local
-from titanlike.training import build as build_module
+from titanlike.training import transforms
 
 BF16 = Precision("bf16")
 Gradients = dict[str, Tensor]
@@ -40,7 +40,8 @@ def test_copies_follow_the_parameters_also_tied_ones_and_those_of_recurrent_laye
     torch.manual_seed(0)
     model, right = Recurrent(), Recurrent().to(torch.bfloat16)
     own = dict(model.named_parameters())
-    casts, ids = CastParameters(model, torch.bfloat16), torch.arange(8)
+    casts, ids = CastParameters(torch.bfloat16), torch.arange(8)
+    casts.on_weights(model)
     for _ in range(2):
         right.load_state_dict(model.state_dict())
         right.zero_grad()
@@ -60,7 +61,7 @@ def test_copies_follow_the_parameters_also_tied_ones_and_those_of_recurrent_laye
 def gradients(config: Config, worker: Worker) -> tuple[Gradients, Gradients]:
     """Ours and FSDP's, after two steps without an update: the second adds to the first."""
     ours = _gradients(config, worker, False)
-    sharding.wrapped_in_fsdp = build_module.wrapped_in_fsdp = lambda config: True
+    sharding.wrapped_in_fsdp = transforms.wrapped_in_fsdp = lambda config: True
     return ours, _gradients(config, worker, True)
 
 

@@ -250,7 +250,8 @@ def test_blocks_with_experts_elsewhere_are_compiled_whole_and_exchange_once(
     """Recomputed selectively they repeat no exchange, and none waits for how many tokens come."""
     config = of(moe(), dp=2, ep=2, **changes)
     layers = config.model.args["layers"] * draft(config).microbatches
-    assert run_world(exchanges_of_a_step, config, tmp_path) == [(of_a_layer * layers, [])] * 2
+    found = run_world(exchanges_of_a_step, config, tmp_path, timeout=180)  # it compiles
+    assert found == [(of_a_layer * layers, [])] * 2
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def tied(config: Config, worker: Worker) -> tuple[int, dict[int, dict[str, float
         for name, parameter in parameters.items():
             if name != "bias" or stage != 5:  # which its backward did not reach
                 parameter.grad = torch.full((1,), gradient_of(stage, mesh.dp_rank))
-    weights.add_gradients()
+    weights.after_backward()
     c10d._new_process_group_helper = make
     dist.barrier(dist.new_group())  # torch still counts groups alike on all ranks
     found = {s: {n: p.grad.item() for n, p in named.items()} for s, named in mine.items()}

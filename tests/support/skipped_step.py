@@ -22,6 +22,9 @@ class Skips(Guard):
         return Verdict("spike", "skip", "for the test")
 
 
+BALANCE = "balance of experts"
+
+
 def three_steps(config: Config, worker: Worker) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
     """After each step the buffers, and the loads of experts (`ExpertBalance.loads`)."""
     buffers, loads = [], []
@@ -31,5 +34,5 @@ def three_steps(config: Config, worker: Worker) -> tuple[list[dict[str, Tensor]]
             validate(job.run, config, open_data(config))  # which changes nothing of them
             named = (item for stage in job.run.stages for item in stage.named_buffers())
             buffers.append({name: buffer.clone() for name, buffer in named})
-            loads.append(job.run.balance.loads)
+            loads += [made[BALANCE].loads] if BALANCE in (made := job.run.transforms) else []
     return buffers, loads

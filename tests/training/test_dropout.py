@@ -59,7 +59,8 @@ def a_step(config: Config, worker: Worker) -> tuple[list[Tensor], dict[str, Tens
     run = build(config, mesh, data)
     batch = next(batches(data.train, config, dp_rank=mesh.dp_rank))
     run.pipeline.train(to_device(batch, mesh, config))
-    run.norms.update()
+    for transform in run.transforms.values():
+        transform.after_update(None)
     masks = [m for stage in run.stages for x in stage.modules() for m in getattr(x, "masks", ())]
     held = {n: p.grad for part in run.stage_states for n, p in part.parameters()}
     held |= {name: buffer for stage in run.stages for name, buffer in stage.named_buffers()}

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
-from titanlike.checkpoint import discovery, hf_start, integrity, state_dict
+from titanlike.checkpoint import discovery, integrity, state_dict
 from titanlike.checkpoint.dcp_metadata import read_metadata
 from titanlike.checkpoint.discovery import committed, step_of
 from titanlike.checkpoint.integrity import DamagedCheckpoint, read_state
@@ -108,6 +108,8 @@ class Checkpointer:
         progress = self._load_first_intact(self._select_resume)
         if progress is None:
             if self._settings.start_from:
+                from titanlike.checkpoint import hf_start
+
                 of_run = self._stage_states, self._group
                 if hf_start.is_folder(self._settings.start_from):
                     text = hf_start.start_from_folder(self._config, *of_run)

@@ -34,7 +34,6 @@ from titanlike.config.schema import (
     TextData,
     TokenData,
 )
-from titanlike.data.chat import open_chat
 from titanlike.data.checked_source import CheckedSource, stack
 from titanlike.data.checks import call_custom, data_of_source, loader_workers, too_short
 from titanlike.data.corpus import describe
@@ -73,6 +72,8 @@ def open_data(config: Config) -> Data:
     if isinstance(data, MixtureData):
         return open_mixture(data, config)
     if isinstance(data, ChatData):
+        from titanlike.data.chat import open_chat
+
         return open_chat(data, config.seq_len)
     if isinstance(data, SyntheticData):
         sizes = (data.vocab_size, config.seq_len, config.seed)

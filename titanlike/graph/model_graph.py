@@ -17,7 +17,6 @@ from titanlike.graph.pytree import tree_map
 from titanlike.graph.record_forward import record_forward
 from titanlike.graph.recording import Node, Recording
 from titanlike.graph.token_parts import Parts, UnknownTokens, with_parts
-from titanlike.graph.trace_forward import trace_forward
 from titanlike.graph.unit import Unit
 
 
@@ -143,6 +142,8 @@ class ModelGraph:
             for name, (shape, dtype) in fields.items()
         }
         if self._traced:
+            from titanlike.graph.trace_forward import trace_forward
+
             return trace_forward(self.model, batch)
         options: dict[str, Any] = {"device": self._device, "buffers": self._buffers}
         return record_forward(self.model, batch, self._names, **options)

@@ -25,6 +25,8 @@ from titanlike.config.schema import Config, Custom, Float8Precision
 from titanlike.device.accelerator import multiplies_float8
 from titanlike.graph.find_units import find_units
 from titanlike.models.quiet_import import quiet_import
+from titanlike.parallel.placement import Placement
+from titanlike.parallel.transform import Transform
 from titanlike.torch_private.known_code import own_code
 
 _MULTIPLE = 16  # of both sides of a matrix, for the kernels of float8
@@ -68,6 +70,14 @@ def use_float8(model: nn.Module, config: Config, device: torch.device) -> Float8
     )
     linear = sum(isinstance(module, nn.Linear) for module in model.modules())
     return Float8Layers(len(chosen), linear, emulated)
+
+
+class Float8(Transform):
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self._config, self._device = config, device
+
+    def on_model(self, model: nn.Module, placements: dict[str, Placement]) -> None:
+        use_float8(model, self._config, self._device)
 
 
 @contextlib.contextmanager

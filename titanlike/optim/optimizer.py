@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlike.config.schema import Config, Muon, OwnOptimizer, Sgd
-from titanlike.optim import fused, muon
+from titanlike.optim import fused
 from titanlike.optim.bf16_state import Bf16StateAdamW
 from titanlike.optim.own import own_optimizer
 from titanlike.parallel.initialize import piece_seed
@@ -90,11 +90,13 @@ def build_optimizers(
         for name, placement in (placements or {}).items()
         if name in parameters
     }
-    hidden = muon.hidden_matrices(model, choice)
-    if matrices := [rest.pop(name) for name in parameters if name in hidden]:
-        assert isinstance(choice, Muon)
-        # in bf16 only where gradients are no more exact
-        optimizers = [muon.Muon(matrices, choice, compute_dtype(config), parts, group)]
+    if isinstance(choice, Muon):
+        from titanlike.optim import muon
+
+        hidden = muon.hidden_matrices(model, choice)
+        if matrices := [rest.pop(name) for name in parameters if name in hidden]:
+            # in bf16 only where gradients are no more exact
+            optimizers = [muon.Muon(matrices, choice, compute_dtype(config), parts, group)]
     if rest or not optimizers:  # neither: a stage of buffers alone
         optimizers.append(_elementwise_optimizer(rest, config, parts))
     return optimizers

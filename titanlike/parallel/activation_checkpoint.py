@@ -22,6 +22,8 @@ from torch.utils.checkpoint import (
 )
 
 from titanlike.config.errors import ConfigError, Problem
+from titanlike.config.schema import Config, SelectiveActivationCheckpoint
+from titanlike.parallel.transform import Transform
 from titanlike.parallel.weight_gradient_operator import DEFERRED_LINEAR
 from titanlike.torch_private import pytree
 from titanlike.torch_private.autograd import ignore_ranges_in_selective_checkpoints
@@ -32,6 +34,21 @@ PRODUCTS = (DEFERRED_LINEAR, "titanlike.expert_linear")
 # some ranks have more tokens than before. Of layers that say so: others change its results in place.
 # And how many come from other ranks, for which the host waits
 _ROUTE = ("aten.topk", "titanlike.route_tokens")
+
+
+class ActivationCheckpointing(Transform):
+    def __init__(self, blocks: Sequence[Sequence[str]], save: Sequence[str]) -> None:
+        """blocks: of each stage, those that are recomputed."""
+        self._blocks, self._save = blocks, save
+
+    def on_stage(self, index: int, stage: nn.Module, units: Sequence[str]) -> None:
+        checkpoint_blocks(stage, self._blocks[index], self._save)
+
+
+def saved_operators(config: Config) -> list[str]:
+    """Operators whose results a recomputed block keeps."""
+    how = config.activation_checkpoint
+    return how.save if isinstance(how, SelectiveActivationCheckpoint) else []
 
 
 def checkpoint_blocks(stage: nn.Module, blocks: Iterable[str], save: Sequence[str]) -> None:

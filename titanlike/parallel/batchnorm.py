@@ -9,7 +9,7 @@ variance over all microbatches of all data-parallel ranks, which are those of th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeGuard
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.parallel.mesh import Mesh
+from titanlike.parallel.transform import Transform
 from titanlike.torch_private.autograd import in_backward
 from titanlike.torch_private.base_classes import BatchNorm
 
@@ -67,27 +68,28 @@ class Moments:
         return torch.cat([count, self.count * offset, self.squares + self.count * offset**2])
 
 
-class BatchNorms:
+class BatchNorms(Transform):
     """The batch norms of this rank's stages that have running statistics."""
 
-    def __init__(self, stages: Iterable[nn.Module], mesh: Mesh) -> None:
-        """Stops training forwards from updating the modules' running statistics."""
+    def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._modules: list[BatchNorm] = []
         # of each module, one for each of its calls in a forward, over all microbatches
         self._moments: dict[nn.Module, list[Moments]] = {}
         self._calls: Counter[nn.Module] = Counter()  # in the current forward
         self._collecting = False
-        for stage in stages:
-            own = freeze_statistics(stage)
-            for module in own:
-                module.register_forward_pre_hook(self._collect)
-            if own:
-                stage.register_forward_pre_hook(lambda *_: self._calls.clear())
-            self._modules += own
+
+    def on_weights(self, stage: nn.Module) -> None:
+        """Stop training forwards from updating the modules' running statistics."""
+        own = freeze_statistics(stage)
+        for module in own:
+            module.register_forward_pre_hook(self._collect)
+        if own:
+            stage.register_forward_pre_hook(lambda *_: self._calls.clear())
+        self._modules += own
 
     @contextmanager
-    def collecting(self) -> Iterator[None]:
+    def training(self, tokens: Tensor) -> Iterator[None]:
         """Forwards within count in the next update; earlier ones are dropped."""
         self._moments = {module: [] for module in self._modules}
         self._collecting = True
@@ -97,7 +99,7 @@ class BatchNorms:
             self._collecting = False
 
     @torch.no_grad()
-    def update(self, skip: Tensor | None = None) -> None:
+    def after_update(self, skip: Tensor | None) -> None:
         """Update the running statistics by what was collected. Collective over dp.
 
         skip: a scalar on the device, 1 = leave them as they are; None = 0.

@@ -14,30 +14,33 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from titanlike.parallel.transform import Transform
 from titanlike.torch_private import foreach
 
 
-class CastParameters:
-    """A stage's parameters and their copies."""
+class CastParameters(Transform):
+    """The parameters of stages and their copies."""
 
-    def __init__(self, stage: nn.Module, dtype: torch.dtype) -> None:
-        """Call it when the stage has its final parameters."""
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._copies: dict[nn.Parameter, nn.Parameter] = {}
+
+    def on_weights(self, stage: nn.Module) -> None:
         for module in stage.modules():
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 if not parameter.is_floating_point():
                     continue
                 self._places.append((module, name, parameter))
                 if parameter not in self._copies:
-                    copy = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+                    copy = nn.Parameter(parameter.detach().to(self._dtype), parameter.requires_grad)
                     if parameter.requires_grad:
                         copy.grad_dtype = parameter.dtype
                     self._copies[parameter] = copy
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Within it the stage computes with the copies, as the parameters are now. Afterwards the
+        """Within it the stages compute with the copies, as the parameters are now. Afterwards the
         parameters have the gradients."""
         with torch.no_grad():
             foreach.copy([*self._copies.values()], [*self._copies])

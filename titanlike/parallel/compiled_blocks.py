@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,17 +19,25 @@ from torch import nn
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.parallel.batchnorm import has_statistics
 from titanlike.parallel.placement import style_of
+from titanlike.parallel.transform import Transform
 from titanlike.torch_private import compiler
 from titanlike.torch_private.known_code import has_hooks
 
 MOST_GRAPHS = 256  # of a function that many blocks share, which may differ in their settings
 
 
-class CompiledBlocks:
+class CompiledBlocks(Transform):
     """The compiled blocks of this rank's stages."""
 
-    def __init__(self, dynamic: bool) -> None:
-        """dynamic: sizes of activations differ from batch to batch; one graph serves all."""
+    def __init__(
+        self,
+        dynamic: bool,
+        blocks: Callable[[int], Iterable[str]] = lambda index: (),
+        why_not: Callable[[str], str] = lambda block: "",
+    ) -> None:
+        """dynamic: sizes of activations differ from batch to batch; one graph serves all. blocks: of a
+        stage; why_not: says of a block why it is not to be compiled, if so."""
+        self._blocks, self._why_not = blocks, why_not
         # None: a size that changes nevertheless is seen by torch, which compiles once more
         self._dynamic = dynamic or None
         self.eager: dict[str, str] = {}  # block -> why it is not compiled
@@ -39,17 +47,12 @@ class CompiledBlocks:
         compiler.allow_graphs(MOST_GRAPHS)
         compiler.hide_checkpoint_warning()
 
-    def add(
-        self,
-        stage: nn.Module,
-        blocks: Iterable[str],
-        why_not: Callable[[str], str] = lambda block: "",
-    ) -> None:
-        """Compile these blocks of a stage when they run first; call it before `fully_shard`, after
-        all else that replaces forwards.
+    def on_stage(self, index: int, stage: nn.Module, units: Sequence[str]) -> None:
+        self.add(stage, self._blocks(index))
 
-        why_not: says of a block why it is not to be compiled, if so.
-        """
+    def add(self, stage: nn.Module, blocks: Iterable[str]) -> None:
+        """Compile these blocks of a stage when they run first; call it before `fully_shard`, after
+        all else that replaces forwards."""
         for name in blocks:
             block = stage.get_submodule(name)
             if any(map(has_statistics, block.modules())):
@@ -57,7 +60,7 @@ class CompiledBlocks:
             elif inner := _hooked(block):
                 # equal blocks share a graph, whose guards do not look at hooks
                 self.eager[name] = f"its {inner} has a hook"
-            elif reason := why_not(name):
+            elif reason := self._why_not(name):
                 self.eager[name] = reason
             else:
                 block.forward = self._forward(name, type(block), block.forward)

@@ -11,7 +11,7 @@ All tokens count, padding included: all of them are computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.parallel.mesh import Mesh
+from titanlike.parallel.transform import Transform
 from titanlike.torch_private.autograd import in_backward
 
 
@@ -53,45 +54,36 @@ class _Layer:
     total: Tensor  # tokens of each expert in this step, on this rank: int64
 
 
-class ExpertBalance:
-    """The modules of experts of this rank's stages."""
+class ExpertBalance(Transform):
+    """The modules of experts of this rank's stages; of any model that has some."""
 
-    def __init__(
-        self,
-        stages: Iterable[nn.Module],
-        model: nn.Module,
-        mesh: Mesh,
-        tensor_parts: Callable[[], bool],
-    ) -> None:
-        """Counts in the modules' forwards from now on: call it after all else that replaces them, and
-        before one is compiled.
-
-        model: the whole one, on meta; tensor_parts: whether the tensor-parallel ranks see different
-        tokens in the current step.
-        """
+    def __init__(self, mesh: Mesh, tensor_parts: Callable[[], bool]) -> None:
+        """tensor_parts: whether the tensor-parallel ranks see different tokens in the current step."""
         self._mesh, self._tensor_parts = mesh, tensor_parts
-        self.present = bool(experts_of(model))  # anywhere in the model
         self._share = torch.zeros((), device=mesh.device)
         self._layers: list[_Layer] = []
-        for stage in stages:
-            for name, experts in experts_of(stage).items():
-                holder = stage.get_submodule(name.rpartition(".")[0])
-                count: Any = experts.num_experts
-                total = torch.zeros(count, dtype=torch.int64, device=mesh.device)
-                vars(experts)[_BEFORE] = vars(experts).get("forward")
-                vars(experts)[_TOTAL] = total
-                # not a closure: of blocks whose experts have other functions each is compiled
-                experts.forward = MethodType(_forward, experts)
-                if hasattr(holder, "token_share"):
-                    holder.token_share = self._share
-                self._layers.append(_Layer(holder, experts, total))
         # of the busiest and the idlest expert, relative to the mean, in the step that was updated last;
         # the share of choices that no expert computed. -inf where this rank has no experts
         self.loads = torch.full((3,), -torch.inf, device=mesh.device)
         self._tokens: Tensor | None = None
 
+    def on_weights(self, stage: nn.Module) -> None:
+        """Count in the modules' forwards from now on: behind all else that replaces them, and before
+        one is compiled."""
+        for name, experts in experts_of(stage).items():
+            holder = stage.get_submodule(name.rpartition(".")[0])
+            count: Any = experts.num_experts
+            total = torch.zeros(count, dtype=torch.int64, device=self._mesh.device)
+            vars(experts)[_BEFORE] = vars(experts).get("forward")
+            vars(experts)[_TOTAL] = total
+            # not a closure: of blocks whose experts have other functions each is compiled
+            experts.forward = MethodType(_forward, experts)
+            if hasattr(holder, "token_share"):
+                holder.token_share = self._share
+            self._layers.append(_Layer(holder, experts, total))
+
     @contextmanager
-    def collecting(self, tokens: Tensor) -> Iterator[None]:
+    def training(self, tokens: Tensor) -> Iterator[None]:
         """Forwards within count in the next update; earlier ones are dropped.
 
         tokens: of the global batch, a scalar on the device.
@@ -103,7 +95,7 @@ class ExpertBalance:
         yield
 
     @torch.no_grad()
-    def update(self, skip: Tensor | None = None) -> None:
+    def after_update(self, skip: Tensor | None) -> None:
         """Tell the layers what was counted. Collective over the ranks that have the same stages.
 
         skip: a scalar on the device, 1 = leave them as they are; None = 0.
@@ -127,6 +119,13 @@ class ExpertBalance:
             dropped = 1 - counts.sum() / wanted
             loads.append(torch.stack([relative.max(), -relative.min(), dropped]))
         self.loads = torch.stack(loads).amax(0).float()
+
+    def measured(self) -> Sequence[Tensor]:
+        return self.loads.unbind()
+
+    def record(self, values: Sequence[float]) -> dict[str, float]:
+        busiest, idlest, dropped = values
+        return {"busiest_expert": busiest, "idlest_expert": -idlest, "dropped": dropped}
 
 
 # attributes of a module of experts: the forward that it had, None = that of its class; the count

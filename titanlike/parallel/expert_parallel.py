@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from titanlike.parallel.exchanges import Peers, exchange
 from titanlike.parallel.expert_balance import experts_of
 from titanlike.parallel.placement import Part, Placement
+from titanlike.parallel.transform import Transform
 from titanlike.torch_private.process_groups import group_named
 
 SEND_TOKENS = "titanlike.send_tokens"  # the name of an operator
@@ -32,6 +33,14 @@ SEND_TOKENS = "titanlike.send_tokens"  # the name of an operator
 @dataclass(eq=False)
 class ExpertRanks(Peers):
     """The expert-parallel ranks that this one exchanges tokens with."""
+
+
+class ExpertParallel(Transform):
+    def __init__(self, ranks: ExpertRanks) -> None:
+        self._ranks = ranks
+
+    def on_model(self, model: nn.Module, placements: dict[str, Placement]) -> None:
+        placements.update(divide_experts(model, self._ranks, placements))
 
 
 def divide_experts(

@@ -16,18 +16,19 @@ import torch.distributed as dist
 from torch import nn
 
 from titanlike.parallel.mesh import Mesh
+from titanlike.parallel.transform import Transform
 from titanlike.torch_private.dtensor import local
 
 
 @dataclass(frozen=True)
-class Tied:
+class Tied(Transform):
     """The tied weights of this rank."""
 
     # of each the copies on this rank, and the group of the ranks with others (None: no others)
     copies: list[tuple[list[nn.Parameter], dist.ProcessGroup | None]]
 
     @torch.no_grad()
-    def add_gradients(self) -> None:
+    def after_backward(self) -> None:
         """Give every copy the sum of all copies' gradients. Collective among their ranks."""
         for parameters, group in self.copies:
             if not parameters[0].requires_grad:

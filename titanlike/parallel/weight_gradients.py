@@ -12,7 +12,7 @@ forward up to nine times. Idea: https://arxiv.org/abs/2401.10241.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -22,8 +22,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlike.parallel.placement import adds_bias_later
+from titanlike.parallel.transform import Transform
 from titanlike.parallel.weight_gradient_operator import address, linear, take_waiting
 from titanlike.torch_private.autograd import accumulates, in_functorch, shaped
+
+
+class WeightGradientsLater(Transform):
+    """Of the stages whose weight gradients wait for W."""
+
+    def __init__(self, stages: Collection[int], device: torch.device) -> None:
+        self._stages, self._device = stages, device
+        self._of: dict[int, DeferredWeightGradients] = {}
+
+    def on_stage(self, index: int, stage: nn.Module, units: Sequence[str]) -> None:
+        if index in self._stages:
+            self._of[index] = DeferredWeightGradients(stage, self._device)
+
+    def weight_gradients(self, stage: int) -> Callable[[], Callable[[], None]] | None:
+        return self._of[stage].take if stage in self._of else None
+
+    def after_backward(self) -> None:
+        for deferred in self._of.values():
+            deferred.check_all_taken()
 
 
 class DeferredWeightGradients:

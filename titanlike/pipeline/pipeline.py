@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -20,15 +20,9 @@ from titanlike.graph.model_graph import Fields, ModelGraph, fields_of, shapes
 from titanlike.graph.stage import Stage
 from titanlike.optim.chunked_loss import loss_of_output
 from titanlike.optim.loss import Loss, OutputsAt, TermsOf
-from titanlike.parallel.batchnorm import BatchNorms
-from titanlike.parallel.cast_parameters import CastParameters
-from titanlike.parallel.cp.context_parallel import ContextParallel
-from titanlike.parallel.expert_balance import ExpertBalance
 from titanlike.parallel.mesh import Mesh
 from titanlike.parallel.reached import Reached
-from titanlike.parallel.tied import Tied
-from titanlike.parallel.tp.tensor_parallel import TensorParallel
-from titanlike.parallel.weight_gradients import DeferredWeightGradients
+from titanlike.parallel.transform import Transform
 from titanlike.pipeline.order import Order
 from titanlike.torch_private.pipeline_runtime import OrderRuntime
 from titanlike.torch_private.pipeline_stage import make_stage
@@ -51,24 +45,14 @@ class Pipeline:
         loss: Loss,
         mesh: Mesh,
         zero: int,
-        tied: Tied,
-        norms: BatchNorms,
-        balance: ExpertBalance,
         reached: Reached,
-        deferred: Mapping[int, DeferredWeightGradients],
-        casts: Sequence[CastParameters],
-        tensor: TensorParallel | None,
-        context: ContextParallel | None,
+        transforms: Sequence[Transform],
     ) -> None:
-        """stages: of this rank, by index; zero: see `parallel/sharding.py`; deferred: of the stages
-        that compute weight gradients later, in a schedule that splits the backward; casts: of stages that
-        compute in another dtype than their parameters have; tensor, context: None without
-        tensor parallelism, and context parallelism."""
+        """stages: of this rank, by index; zero: see `parallel/sharding.py`; transforms: what was done to
+        the stages."""
         self._order, self._model_graph, self._stages = order, model_graph, stages
         self._loss, self._mesh, self._zero = loss, mesh, zero
-        self._tied, self._norms, self._reached, self._deferred = tied, norms, reached, deferred
-        self._casts, self._tensor, self._context = casts, tensor, context
-        self._balance = balance
+        self._reached, self._transforms = reached, transforms
         # of the last step, over all ranks: how many reached each parameter of the model
         self._reached_counts = torch.zeros(0)
         self._runtimes: OrderedDict[Any, OrderRuntime] = OrderedDict()
@@ -119,14 +103,14 @@ class Pipeline:
         batch = self._own(batch)
         runtime, mesh = self._runtime(batch), self._mesh
         count, tokens = self._count(batch)
-        with self._norms.collecting(), self._balance.collecting(tokens), self._computing():
+        with ExitStack() as stack:
+            for transform in self._transforms:
+                stack.enter_context(transform.training(tokens))
+            stack.enter_context(self._computing())
             losses = runtime.train(batch)
-        for deferred in self._deferred.values():
-            deferred.check_all_taken()
         reached = self._reached.flags()
-        self._tied.add_gradients()
-        if self._tensor is not None:
-            self._tensor.partial.sum()
+        for transform in reversed(self._transforms):
+            transform.after_backward()
         measured = measure().to(mesh.device)
         sums = torch.cat([_sum_of(losses, count).view(1), measured, reached])
         if mesh.world_size > 1:
@@ -219,7 +203,9 @@ class Pipeline:
 
     def _own(self, batch: Batch) -> Batch:
         """Of a batch of a dp rank, what this rank computes with."""
-        return batch if self._context is None else self._context.batch(batch)
+        for transform in self._transforms:
+            batch = transform.batch(batch)
+        return batch
 
     def _count(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """How many terms the loss of the global batch has, which gives the loss its scale, and how
@@ -240,12 +226,11 @@ class Pipeline:
         self._loss.scale = 1.0 / counts[0]
         return counts[0], counts[1]
 
-    @contextlib.contextmanager
+    @contextmanager
     def _computing(self) -> Iterator[None]:
-        """Within it, stages compute in the compute dtype."""
-        with contextlib.ExitStack() as stack:
-            for cast in self._casts:
-                stack.enter_context(cast.computing())
+        with ExitStack() as stack:
+            for transform in self._transforms:
+                stack.enter_context(transform.computing())
             yield
 
     def _terms(self, batch: Batch) -> Tensor:
@@ -264,8 +249,8 @@ class Pipeline:
         """The runtime for a batch of this shape; the stages' forwards are those for it."""
         fields = fields_of(batch)
         key = self._key(fields)
-        if self._tensor is not None:
-            self._tensor.prepare(fields)
+        for transform in self._transforms:
+            transform.prepare(fields)
         if key in self._runtimes:
             self._runtimes.move_to_end(key)
         else:
@@ -332,8 +317,8 @@ class Pipeline:
     def _weight_gradients(self, index: int) -> Callable[[], Callable[[], None]] | None:
         if not self._order.splits_backward:
             return None
-        deferred = self._deferred.get(index)
-        return (lambda: _nothing) if deferred is None else deferred.take
+        found = (one.weight_gradients(index) for one in self._transforms)
+        return next((take for take in found if take is not None), lambda: _nothing)
 
 
 def _sum_of(losses: list[Tensor], like: Tensor) -> Tensor:

@@ -19,14 +19,12 @@ from titanlike.config.errors import ConfigError
 from titanlike.config.schema import Config
 from titanlike.data.example_batch import example_batch
 from titanlike.data.sources import Batch
-from titanlike.parallel.cp.tokens import ContextRanks
 from titanlike.parallel.mesh import Mesh, lay_mesh
-from titanlike.parallel.tp.collectives import TensorRanks
 from titanlike.pipeline.schedules import SCHEDULES
 from titanlike.planning.plan import Plan
 from titanlike.torch_private.fake_ranks import allocate, fake_process_group, fake_tensors
 from titanlike.torch_private.live_storages import LiveStorages
-from titanlike.training.build import Run, assemble
+from titanlike.training.build import Run, assemble, ranks_of
 from titanlike.training.draft import draft
 from titanlike.training.step import drop_gradients, optimizer_step
 
@@ -113,15 +111,14 @@ def _assembled(
     fake: AbstractContextManager[Any],
     live: LiveStorages,
 ) -> Run:
-    ranks = TensorRanks(mesh.tp, mesh.tp_rank)
-    context_ranks = ContextRanks(mesh.cp, mesh.cp_rank)
-    decided = draft(config, None, None, lambda: room, ranks, context_ranks)
+    ranks = ranks_of(mesh)
+    decided = draft(config, None, None, lambda: room, ranks)
 
     def fill(stage: nn.Module, _: object, device: torch.device, *__: object, **___: object) -> None:
         with fake, live:
             allocate(stage, device)
 
-    return assemble(config, mesh, decided, ranks, context_ranks, fill=fill)
+    return assemble(config, mesh, decided, ranks, fill=fill)
 
 
 def _batch(config: Config, example: Batch) -> Batch:

@@ -16,12 +16,12 @@ from typing import Any
 from titanlike.config.hardware import Hardware
 from titanlike.config.schema import Config
 from titanlike.graph.node_operators import Exchanges, NodeOperators, Operator
+from titanlike.parallel.activation_checkpoint import saved_operators
 from titanlike.parallel.exchanges import Exchanged
 from titanlike.parallel.expert_parallel import SEND_TOKENS
 from titanlike.parallel.sharding import compute_dtype
 from titanlike.planning import links
 from titanlike.planning.roofline import Roofline, Seconds
-from titanlike.split.rank_memory import saved_operators
 from titanlike.split.unit_costs import CostError
 from titanlike.training.draft import Draft
 

@@ -29,11 +29,10 @@ from titanlike.models.llama import Llama, rotary_table
 from titanlike.models.registry import build_model, initial_weights_of
 from titanlike.optim.learning_rate import set_lr
 from titanlike.optim.optimizer import build_optimizers
-from titanlike.parallel.activation_checkpoint import checkpoint_blocks
+from titanlike.parallel.activation_checkpoint import checkpoint_blocks, saved_operators
 from titanlike.parallel.initialize import initialize
 from titanlike.parallel.mesh import Mesh
 from titanlike.proof.plain_tensor_parallel import divide_by_hand, loss_context
-from titanlike.split.rank_memory import saved_operators
 from titanlike.torch_private.dtensor import local
 from titanlike.training.draft import Draft
 

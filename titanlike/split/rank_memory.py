@@ -23,11 +23,11 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
-from titanlike.config.schema import Config, SelectiveActivationCheckpoint, TraceSplit
+from titanlike.config.schema import Config, Muon, TraceSplit
 from titanlike.graph.cut import messages
 from titanlike.graph.model_graph import ModelGraph
 from titanlike.optim.loss import Loss
-from titanlike.optim.muon import hidden_matrices
+from titanlike.parallel.activation_checkpoint import saved_operators
 from titanlike.parallel.expert_balance import experts_of
 from titanlike.parallel.sharding import compute_dtype
 from titanlike.pipeline.order import Act, Order
@@ -139,7 +139,11 @@ class RankMemory:
             self.unknown = ""
         self._computing = compute_dtype(config).itemsize
         self._deferred = frozenset(deferred)
-        hidden = hidden_matrices(model_graph.model, config.optimizer)
+        hidden: set[str] = set()
+        if isinstance(config.optimizer, Muon):
+            from titanlike.optim.muon import hidden_matrices
+
+            hidden = hidden_matrices(model_graph.model, config.optimizer)
         by_muon = [sum(stage[name] for name in hidden & stage.keys()) for stage in parameters]
         numel = [sum(stage.values()) for stage in parameters]
         self._of_experts = {
@@ -378,9 +382,3 @@ class RankMemory:
             now += unit.queued + (int(state.gradient * numel) if first else 0)
         now -= self._sent[stage]
         return _Change(most, now)
-
-
-def saved_operators(config: Config) -> list[str]:
-    """Operators whose results a recomputed block keeps."""
-    how = config.activation_checkpoint
-    return how.save if isinstance(how, SelectiveActivationCheckpoint) else []

@@ -9,11 +9,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,38 +24,27 @@ from titanlike.data.sources import Data
 from titanlike.device.memory import return_freed_memory
 from titanlike.graph.stage import Stage, fsdp_groups
 from titanlike.launch.process_end import built
-from titanlike.models.float8 import use_float8
 from titanlike.models.registry import build_model, initial_weights_of
 from titanlike.optim.loss import build_loss
 from titanlike.optim.optimizer import StageState, build_optimizers
-from titanlike.parallel.activation_checkpoint import checkpoint_blocks
-from titanlike.parallel.batchnorm import BatchNorms
 from titanlike.parallel.busy import BusyTime
-from titanlike.parallel.cast_parameters import CastParameters
-from titanlike.parallel.compiled_blocks import CompiledBlocks
-from titanlike.parallel.cp.tokens import ContextRanks
-from titanlike.parallel.expert_balance import ExpertBalance
-from titanlike.parallel.expert_parallel import ExpertRanks, divide_experts
 from titanlike.parallel.initialize import initialize, piece_seed
 from titanlike.parallel.late import Late, on_device
 from titanlike.parallel.mesh import Mesh
 from titanlike.parallel.placement import Placement
 from titanlike.parallel.reached import Reached
-from titanlike.parallel.sharding import compute_dtype, shard_stage, wrapped_in_fsdp
+from titanlike.parallel.sharding import shard_stage
 from titanlike.parallel.tied import tie
-from titanlike.parallel.tp.collectives import TensorRanks
-from titanlike.parallel.tp.gradients import PartialGradients
-from titanlike.parallel.tp.random_numbers import RandomRegions
-from titanlike.parallel.tp.tensor_parallel import TensorParallel
-from titanlike.parallel.weight_gradients import DeferredWeightGradients
+from titanlike.parallel.transform import Transform
 from titanlike.pipeline.pipeline import Pipeline
-from titanlike.split.auto_split import measured_times
-from titanlike.split.rank_memory import saved_operators
 from titanlike.split.state_bytes import state_bytes
-from titanlike.torch_private.async_tensor_parallel import overlap_in_compiled_blocks
-from titanlike.training.draft import Draft, draft, memory_for_training
+from titanlike.training.draft import Draft, Ranks, draft, memory_for_training
 from titanlike.training.ranges import Ranges
-from titanlike.training.tensor_draft import loss_of
+from titanlike.training.transforms import stage_transforms
+
+if TYPE_CHECKING:
+    from titanlike.parallel.compiled_blocks import CompiledBlocks
+    from titanlike.split.unit_costs import UnitCosts
 
 _HOLES = 3  # times a rank's parameters, gradients and optimizer state: with activations and holes
 
@@ -69,13 +58,17 @@ class Run:
     stages: list[Stage]
     stage_states: list[StageState]
     pipeline: Pipeline
-    norms: BatchNorms
-    balance: ExpertBalance
+    transforms: dict[str, Transform]  # what was done to the stages, see `transforms.py`
     late: Late  # takes numbers off the device
-    compiled: CompiledBlocks | None  # with compile=true
     origin: str  # of the initial weights, for the opening table
     ranges: Ranges = field(default_factory=Ranges)  # what a profile shows
     busy: BusyTime | None = None  # how long this rank waits for others, where that is measured
+
+    @property
+    def compiled(self) -> CompiledBlocks | None:
+        """With compile=true."""
+        found: Any = self.transforms.get("compile")
+        return found
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
@@ -118,43 +111,54 @@ def build(
 
     data: see `draft`; say: called with lines of progress where it takes long.
     """
+
     # 1. decide
-    times = partial(measured_times, config, mesh)
+    def times(unit_costs: UnitCosts) -> list[int]:
+        from titanlike.split.auto_split import measured_times
+
+        return measured_times(config, mesh, unit_costs)
+
     memory = functools.cache(partial(_least_memory, config, mesh))
-    ranks = TensorRanks(mesh.tp, mesh.tp_rank)
-    context_ranks = ContextRanks(mesh.cp, mesh.cp_rank)
-    plan = draft(config, data, times, memory, ranks, context_ranks)
+    ranks = ranks_of(mesh)
+    plan = draft(config, data, times, memory, ranks)
     if memory_is_short(config, plan, mesh, memory):
         return_freed_memory()
-    return assemble(config, mesh, plan, ranks, context_ranks, say)
+    return assemble(config, mesh, plan, ranks, say)
+
+
+def ranks_of(mesh: Mesh) -> Ranks:
+    """Those of this rank, without groups."""
+    tensor, context = None, None
+    if mesh.tp > 1:
+        from titanlike.parallel.tp.collectives import TensorRanks
+
+        tensor = TensorRanks(mesh.tp, mesh.tp_rank)
+    if mesh.cp > 1:
+        from titanlike.parallel.cp.tokens import ContextRanks
+
+        context = ContextRanks(mesh.cp, mesh.cp_rank)
+    return Ranks(tensor, context)
 
 
 def assemble(
     config: Config,
     mesh: Mesh,
     plan: Draft,
-    ranks: TensorRanks,
-    context_ranks: ContextRanks,
+    ranks: Ranks,
     say: Callable[[str], object] = lambda _: None,
     fill: Callable[..., object] = initialize,
 ) -> Run:
     """Build what was decided. Collective.
 
-    ranks, context_ranks: those that the draft was made with; fill: allocates a stage and gives it its
-    weights, called as `initialize`.
+    ranks: those that the draft was made with, whose groups are made here, not before: rank 0 may have
+    timed units alone; fill: allocates a stage and gives it its weights, called as `initialize`.
     """
-    if mesh.tp > 1:
-        ranks.group = mesh.axes.get_group("tp")  # not before: rank 0 may have timed units alone
-    if mesh.cp > 1:
-        timeout = timedelta(seconds=config.launch.timeout)
-        members = mesh.context_ranks()
-        context_ranks.group = dist.new_group(
-            members, timeout=timeout, use_local_synchronization=True
-        )
+    transforms = stage_transforms(config, mesh, plan, ranks)
 
     # 2. stages, weights, optimizers
     canonical = plan.model_graph.canonical_names()
-    made = _make_stages(config, mesh, plan, ranks, canonical, partial(fill, say=say))
+    each = [*transforms.values()]
+    made = _make_stages(config, mesh, plan, each, canonical, partial(fill, say=say))
     stages = made.stages
     # of each parameter the stages that hold it: of a tied one, the first is its owner
     holders = {
@@ -168,28 +172,19 @@ def assemble(
     tied = tie(holders, plan.order.place, local_parameters, mesh, config.launch.timeout)
     # random numbers of training (dropout) differ on every rank but those that share layers
     torch.manual_seed(piece_seed(config.seed, "rank", mesh.layers_rank))
-    loss, tensor = build_loss(config.loss, mesh.device), None
-    if plan.tensor is not None:
-        loss = loss_of(config, plan.tensor, ranks, mesh.device)
-        every = (item for state in states.values() for item in state.placed_parameters())
-        of_model = plan.tensor.placements.values()
-        partial_gradients = PartialGradients(every, of_model, ranks, mesh, config.launch.timeout)
-        tensor = TensorParallel(plan.tensor, ranks, partial_gradients)
-    norms = BatchNorms(stages.values(), mesh)
-    model = plan.model_graph.model
-    balance = ExpertBalance(stages.values(), model, mesh, lambda: ranks.sequence)
+    loss = build_loss(config.loss, mesh.device)
+    if plan.tensor is not None and ranks.tensor is not None:
+        from titanlike.training.tensor_draft import loss_of
+
+        loss = loss_of(config, plan.tensor, ranks.tensor, mesh.device)
+    for transform in each:
+        transform.on_states(states)
+    transforms["tied weights"] = tied
     reached = Reached(stages.values(), canonical, mesh, plan.zero)
-    casts = []
-    if config.precision.low and not wrapped_in_fsdp(config):
-        casts = [CastParameters(stage, compute_dtype(config)) for stage in stages.values()]
-    more: dict[str, Any] = {"tied": tied, "norms": norms, "balance": balance, "reached": reached}
-    more |= {"deferred": made.deferred, "casts": casts}
     common = plan.order, plan.model_graph, stages, loss, mesh, plan.zero
-    context = None if plan.context is None else plan.context.parallel
-    pipeline = Pipeline(*common, **more, tensor=tensor, context=context)
+    pipeline = Pipeline(*common, reached, [*transforms.values()])
     lists = [*stages.values()], [*states.values()]
-    late = Late(mesh)
-    run = Run(mesh, plan, *lists, pipeline, norms, balance, late, made.compiled, made.origin)
+    run = Run(mesh, plan, *lists, pipeline, transforms, Late(mesh), made.origin)
     run.train_mode(True)
     built()
     return run
@@ -200,9 +195,7 @@ class _Made:
     """This rank's stages, with their weights."""
 
     stages: dict[int, Stage]
-    deferred: dict[int, DeferredWeightGradients]
-    compiled: CompiledBlocks | None
-    placements: Mapping[str, Placement]  # of parameters, among tensor-parallel ranks
+    placements: Mapping[str, Placement]  # of parameters that are cut
     origin: str  # of the weights
 
 
@@ -210,55 +203,29 @@ def _make_stages(
     config: Config,
     mesh: Mesh,
     plan: Draft,
-    ranks: TensorRanks,
+    transforms: Sequence[Transform],
     canonical: Mapping[str, str],
     fill: Callable[..., object],
 ) -> _Made:
     weights = initial_weights_of(plan.model, config.seed)
     stages: dict[int, Stage] = {}
-    deferred: dict[int, DeferredWeightGradients] = {}
-    # the number of documents in a batch is a size, too
-    dynamic = plan.variable or "document_ids" in plan.fields
-    regions = RandomRegions(ranks, mesh.device)
-    group = mesh.expert_group
-    expert_ranks = ExpertRanks(config.ep, 0 if group is None else dist.get_rank(group), group)
-    placements: Mapping[str, Placement] = {}
-    compiled = CompiledBlocks(dynamic) if config.compile else None
-    if compiled is not None:
-        overlap_in_compiled_blocks(ranks.group if config.tp_async else None)
+    placements: dict[str, Placement] = {}
     for index in plan.order.local(mesh.pp_rank):
-        model = build_model(plan.model)
-        use_float8(model, config, mesh.device)
-        if plan.tensor is not None:
-            placements = plan.tensor.divide(model, ranks)
-        if config.ep > 1:
-            placements = divide_experts(model, expert_ranks, placements)
-        stage = stages[index] = Stage(model, *plan.stage_modules[index])
-        if plan.tensor is not None:
-            regions.add(stage, plan.tensor.draws, plan.tensor.draws_whole)
-        if plan.context is not None:
-            for name in plan.stage_modules[index][0]:
-                plan.context.attention.around(stage.get_submodule(name), name)
-        if index in plan.deferred:
-            deferred[index] = DeferredWeightGradients(stage, mesh.device)
-        checkpoint_blocks(stage, plan.recomputed.blocks[index], saved_operators(config))
-        if compiled is not None:
-            compiled.add(stage, plan.blocks(index), partial(_why_not_compiled, config, plan, stage))
-        _shard(stage, config, plan, *plan.stage_modules[index], mesh)
+        model, placements = build_model(plan.model), {}
+        for transform in transforms:
+            transform.on_model(model, placements)
+        units, used = plan.stage_modules[index]
+        stage = stages[index] = Stage(model, units, used)
+        for transform in transforms:
+            transform.on_stage(index, stage, units)
+        _shard(stage, config, plan, units, used, mesh)
         device = torch.device("cpu") if config.fsdp.cpu_offload else mesh.device
         parts = {name: placement.part for name, placement in placements.items()}
         fill(stage, weights, device, canonical, parts=parts)
-    return _Made(stages, deferred, compiled, placements, weights.origin)
-
-
-def _why_not_compiled(config: Config, plan: Draft, stage: nn.Module, block: str) -> str:
-    """Why a block stays as it is; "" = it is compiled."""
-    reason = "" if plan.tensor is None else plan.tensor.why_not_compiled(block)
-    if block in plan.model_graph.taking_gradients:
-        return "it takes gradients in its forward"
-    if plan.context is not None and plan.context.attention.counts(block):
-        return "it counts tokens, of which cp ranks have parts"
-    return reason
+    for stage in stages.values():
+        for transform in transforms:
+            transform.on_weights(stage)
+    return _Made(stages, placements, weights.origin)
 
 
 def _make_states(

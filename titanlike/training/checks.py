@@ -9,11 +9,10 @@ from itertools import chain
 from torch import nn
 
 from titanlike.config.errors import Problem
-from titanlike.config.schema import AutoSplit, Config, Muon, TraceSplit
+from titanlike.config.schema import AutoSplit, Config, Custom, Muon, TraceSplit
 from titanlike.graph.cut import StageGraph, message_problem, same_messages
 from titanlike.graph.find_units import find_units
 from titanlike.graph.model_graph import ModelGraph
-from titanlike.optim.muon import hidden_matrices
 from titanlike.parallel.batchnorm import has_statistics
 from titanlike.pipeline.from_config import stage_count
 from titanlike.pipeline.order import Order
@@ -22,6 +21,13 @@ from titanlike.torch_private.base_classes import InstanceNorm
 from titanlike.torch_private.known_code import has_gradient_hooks
 
 _MOST = 3  # problems of one kind that are shown
+_MIX_NOTHING = ("llama", "gpt2", "moe")  # titanlike's own models
+
+
+def may_mix_samples(config: Config) -> bool:
+    """Whether a model or a loss from elsewhere may compute a sample with others of its batch."""
+    own_loss = isinstance(config.loss, Custom)
+    return not config.mixes_samples and (config.model.name not in _MIX_NOTHING or own_loss)
 
 
 def norm_problems(config: Config, model: nn.Module) -> list[Problem]:
@@ -93,6 +99,8 @@ def muon_problems(config: Config, model: nn.Module) -> list[Problem]:
     optimizer = config.optimizer
     if not isinstance(optimizer, Muon):
         return []
+    from titanlike.optim.muon import hidden_matrices
+
     names = [name for name, _ in model.named_parameters()]
     problems = [
         Problem("optimizer.adamw", pattern, "no parameter has such a name", "optimizer.adamw=[]")

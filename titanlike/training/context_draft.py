@@ -272,13 +272,11 @@ _METHODS: dict[str, Callable[[ContextDraft], str]] = {
 
 def context_draft(
     config: Config, ranks: ContextRanks | None, batch: Mapping[str, Tensor]
-) -> ContextDraft | None:
-    """None without context parallelism. Raises ConfigError.
+) -> ContextDraft:
+    """How cp divides these sequences. Raises ConfigError.
 
     ranks: of this process; None in the launcher. batch: of one sequence, on meta.
     """
-    if config.cp == 1:
-        return None
     if isinstance(config.split, TraceSplit):
         reason = "a traced graph has the lengths of whole sequences written into it"
         raise ConfigError([Problem("split", "trace", reason, "split=points")])

@@ -10,7 +10,7 @@ import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -27,30 +27,37 @@ from titanlike.graph.cut import StageGraph
 from titanlike.graph.model_graph import Fields, ModelGraph, fields_of
 from titanlike.graph.recording import RecordError
 from titanlike.models.checks import model_problems
-from titanlike.models.float8 import Float8Layers, use_float8
 from titanlike.models.registry import build_model, resolve_model
 from titanlike.optim import own
 from titanlike.optim.loss import Loss, build_loss
-from titanlike.parallel.compiled_blocks import compiler_problem
-from titanlike.parallel.cp.tokens import ContextRanks
 from titanlike.parallel.exchanges import Peers
-from titanlike.parallel.expert_balance import experts_of
-from titanlike.parallel.expert_parallel import ExpertRanks, divide_experts
-from titanlike.parallel.tp.collectives import TensorRanks
-from titanlike.parallel.tp.tensor_parallel import TensorDraft
 from titanlike.pipeline import from_config
 from titanlike.pipeline.order import Order
-from titanlike.split.auto_split import AutoSplitResult, MeasureTimes, find_auto_split
 from titanlike.split.partition import SplitError, partition
 from titanlike.split.rank_memory import RankMemory
 from titanlike.split.unit_costs import UnitCosts
 from titanlike.training import checks
-from titanlike.training.context_draft import ContextDraft, context_draft
 from titanlike.training.memory_choices import choose_by_memory
 from titanlike.training.recomputed_blocks import Recomputed
 from titanlike.training.recorded_model import record_model
-from titanlike.training.tensor_draft import async_problems, divide_model
-from titanlike.training.tensor_mistakes import check_draws
+
+if TYPE_CHECKING:  # each is imported where a config asks for it
+    from titanlike.models.float8 import Float8Layers
+    from titanlike.parallel.cp.tokens import ContextRanks
+    from titanlike.parallel.expert_parallel import ExpertRanks
+    from titanlike.parallel.tp.collectives import TensorRanks
+    from titanlike.parallel.tp.tensor_parallel import TensorDraft
+    from titanlike.split.auto_split import AutoSplitResult, MeasureTimes
+    from titanlike.training.context_draft import ContextDraft
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Those that compute a layer together with this one, whose groups are made when stages are built;
+    None = it does so alone."""
+
+    tensor: TensorRanks | None = None
+    context: ContextRanks | None = None
 
 
 @dataclass(frozen=True)
@@ -118,32 +125,42 @@ def draft(
     data: Data | None = None,
     measure_times: MeasureTimes | None = None,
     device_memory: Callable[[], int | None] | None = None,
-    ranks: TensorRanks | None = None,
-    context_ranks: ContextRanks | None = None,
+    ranks: Ranks | None = None,
     checked: TensorDraft | None = None,
 ) -> Draft:
     """Decide stages, order and sharding. Raises ConfigError with every problem found.
 
     data: if it is open already; else a user's own data is opened for an example batch.
     measure_times: times units, for split.cost=time; without it FLOPs stand for times.
-    device_memory: as `memory_for_training`, the same on every rank. ranks: the tensor-parallel ranks
-    among which this one computes the loss; context_ranks: those to whose tokens it attends. None in
-    the launcher. checked: of a draft of the same model and data. On as many tensor-parallel
+    device_memory: as `memory_for_training`, the same on every rank. ranks: None in the launcher. checked: of a draft of the same model and data. On as many tensor-parallel
     ranks its plan is not compared with the whole model again.
     """
     resolved = resolve_model(config)
     model = build_model(resolved)
     order, why_microbatches = _choose_order(config, model)
-    float8 = use_float8(model, config, first_device(config.device))
+    float8 = None
+    if isinstance(config.precision, schema.Float8Precision):
+        from titanlike.models.float8 import use_float8
+
+        float8 = use_float8(model, config, first_device(config.device))
     zero, why_zero = _choose_zero(config, order.splits_backward)
     whole_numel = sum(parameter.numel() for parameter in model.parameters())
     flops_per_token = _flops_per_token(config, model, data)
     batch = example_batch(config, data)
     if problems := field_problems(config, model, fields_of(batch)):
         raise ConfigError(problems)
-    tensor, loss = divide_model(config, model, ranks, batch, checked)
-    experts = _divide_experts(config, model) if config.ep > 1 else None
-    context = context_draft(config, context_ranks, batch)
+    ranks = ranks or Ranks()
+    tensor, experts, context, loss = None, None, None, build_loss(config.loss)
+    if config.tp > 1:
+        from titanlike.training.tensor_draft import divide_model
+
+        tensor, loss = divide_model(config, model, ranks.tensor, batch, checked)
+    if config.ep > 1:
+        experts = _divide_experts(config, model)
+    if config.cp > 1:
+        from titanlike.training.context_draft import context_draft
+
+        context = context_draft(config, ranks.context, batch)
     whole = config, resolved, model, batch
     recorded = record_model(*whole, order.microbatches, loss, tensor, context)
     model_graph, targets = recorded
@@ -155,6 +172,8 @@ def draft(
     if problems := checks.stage_problems(config, model_graph, graphs, evaluated):
         raise ConfigError(problems)
     if tensor is not None:
+        from titanlike.training.tensor_mistakes import check_draws
+
         check_draws(config, tensor, [unit.name for unit in model_graph.units])
     stage_modules = model_graph.stage_modules(graphs, evaluated)
     parameters = [
@@ -204,9 +223,15 @@ def preflight(config: Config, drafted: Callable[[Draft], object] = lambda _: Non
         choose_device(config.device, 0, _local_ranks(config), one_each=_started_outside())
     except ConfigError as error:
         problems += error.problems
-    if config.compile and (problem := compiler_problem(first_device(config.device))):
-        problems.append(problem)
-    problems += async_problems(config)
+    if config.compile:
+        from titanlike.parallel.compiled_blocks import compiler_problem
+
+        problem = compiler_problem(first_device(config.device))
+        problems += [] if problem is None else [problem]
+    if config.tp_async:
+        from titanlike.training.tensor_draft import async_problems
+
+        problems += async_problems(config)
     problems += own.problems(config)
     try:  # before the model, whose problems would hide it
         build_loss(config.loss)
@@ -284,6 +309,9 @@ def _choose_zero(config: Config, splits_backward: bool) -> tuple[int, str]:
 
 def _divide_experts(config: Config, model: nn.Module) -> ExpertRanks:
     """Divide a model's experts on meta in place, as its first rank has them. Raises ConfigError."""
+    from titanlike.parallel.expert_balance import experts_of
+    from titanlike.parallel.expert_parallel import ExpertRanks, divide_experts
+
     found: dict[str, Any] = {**experts_of(model)}
     if not found:
         reason = "the model has no experts (in modules that take them sorted, see docs/models.md)"
@@ -328,6 +356,8 @@ def _cut_stages(
     auto = isinstance(config.split, schema.AutoSplit)
     try:
         if auto and order.stages > 1:
+            from titanlike.split.auto_split import find_auto_split
+
             unit_costs = UnitCosts(model_graph, targets, loss)
             found = find_auto_split(config, unit_costs, units, order, zero, measure_times)
             model_graph.stages = found.stages(units)

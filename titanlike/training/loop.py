@@ -18,12 +18,11 @@ import torch
 
 from titanlike.data.loader import batches
 from titanlike.data.sources import Batch
+from titanlike.training.checks import may_mix_samples
 from titanlike.training.compiling import compile_blocks
 from titanlike.training.feed import batches_for
 from titanlike.training.garbage import collected_every
 from titanlike.training.guard import BadNumbers, Verdict
-from titanlike.training.mixing import refuse_mixed_samples
-from titanlike.training.samples import write_samples
 from titanlike.training.session import Session
 from titanlike.training.step import (
     drop_gradients,
@@ -46,7 +45,9 @@ def train_steps(s: Session) -> None:
     # the first step compiles, allocates, and opens connections to every peer
     timeout: float | None = config.launch.timeout
     stall: float | None = None  # seconds that training waited for the last save
-    if not step:
+    if not step and may_mix_samples(config):
+        from titanlike.training.mixing import refuse_mixed_samples
+
         s.watchdog.enter_phase(1, "check for mixed samples", timeout)
         stream = refuse_mixed_samples(s.run, config, stream)
     if s.run.compiled and step < last and not s.stop_code:
@@ -55,8 +56,8 @@ def train_steps(s: Session) -> None:
         while step < last and not s.stop_code:
             step += 1
             collect_garbage(step)
-            s.profile.begin_step(step)
-            s.timeline.begin_step(step)
+            for recorder in s.recorders:
+                recorder.begin_step(step)
 
             # 1. launch forward and backward of the next batch
             s.watchdog.enter_phase(step, "data", timeout)
@@ -210,6 +211,8 @@ def _samples_are_due(s: Session, step: int, final: bool) -> bool:
 
 def _sample(s: Session, step: int) -> None:
     """Continue the prompts of `sample`."""
+    from titanlike.training.samples import write_samples
+
     s.watchdog.enter_phase(step, "samples", s.config.launch.timeout)
     assert s.sampler is not None
     say = s.console.line if s.worker.rank == 0 else None

@@ -35,6 +35,7 @@ from titanlike.parallel.compiled_blocks import uncompiled
 from titanlike.pipeline.pipeline import Pipeline
 from titanlike.torch_private.base_classes import BatchNorm
 from titanlike.training.build import Run
+from titanlike.training.checks import may_mix_samples
 from titanlike.training.feed import to_device
 from titanlike.training.unchanged import unchanged
 
@@ -44,14 +45,13 @@ ROUNDING = 10.0  # times what the same rows at other positions of their microbat
 MOST_ROUNDING, MOST_ROUNDING_IN_BF16 = 1e-5, 1e-2  # if that is more, it is no rounding
 # of the same samples in microbatches of another size, for which kernels round in another order
 MOST_BY_SIZE, MOST_BY_SIZE_IN_BF16 = 1e-4, 1e-2
-KNOWN = ("llama", "gpt2", "moe")  # titanlike's own models mix nothing
 
 
 def refuse_mixed_samples(run: Run, config: Config, stream: Iterator[Batch]) -> Iterator[Batch]:
     """The same batches. Raises ConfigError where the model or the loss mixes samples. Collective."""
-    own_loss = isinstance(config.loss, Custom)
-    if config.mixes_samples or (config.model.name in KNOWN and not own_loss):
+    if not may_mix_samples(config):
         return stream
+    own_loss = isinstance(config.loss, Custom)
     first = [next(stream)]
     if len(first[0]["targets"]) == 1:
         first.append(next(stream))  # another sample to lay beside it

@@ -112,8 +112,9 @@ def _fit(
 
 def _name_problems(save: Sequence[str]) -> Iterator[Problem]:
     known = operator_names()
+    shipped = SelectiveActivationCheckpoint().save  # also of techniques that are not imported
     for pattern in save:
-        if not any(fnmatchcase(name, pattern) for name in known):
+        if pattern not in shipped and not any(fnmatchcase(name, pattern) for name in known):
             base = pattern.rpartition(".")[0]  # of "aten.mm.default", an overload
             near = base if base in known else nearest(pattern, known)
             others = [name for name in save if name != pattern]

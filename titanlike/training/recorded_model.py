@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -21,8 +21,10 @@ from titanlike.optim.chunked_loss import HeadNested, find_head, with_chunked_los
 from titanlike.optim.loss import Loss, check_loss, trained_outputs
 from titanlike.parallel.batchnorm import freeze_statistics
 from titanlike.parallel.sharding import compute_dtype
-from titanlike.parallel.tp.tensor_parallel import TensorDraft
-from titanlike.training.context_draft import ContextDraft
+
+if TYPE_CHECKING:
+    from titanlike.parallel.tp.tensor_parallel import TensorDraft
+    from titanlike.training.context_draft import ContextDraft
 
 
 def record_model(

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titanlike.config.groups import Float8Precision
 from titanlike.config.program import train_program
-from titanlike.config.schema import Config
+from titanlike.config.schema import Config, Muon
 from titanlike.metrics import units
 from titanlike.metrics.summary import summarize
-from titanlike.optim.muon import hidden_matrices
-from titanlike.parallel.expert_balance import experts_of
-from titanlike.split.auto_split import AutoSplitResult
-from titanlike.split.best_split import CostedSplit
-from titanlike.training.context_draft import length
 from titanlike.training.draft import Draft
 from titanlike.training.session import Session
 from titanlike.training.stages import ranks_text, span
+
+if TYPE_CHECKING:
+    from titanlike.split.auto_split import AutoSplitResult
+    from titanlike.split.best_split import CostedSplit
 
 
 def opening(session: Session) -> None:
@@ -57,7 +56,7 @@ def opening(session: Session) -> None:
         ("microbatches", f"{cut} ({draft.why_microbatches})"),
         ("schedule", config.schedule.name if mesh.pp > 1 else ""),
         ("steps", f"{start + 1} to {config.steps}" if start < config.steps else "none left"),
-        ("profile", session.profile.describe(start)),
+        ("profile", session.profile.describe(start) if session.profile else ""),
         ("output", str(session.worker.run_dir)),
         *(("", sink.location) for sink in session.sinks[1:]),
     ]
@@ -158,13 +157,16 @@ def _context_parallel(config: Config, draft: Draft) -> str:
         "ulysses": "heads are exchanged for tokens",
         "ring": "keys and values go round",
     }[context.ranks.method]
-    return f"{context.ranks.method}, {text} ({context.why}); {length(draft.fields) // config.cp} tokens a rank"
+    tokens = draft.fields["inputs"].shape[0] // config.cp
+    return f"{context.ranks.method}, {text} ({context.why}); {tokens} tokens a rank"
 
 
 def _expert_parallel(config: Config, draft: Draft) -> str:
     """What ep divides; "" without it."""
     if config.ep == 1:
         return ""
+    from titanlike.parallel.expert_balance import experts_of
+
     experts: set[Any]
     experts = {module.num_experts for module in experts_of(draft.model_graph.model).values()}
     counts = " or ".join(f"{count // config.ep} of {count}" for count in sorted(experts))
@@ -224,6 +226,10 @@ def _precision(config: Config, draft: Draft) -> str:
 
 def _optimizer(config: Config, draft: Draft) -> str:
     """What Muon updates; "" without it."""
+    if not isinstance(config.optimizer, Muon):
+        return ""
+    from titanlike.optim.muon import hidden_matrices
+
     hidden = hidden_matrices(draft.model_graph.model, config.optimizer)
     sizes = {name: size for stage in draft.stage_parameters for name, size in stage.items()}
     total = units.count(sum(sizes[name] for name in hidden))

@@ -25,7 +25,6 @@ from titanlike.data.sources import Data
 from titanlike.generation.sampling import Sampling, next_tokens
 from titanlike.metrics.run_files import append_line
 from titanlike.metrics.sinks import Sink
-from titanlike.parallel.tp.collectives import TensorRanks
 from titanlike.training.build import Run
 
 FILE = "samples.jsonl"
@@ -108,7 +107,7 @@ class Sampler:
         tensor, mesh = self._run.draft.tensor, self._run.mesh
         if tensor is None or tensor.vocabulary is None:
             return logits
-        each = len(range(tensor.vocabulary)[TensorRanks(mesh.tp, 0).part(tensor.vocabulary)])
+        each = -(-tensor.vocabulary // mesh.tp)
         padded = F.pad(logits.float(), (0, each - logits.size(-1)))
         parts = [torch.empty_like(padded) for _ in range(mesh.tp)]
         dist.all_gather(parts, padded.contiguous(), group=mesh.axes.get_group("tp"))

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from titanlike.checkpoint.checkpointer import Checkpointer, Progress
 from titanlike.config.errors import ConfigError
 from titanlike.config.parse import to_plain
+from titanlike.config.profile import MemoryProfile
 from titanlike.config.schema import Config
 from titanlike.config.write import write_config
 from titanlike.data.errors import DataError, data_problem
@@ -34,14 +35,24 @@ from titanlike.torch_private.fsdp import parameter_groups
 from titanlike.torch_private.process_groups import abort_groups
 from titanlike.training.build import Run, build
 from titanlike.training.guard import Guard
-from titanlike.training.profile import Profile
-from titanlike.training.samples import Sampler
 from titanlike.training.stages import layout
 from titanlike.training.step import Launched
 from titanlike.training.stragglers import Stragglers
-from titanlike.training.timeline import Timeline
+
+if TYPE_CHECKING:  # each is imported where a config asks for it
+    from titanlike.training.profile import Profile
+    from titanlike.training.samples import Sampler
+    from titanlike.training.timeline import Timeline
 
 DATA_TIMEOUT = 24 * 3600.0  # seconds for one process to tokenize while the others wait
+
+
+class Recorder(Protocol):
+    """Of some steps; all ranks call it."""
+
+    def begin_step(self, step: int) -> None: ...
+
+    def close(self, together: bool) -> None: ...
 
 
 @dataclass
@@ -61,13 +72,17 @@ class Session:
     sinks: list[Sink]
     owner: Owner | None
     files: RunFiles | None
-    profile: Profile
-    timeline: Timeline
+    profile: Profile | None
+    timeline: Timeline | None
     sampler: Sampler | None  # with sample.every
     stragglers: Stragglers
     progress: Progress  # after the last step whose numbers are known
     pending: Launched | None = None  # the step after it, whose numbers are on their way
     stop_code: int = 0  # of the stop request that ends the run, the same on every rank; 0 = none
+
+    @property
+    def recorders(self) -> list[Recorder]:
+        return [recorder for recorder in (self.profile, self.timeline) if recorder is not None]
 
     @property
     def stopped(self) -> str:
@@ -143,8 +158,19 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
             text = f"metrics.jsonl has no record of step {steps}: it was removed, or cut off"
             events.log("metrics", progress.step, text)
 
-        profile = Profile(config, worker, run, watchdog, report_profile)
-        timeline = Timeline(config, worker, run, watchdog, sinks, report_timeline)
+        profile, timeline, sampler = None, None, None
+        if isinstance(config.profile, MemoryProfile):
+            from titanlike.training.profile import Profile
+
+            profile = Profile(config, worker, run, watchdog, report_profile)
+        if config.timeline.enabled:
+            from titanlike.training.timeline import Timeline
+
+            timeline = Timeline(config, worker, run, watchdog, sinks, report_timeline)
+        if config.sample.every:
+            from titanlike.training.samples import Sampler
+
+            sampler = Sampler(run, config, data)
         try:
             watchdog.enter_phase(0, "load", config.checkpoint.timeout)
             owner = _take_over(config, worker, events) if worker.rank == 0 else None
@@ -176,7 +202,7 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
                 run_files,
                 profile,
                 timeline,
-                Sampler(run, config, data) if config.sample.every else None,
+                sampler,
                 Stragglers(config, run, worker, events),
                 progress,
             )
@@ -187,8 +213,9 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
             raise
         finally:
             checkpointer.close()
-            profile.close(together)
-            timeline.close(together)
+            for recorder in (profile, timeline):
+                if recorder is not None:
+                    recorder.close(together)
             console.close()
             for sink in sinks:
                 sink.close(status)

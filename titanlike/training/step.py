@@ -66,7 +66,7 @@ class _Numbers:
     loss: float
     norm: float
     bad: bool
-    loads: list[float]  # of experts, see `ExpertBalance.loads`
+    more: dict[str, float]  # of the run's transforms, for the record
     stop_code: int
     graphs: int
     allocated: float  # bytes
@@ -125,8 +125,8 @@ def update(
         waited = [0.0] * run.mesh.world_size
         waited[worker.rank] = run.busy.waited()
         largest += waited
-    loads = run.balance.loads.unbind() if run.balance.present else ()
-    sent = run.late.send([loss, norm, bad, *loads], largest)
+    measured = [number for transform in run.transforms.values() for number in transform.measured()]
+    sent = run.late.send([loss, norm, bad, *measured], largest)
     return Launched(gradients, sent, lr, time.time())
 
 
@@ -158,9 +158,7 @@ def step_record(run: Run, config: Config, launched: Launched, sent: list[float])
         "step_seconds": seconds,
         "memory_bytes": int(numbers.allocated),
     }
-    if numbers.loads:
-        busiest, idlest, dropped = numbers.loads
-        record |= {"busiest_expert": busiest, "idlest_expert": -idlest, "dropped": dropped}
+    record |= numbers.more
     if numbers.reserved is not None:
         record["memory_reserved_bytes"] = int(numbers.reserved)
     if waited := numbers.waited:
@@ -178,13 +176,23 @@ def _read(run: Run, sent: list[float]) -> _Numbers:
     """In the order in which `update` sends them."""
     left = iter(sent)
     loss, norm, bad = (next(left) for _ in range(3))
-    loads = [next(left) for _ in range(3)] if run.balance.present else []
+    of_transforms: dict[str, float] = {}
+    for transform in run.transforms.values():
+        of_transforms |= transform.record([next(left) for _ in transform.measured()])
     stop_code, graphs, allocated = (next(left) for _ in range(3))
     more = [*left]
     waited = more[-run.mesh.world_size :] if run.busy is not None else []
     reserved = more[0] if len(more) > len(waited) else None  # of an accelerator
     return _Numbers(
-        loss, norm, bool(bad), loads, int(stop_code), int(graphs), allocated, reserved, waited
+        loss,
+        norm,
+        bool(bad),
+        of_transforms,
+        int(stop_code),
+        int(graphs),
+        allocated,
+        reserved,
+        waited,
     )
 
 
@@ -207,8 +215,8 @@ def measured_step(
 def optimizer_step(
     run: Run, config: Config, step: int, norm: Tensor, skip: Tensor | None = None
 ) -> float:
-    """Clip by the global norm, update the parameters, the running statistics of batch norms and the
-    balance of experts; returns the learning rate. A parameter that no rank's backward reached is left
+    """Clip by the global norm, update the parameters, and what else is updated once a step (running
+    statistics, the balance of experts); returns the learning rate. A parameter that no rank's backward reached is left
     alone.
 
     skip: a flag on the device, 1 = change nothing; None = 0.
@@ -222,8 +230,8 @@ def optimizer_step(
         set_lr(state.optimizers, config, step)
         for optimizer in state.optimizers:
             step_unless(optimizer, skip, unreached)
-    run.norms.update(skip)
-    run.balance.update(skip)
+    for transform in run.transforms.values():
+        transform.after_update(skip)
     return learning_rate(config, step)
 
 

@@ -32,15 +32,12 @@ def divide_model(
     ranks: TensorRanks | None,
     batch: dict[str, Tensor],
     checked: TensorDraft | None = None,
-) -> tuple[TensorDraft | None, Loss]:
+) -> tuple[TensorDraft, Loss]:
     """Divide a model on meta in place, as its first tensor-parallel rank has it; the loss on `ranks`.
 
     batch: of one sequence, on meta, see `example_batch`; checked: what was found of the same model
-    and batch before, which holds for as many ranks. Without tensor parallelism the model stays as it is. Raises
-    ConfigError, also where the divided model would compute other numbers.
+    and batch before, which holds for as many ranks. Raises ConfigError, also where the divided model would compute other numbers.
     """
-    if config.tp == 1:
-        return None, build_loss(config.loss)
     if isinstance(config.split, TraceSplit):
         reason = "a graph that is traced has no exchanges between tensor-parallel ranks"
         raise ConfigError([Problem("split", "trace", reason, "split=points")])
@@ -132,8 +129,6 @@ def _checked(
 
 def async_problems(config: Config) -> list[Problem]:
     """What `tp_async` lacks."""
-    if not config.tp_async:
-        return []
     nvidia = own_backend(first_device(config.device)) == "nccl" and torch.version.hip is None
     missing = [
         (config.tp > 1, "there is nothing to overlap with tp=1", "tp=2"),

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import lcm
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from titanlike.parallel.cp.attention import ContextAttention
 from titanlike.parallel.cp.tokens import ContextRanks
+from titanlike.parallel.transform import Transform
 
 IGNORED = -100  # a target that counts for no loss
 _PADDING = {"targets": IGNORED, "document_ids": -1}  # else 0, or False
 
 
-@dataclass(frozen=True)
-class ContextParallel:
-    """Of a rank."""
+class ContextParallel(Transform):
+    def __init__(self, ranks: ContextRanks, attention: ContextAttention, tp: int) -> None:
+        """tp: tensor-parallel ranks, which divide the rank's tokens once more."""
+        self.ranks, self.attention, self.tp = ranks, attention, tp
 
-    ranks: ContextRanks
-    attention: ContextAttention
-    tp: int  # tensor-parallel ranks, which divide the rank's tokens once more
+    def on_stage(self, index: int, stage: nn.Module, units: Sequence[str]) -> None:
+        for name in units:
+            self.attention.around(stage.get_submodule(name), name)
+
+    def why_not_compiled(self, block: str) -> str:
+        counts = self.attention.counts(block)
+        return "it counts tokens, of which cp ranks have parts" if counts else ""
 
     def multiple(self) -> int:
         """What lengths are padded to a multiple of."""

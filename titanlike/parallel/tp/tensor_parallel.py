@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from titanlike.parallel.mesh import Mesh
 from titanlike.parallel.placement import Placement
 from titanlike.parallel.tp.collectives import TensorRanks
 from titanlike.parallel.tp.gradients import PartialGradients
 from titanlike.parallel.tp.plan import Entry
-from titanlike.parallel.tp.random_numbers import Draws, drawing_parts
+from titanlike.parallel.tp.random_numbers import Draws, RandomRegions, drawing_parts
 from titanlike.parallel.tp.styles import divide
+from titanlike.parallel.transform import Transform
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,31 @@ class TensorDraft:
         return next(iter(fields["inputs"].shape), 1)
 
 
-@dataclass(frozen=True)
-class TensorParallel:
-    """Of a running pipeline."""
+class TensorParallel(Transform):
+    def __init__(self, draft: TensorDraft, ranks: TensorRanks, mesh: Mesh, timeout: float) -> None:
+        """timeout: seconds, of the process groups."""
+        self.draft, self.ranks = draft, ranks
+        self._mesh, self._timeout = mesh, timeout
+        self._regions = RandomRegions(ranks, mesh.device)
+        ranks.group = mesh.axes.get_group("tp")
 
-    draft: TensorDraft
-    ranks: TensorRanks
-    partial: PartialGradients
+    def on_model(self, model: nn.Module, placements: dict[str, Placement]) -> None:
+        placements.update(self.draft.divide(model, self.ranks))
+
+    def on_stage(self, index: int, stage: nn.Module, units: Sequence[str]) -> None:
+        self._regions.add(stage, self.draft.draws, self.draft.draws_whole)
+
+    def on_states(self, states: Mapping[int, Any]) -> None:
+        parameters = (item for state in states.values() for item in state.placed_parameters())
+        of_model = self.draft.placements.values()
+        common = self.ranks, self._mesh, self._timeout
+        self._partial = PartialGradients(parameters, of_model, *common)
+
+    def why_not_compiled(self, block: str) -> str:
+        return self.draft.why_not_compiled(block)
 
     def prepare(self, fields: Mapping[str, Any]) -> None:
         self.draft.prepare(self.ranks, fields)
+
+    def after_backward(self) -> None:
+        self._partial.sum()

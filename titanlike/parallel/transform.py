@@ -1,0 +1,81 @@
+"""The seam at which everything that is done to a stage attaches.
+
+A technique (tensor parallelism, recomputation, compiled blocks, the balance of experts, ...) is one
+`Transform` a rank. `training/transforms.py` lists them in the order in which they are applied, and
+imports those that a config asks for; building, the pipeline and the step go through the list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+
+from titanlike.parallel.placement import Placement
+
+Batch = dict[str, Tensor]
+
+
+class Transform:
+    """Does nothing; a technique overrides what concerns it. On every rank the list is the same."""
+
+    # --- while this rank's stages are built
+
+    def on_model(self, model: nn.Module, placements: dict[str, Placement]) -> None:
+        """Change a model on meta in place, before a stage takes its modules out of it; placements: of
+        the parameters that were cut, by their names."""
+
+    def on_stage(self, index: int, stage: nn.Module, units: Sequence[str]) -> None:
+        """Change a stage on meta in place, before it is sharded; units: the names of its own."""
+
+    def on_weights(self, stage: nn.Module) -> None:
+        """Change a stage that has its weights."""
+
+    def on_states(self, states: Mapping[int, Any]) -> None:
+        """Once all stages have optimizers: `StageState` by stage. Collective."""
+
+    def why_not_compiled(self, block: str) -> str:
+        """Why a block stays as it is with compile=true; "" = nothing of this is in the way."""
+        return ""
+
+    # --- in a step
+
+    def batch(self, batch: Batch) -> Batch:
+        """What this rank computes with, of a batch [B, ...] of its data-parallel rank."""
+        return batch
+
+    def prepare(self, fields: Mapping[str, Any]) -> None:
+        """Before forwards on a batch of these fields (see `graph.model_graph.Field`)."""
+
+    def training(self, tokens: Tensor) -> AbstractContextManager[None]:
+        """Around the forwards and backwards of a training step. tokens: of the global batch, padding
+        included, a scalar on the device."""
+        return nullcontext()
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Around all forwards, of training and evaluation."""
+        return nullcontext()
+
+    def weight_gradients(self, stage: int) -> Callable[[], Callable[[], None]] | None:
+        """Of a stage whose weight gradients wait, in a schedule that splits the backward: takes those
+        that are queued; what it returns computes them."""
+        return None
+
+    def after_backward(self) -> None:
+        """When this rank's backwards are done, in reversed order. Collective."""
+
+    def after_update(self, skip: Tensor | None) -> None:
+        """When the optimizers have stepped. Collective. skip: a scalar on the device, 1 = the step is
+        not applied; None = 0."""
+
+    # --- for metrics.jsonl
+
+    def measured(self) -> Sequence[Tensor]:
+        """fp32 scalars on the device, always as many, of which the largest of all ranks counts."""
+        return ()
+
+    def record(self, values: Sequence[float]) -> dict[str, float]:
+        """Of these, what a step's record shows."""
+        return {}
