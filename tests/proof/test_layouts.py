@@ -89,7 +89,7 @@ def test_every_value_of_each_dimension_with_each_of_every_other(cell: Cell, tmp_
     "cell", [pytest.param(cell, id=name_of(cell), marks=GRID) for cell in COMPILED]
 )
 def test_compiled_blocks_in_every_layout(cell: Cell, tmp_path: Path) -> None:
-    assert_proven(config_of(cell, tmp_path, compile=True), tmp_path, PATIENCE)
+    assert_proven(config_of(cell, tmp_path, compile=True), tmp_path, 3 * PATIENCE)
 
 
 def test_the_table_of_pairs_is_that_of_the_dimensions() -> None:
