@@ -144,6 +144,15 @@ def rooms() -> str:
     return _table(("room", "what it is for"), rows)
 
 
+def closures() -> str:
+    """How much of titanlike each command imports, at most."""
+    import yaml
+
+    rows = yaml.safe_load((ROOT / "tests/command/closures.yaml").read_text(encoding="utf-8"))
+    told = [(f"`{r['command']}`", str(r["files"]), f"{r['lines']:,}") for r in rows]
+    return _table(("command", "files", "lines"), told)
+
+
 def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [header, ("---",) * len(header), *rows]
     return "\n".join(f"| {' | '.join(c.replace('|', chr(92) + '|') for c in r)} |" for r in lines)
@@ -156,7 +165,7 @@ def _wrapped(text: str) -> list[str]:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    table.__name__: table for table in (keys, schedules, styles, families, rooms)
+    table.__name__: table for table in (keys, schedules, styles, families, rooms, closures)
 }
 
 

@@ -23,8 +23,7 @@ from titanlike.config.schema import Muon as MuonConfig
 from titanlike.graph.find_units import find_units
 from titanlike.optim.orthogonalize import Orthogonalizer, newton_schulz, shard_group
 from titanlike.optim.skipping import SkippingOptimizer, select
-from titanlike.parallel.expert_balance import experts_of
-from titanlike.parallel.placement import Part
+from titanlike.parallel.placement import Part, experts_of
 from titanlike.torch_private.dtensor import local
 
 

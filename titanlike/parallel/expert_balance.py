@@ -21,13 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.parallel.mesh import Mesh
+from titanlike.parallel.placement import experts_of
 from titanlike.parallel.transform import Transform
 from titanlike.torch_private.autograd import in_backward
-
-
-def experts_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules of experts, by name."""
-    return {name: m for name, m in model.named_modules() if getattr(m, "sorted_by_expert", False)}
 
 
 @torch.library.custom_op("titanlike::tokens_of_experts", mutates_args=())

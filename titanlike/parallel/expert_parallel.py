@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlike.parallel.exchanges import Peers, exchange
-from titanlike.parallel.expert_balance import experts_of
-from titanlike.parallel.placement import Part, Placement
+from titanlike.parallel.placement import Part, Placement, experts_of
 from titanlike.parallel.transform import Transform
 from titanlike.torch_private.process_groups import group_named
 

@@ -129,3 +129,8 @@ def gathered_parts(module: nn.Module) -> int:
 def adds_bias_later(module: nn.Module) -> bool:
     """Whether a linear layer's bias is added behind a sum over ranks, and not in its forward."""
     return BIAS_LATER in vars(module)
+
+
+def experts_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules of routed experts, by name: see `models/experts.py` for what these are."""
+    return {name: m for name, m in model.named_modules() if getattr(m, "sorted_by_expert", False)}

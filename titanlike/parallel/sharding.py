@@ -19,8 +19,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from titanlike.config.schema import Config
 from titanlike.device.accelerator import is_accelerator
-from titanlike.parallel.expert_balance import experts_of
 from titanlike.parallel.mesh import Mesh
+from titanlike.parallel.placement import experts_of
 from titanlike.torch_private.fsdp import gather_with
 
 

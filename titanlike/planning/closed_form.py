@@ -16,7 +16,7 @@ from titanlike.config.groups import ActivationCheckpoint, EveryActivationCheckpo
 from titanlike.config.hardware import Hardware
 from titanlike.config.schema import Config, EvenSplit, PointSplit, Schedule
 from titanlike.graph.cut import messages
-from titanlike.parallel.expert_balance import experts_of
+from titanlike.parallel.placement import experts_of
 from titanlike.parallel.tp.tensor_parallel import TensorDraft
 from titanlike.pipeline.from_config import build_order, defers_weight_gradients, stage_count
 from titanlike.pipeline.order import Order

@@ -22,8 +22,8 @@ from titanlike.models.registry import build_model, initial_weights_of, resolve_m
 from titanlike.optim.learning_rate import set_lr
 from titanlike.optim.loss import build_loss
 from titanlike.optim.optimizer import build_optimizers, optimizer_state
-from titanlike.parallel.expert_balance import experts_of
 from titanlike.parallel.initialize import draw, initialize
+from titanlike.parallel.placement import experts_of
 from titanlike.proof.comparison import compare, reliable
 from titanlike.torch_private.autocast import watch_autocast
 from titanlike.torch_private.base_classes import BatchNorm

@@ -28,7 +28,7 @@ from titanlike.graph.cut import messages
 from titanlike.graph.model_graph import ModelGraph
 from titanlike.optim.loss import Loss
 from titanlike.parallel.activation_checkpoint import saved_operators
-from titanlike.parallel.expert_balance import experts_of
+from titanlike.parallel.placement import experts_of
 from titanlike.parallel.sharding import compute_dtype
 from titanlike.pipeline.order import Act, Order
 from titanlike.split.rank_steps import KnownKinds, steps

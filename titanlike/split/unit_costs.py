@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from titanlike.config.schema import Config
+from titanlike.config.schema import Config, Muon
 from titanlike.graph import node_cost
 from titanlike.graph.cut import cut, unit_starts
 from titanlike.graph.model_graph import ModelGraph
@@ -30,7 +30,6 @@ from titanlike.graph.pytree import tree_map
 from titanlike.graph.recording import Node
 from titanlike.models.float8 import in_bf16
 from titanlike.optim.loss import Loss
-from titanlike.optim.muon import hidden_matrices
 from titanlike.parallel.exchanges import Peers
 from titanlike.parallel.weight_gradients import DeferredWeightGradients
 from titanlike.pipeline.order import Order
@@ -319,7 +318,11 @@ def memory_costs(unit_costs: UnitCosts, config: Config, order: Order, zero: int)
 
     Activations count for the largest number of microbatches in flight on the stage.
     """
-    names = hidden_matrices(unit_costs.model, config.optimizer)
+    names: set[str] = set()
+    if isinstance(config.optimizer, Muon):
+        from titanlike.optim.muon import hidden_matrices
+
+        names = hidden_matrices(unit_costs.model, config.optimizer)
     hidden = {id(unit_costs.model.get_parameter(name)) for name in names}
     state = unit_costs.parameter_table(
         lambda p: math.ceil(p.numel() * state_bytes(config, zero, id(p) in hidden))

@@ -34,7 +34,7 @@ from titanlike.parallel.cp.attention import Attended, ContextAttention, Document
 from titanlike.parallel.cp.check import TokenCheck, TokensMixed, Unchecked
 from titanlike.parallel.cp.context_parallel import ContextParallel, token_dims_of
 from titanlike.parallel.cp.tokens import ContextRanks
-from titanlike.parallel.expert_balance import experts_of
+from titanlike.parallel.placement import experts_of
 
 
 @dataclass

@@ -309,8 +309,8 @@ def _choose_zero(config: Config, splits_backward: bool) -> tuple[int, str]:
 
 def _divide_experts(config: Config, model: nn.Module) -> ExpertRanks:
     """Divide a model's experts on meta in place, as its first rank has them. Raises ConfigError."""
-    from titanlike.parallel.expert_balance import experts_of
     from titanlike.parallel.expert_parallel import ExpertRanks, divide_experts
+    from titanlike.parallel.placement import experts_of
 
     found: dict[str, Any] = {**experts_of(model)}
     if not found:

@@ -165,7 +165,7 @@ def _expert_parallel(config: Config, draft: Draft) -> str:
     """What ep divides; "" without it."""
     if config.ep == 1:
         return ""
-    from titanlike.parallel.expert_balance import experts_of
+    from titanlike.parallel.placement import experts_of
 
     experts: set[Any]
     experts = {module.num_experts for module in experts_of(draft.model_graph.model).values()}

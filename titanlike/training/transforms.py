@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch import nn
 
 from titanlike.config.schema import Config
 from titanlike.parallel.mesh import Mesh
+from titanlike.parallel.placement import experts_of
 from titanlike.parallel.sharding import compute_dtype, wrapped_in_fsdp
 from titanlike.parallel.transform import Transform
 from titanlike.training.draft import Draft, Ranks
@@ -120,17 +120,13 @@ def _casts(a: _Asked) -> Transform:
     return CastParameters(compute_dtype(a.config))
 
 
-def _has(a: _Asked, what: Callable[[nn.Module], object]) -> bool:
-    """Whether a module of the model is of a kind, wherever: all ranks have the same list."""
-    return any(what(module) for module in a.plan.model_graph.model.modules())
+def _has_norms(a: _Asked) -> bool:
+    modules = a.plan.model_graph.model.modules()
+    return any(getattr(module, "running_mean", None) is not None for module in modules)
 
 
-def _is_norm(module: nn.Module) -> bool:
-    return getattr(module, "running_mean", None) is not None
-
-
-def _are_experts(module: nn.Module) -> bool:
-    return bool(getattr(module, "sorted_by_expert", False))
+def _has_experts(a: _Asked) -> bool:
+    return bool(experts_of(a.plan.model_graph.model))
 
 
 _Row = tuple[str, Callable[[_Asked], bool], Callable[[_Asked], Transform]]
@@ -142,7 +138,7 @@ _ROWS: list[_Row] = [
     ("weight gradients later", lambda a: bool(a.plan.deferred), _weight_gradients_later),
     ("recomputation", lambda a: a.plan.recomputed.count > 0, _recomputation),
     ("compile", lambda a: a.config.compile, _compiled),
-    ("batch norms", lambda a: _has(a, _is_norm), _batch_norms),
-    ("balance of experts", lambda a: _has(a, _are_experts), _expert_balance),
+    ("batch norms", _has_norms, _batch_norms),
+    ("balance of experts", _has_experts, _expert_balance),
     ("casts", lambda a: a.config.precision.low and not wrapped_in_fsdp(a.config), _casts),
 ]

@@ -1,0 +1,75 @@
+"""What a command imports: what its config does not ask for is not read on the way of a run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from support.paths import ROOT
+
+# in every process of a command: at its end, which files of titanlike it has imported
+NOTED = """
+import atexit, os, sys
+end = os._exit
+def note(*code):
+    files = {getattr(m, "__file__", None) for n, m in [*sys.modules.items()] if n.startswith("titanlike")}
+    with open(os.path.join(os.environ["NOTED"], str(os.getpid())), "w") as file:
+        file.write("\\n".join(sorted(filter(None, files))))
+    if code:
+        end(*code)
+os._exit = note
+atexit.register(note)
+"""
+ROWS = yaml.safe_load((Path(__file__).parent / "closures.yaml").read_text())
+COMMON = "device=cpu data=synthetic logger=none checkpoint.every=0 checkpoint.last=false"
+FIRST, *OTHERS = ROWS
+
+
+def imported(command: str, folder: Path) -> dict[str, int]:
+    """Lines of each file of titanlike that a process of the command has imported."""
+    for name in ("noted", "site"):
+        (folder / name).mkdir()
+    (folder / "site/sitecustomize.py").write_text(NOTED)
+    path = os.pathsep.join([str(folder / "site"), str(ROOT)])
+    env = os.environ | {"PYTHONPATH": path, "NOTED": str(folder / "noted")}
+    tool, *words = command.split()
+    line = [sys.executable, str(ROOT / tool), *words, *COMMON.split()]
+    done = subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr + done.stdout
+    files = {line for file in (folder / "noted").iterdir() for line in file.read_text().split("\n")}
+    return {
+        str(Path(file).relative_to(ROOT)): len(Path(file).read_text().splitlines())
+        for file in files
+        if file.startswith(str(ROOT / "titanlike"))
+    }
+
+
+def check(row: dict, folder: Path) -> dict[str, int]:
+    found = imported(row["command"], folder)
+    files, lines = len(found), sum(found.values())
+    told = f"{row['command']}: {files} files, {lines} lines"
+    assert files <= row["files"] and lines <= row["lines"], f"{told}: {sorted(found)}"
+    assert row["lines"] < 1.1 * lines, f"{told}: less, which tests/command/closures.yaml should say"
+    return found
+
+
+def test_a_default_run_imports_no_more_than_it_did_and_nothing_that_is_not_asked_for(
+    tmp_path: Path,
+) -> None:
+    names = check(FIRST, tmp_path)
+    rooms = ("parallel/tp/tensor_parallel", "parallel/cp/", "training/tensor_", "training/context_")
+    techniques = ("expert_parallel", "compiled_blocks", "muon", "timeline", "profile", "batchnorm")
+    unasked = [n for n in names if any(f"titanlike/{room}" in n for room in rooms)]
+    unasked += [n for n in names if Path(n).stem in techniques and "config/" not in n]
+    assert unasked == ["titanlike/parallel/batchnorm.py"]  # whose checks are made of every model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", OTHERS, ids=lambda row: row["command"])
+def test_a_command_imports_no_more_than_it_did(row: dict, tmp_path: Path) -> None:
+    check(row, tmp_path)
