@@ -119,7 +119,7 @@ class SelectsRows(nn.Module):
         rows = None
         for at, block in enumerate(self.blocks):
             x, rows = block(x, rows)
-            rows = None if at == 2 else rows
+            rows = None if at == 2 else 2 * rows  # in a call between blocks as well
         return x
 
 

@@ -203,6 +203,9 @@ MOE = moe(shared_experts=1, balance_loss=0.01, z_loss=0.001)
 EXCHANGED = {"moe": of(MOE, dp=2, cp=2, ep=2, fsdp=Fsdp(2))}
 MORE_EXCHANGED = {
     "hf mixtral": of(hf("mixtral", num_hidden_layers=2), dp=2, cp=2, ep=4),
+    "hf mixtral, compiled, recomputed": of(
+        hf("mixtral", num_hidden_layers=2), dp=2, ep=2, compile=True, **FULL
+    ),
     "hf qwen3 moe": of(hf("qwen3_moe", num_hidden_layers=2), dp=4, ep=2, fsdp=Fsdp(3)),
 }
 

@@ -291,7 +291,7 @@ class ActivationCheckpoint:
 
 @dataclass
 class SelectiveActivationCheckpoint(ActivationCheckpoint):
-    """Every block is recomputed but for what takes longest: matrix products, attention."""
+    """Every block is recomputed but for what takes longest: matrix products, attention, exchanges."""
 
     name: str = key("selective", "choice")
     save: list[str] = key(

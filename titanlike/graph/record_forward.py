@@ -224,6 +224,7 @@ class _Interceptor(TorchFunctionMode):
         arguments: Any = self.builder.with_nodes((args, kwargs)) if recorded else None
         random, self._random = self._random, False
         result = function(*args, **kwargs)
+        self._pass_size_on((args, kwargs), result)
         if recorded and (tensors(result) or name == "__setitem__"):
             node = Node("function", function, *arguments)
             if name == "__get__":  # generated code calls getattr(x, "T") for x.T
@@ -243,6 +244,17 @@ class _Interceptor(TorchFunctionMode):
         if name in ("to", "empty_like", "type") or torch.device in map(type, args):
             args = tuple(torch.device("meta") if is_device(value) else value for value in args)
         return args, kwargs
+
+    def _pass_size_on(self, given: Any, result: Any) -> None:
+        """Of a call that is given a tensor whose size depends on values: what has as many rows."""
+        # only shapes are read here: other methods of a tensor would be recorded
+        if not self._sized_by_values:
+            return
+        sized = {id(tensor) for tensor in self._sized_by_values}
+        rows = {tensor.shape[:1] for tensor in tensors(given) if id(tensor) in sized}
+        for tensor in tensors(result):
+            if tensor.shape and tensor.shape[:1] in rows and id(tensor) not in sized:
+                self._sized_by_values.append(tensor)
 
     def _check_rng(self) -> None:
         if self._rng.used_since_last_check():
@@ -289,6 +301,7 @@ class _Interceptor(TorchFunctionMode):
                     "a block that returns what it computed",
                 )
             self.builder.check_used(name, tensors(result))
+            self._pass_size_on((args, kwargs), result)
             node = Node("unit", name, args_before, kwargs_before)
             node.has_parameters = next(module.parameters(), None) is not None
             node.checkpointed = self._checkpoint_depth > 0
@@ -341,7 +354,10 @@ class _Interceptor(TorchFunctionMode):
                 self._on_cpu = True
                 if own is None:
                     vars(module).pop("forward", None)
-                return run_on_cpu(module, args, kwargs, self._sized_by_values)
+                depth = len(self._running)
+                result = run_on_cpu(module, args, kwargs, self._sized_by_values)
+                del self._running[depth:]  # of a repeated call that raised
+                return result
             if call and equal_units.is_new(result, args, kwargs):
                 self._call = call
             return result

@@ -37,18 +37,30 @@ def run_on_cpu(
 
     real = copy.deepcopy(module).to_empty(device="cpu")
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(0)  # all ranks find the same
+        torch.default_generator.manual_seed(0)  # of the CPU alone: all ranks find the same
         result = tree_map(_call(real, args, kwargs, 0.02), to_meta)
         found, given = tensors(result), tensors(args, kwargs)
         uncertain = {id(tensor) for tensor in sized_by_values}
         known = {tensor.shape for tensor in given if id(tensor) not in uncertain}
         unknown = {tensor.shape for tensor in given} - known
         if any(tensor.shape not in known for tensor in found):  # rarely: it runs again
-            others = [tensors(_call(real, args, kwargs, std)) for std in (1.0, 3.0)]
-            for tensor, *again in zip(found, *others, strict=False):
+            repeated = [
+                again for std in (1.0, 3.0) if (again := _call_again(real, args, kwargs, std))
+            ]
+            for tensor, *again in zip(found, *repeated, strict=False):
                 if tensor.shape in unknown or any(tensor.shape != one.shape for one in again):
                     sized_by_values.append(tensor)
     return result
+
+
+def _call_again(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], std: float
+) -> list[Tensor]:
+    """The tensors that it returns; none where it does not take such values."""
+    try:
+        return tensors(_call(module, args, kwargs, std))
+    except Exception:  # whatever a forward raises: of large numbers an index may be made
+        return []
 
 
 def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], std: float) -> Any:

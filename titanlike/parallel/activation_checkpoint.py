@@ -23,6 +23,7 @@ from torch.utils.checkpoint import (
 
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config, SelectiveActivationCheckpoint
+from titanlike.parallel.placement import experts_of
 from titanlike.parallel.transform import Transform
 from titanlike.parallel.weight_gradient_operator import DEFERRED_LINEAR
 from titanlike.torch_private import pytree
@@ -31,18 +32,20 @@ from titanlike.torch_private.autograd import ignore_ranges_in_selective_checkpoi
 # operators of our own that are matrix products: the second is that of `models/expert_linear.py`
 PRODUCTS = (DEFERRED_LINEAR, "titanlike.expert_linear")
 # which experts a token goes to: computed again it may be another one of equal scores, of which then
-# some ranks have more tokens than before. Of layers that say so: others change its results in place.
-# And how many come from other ranks, for which the host waits
-_ROUTE = ("aten.topk", "titanlike.route_tokens")
+# some ranks have more tokens than before. Of layers that say so: others change its results in place
+_CHOICE = "aten.topk"
+_ROUTE = "titanlike.*route_tokens"  # for its results the host waits
 
 
 class ActivationCheckpointing(Transform):
-    def __init__(self, blocks: Sequence[Sequence[str]], save: Sequence[str]) -> None:
-        """blocks: of each stage, those that are recomputed."""
-        self._blocks, self._save = blocks, save
+    def __init__(
+        self, blocks: Sequence[Sequence[str]], save: Sequence[str], exchanged: bool
+    ) -> None:
+        """blocks: of each stage, those that are recomputed; exchanged: see `checkpoint_blocks`."""
+        self._blocks, self._save, self._exchanged = blocks, save, exchanged
 
     def on_stage(self, index: int, stage: nn.Module, units: Sequence[str]) -> None:
-        checkpoint_blocks(stage, self._blocks[index], self._save)
+        checkpoint_blocks(stage, self._blocks[index], self._save, self._exchanged)
 
 
 def saved_operators(config: Config) -> list[str]:
@@ -51,16 +54,25 @@ def saved_operators(config: Config) -> list[str]:
     return how.save if isinstance(how, SelectiveActivationCheckpoint) else []
 
 
-def checkpoint_blocks(stage: nn.Module, blocks: Iterable[str], save: Sequence[str]) -> None:
+def keeps(operator: str, save: Sequence[str]) -> bool:
+    """Whether a recomputed block keeps an operator's results, by its name as in "aten.mm"."""
+    return any(fnmatchcase(operator, pattern) for pattern in save)
+
+
+def checkpoint_blocks(
+    stage: nn.Module, blocks: Iterable[str], save: Sequence[str], exchanged: bool = False
+) -> None:
     """Recompute these blocks of a stage in the backward; call it before `fully_shard`.
 
     save: operators whose results are kept, as in "aten.mm" or "aten._scaled_dot_product*"; all else
-    is computed again, but for the choice of experts (`keeps_choice`).
+    is computed again, but for the choice of experts (`keeps_choice`). exchanged: experts are on other
+    ranks, and how many tokens come from these is kept, too.
     """
     for name in blocks:
         block = stage.get_submodule(name)
         routed = any(getattr(part, "keeps_choice", False) for part in block.modules())
-        kept = [*save, *_ROUTE] if routed else save
+        kept = [*save, *([_CHOICE] if routed else [])]
+        kept += [_ROUTE] if exchanged and experts_of(block) else []
         # torch.compile accepts no context_fn that does nothing
         options = {"context_fn": _contexts(name, kept)} if kept else {}
         block.forward = functools.partial(_forward, block.forward, options)
@@ -96,7 +108,7 @@ class _Kept:
         name = str(getattr(operator, "overloadpacket", operator))  # "aten.mm", of all its overloads
         name = "aten.mm" if name in PRODUCTS else name
         if operator not in self._saved:
-            self._saved[operator] = any(fnmatchcase(name, pattern) for pattern in self._save)
+            self._saved[operator] = keeps(name, self._save)
         if not context.is_recompute:
             for tensor in _written(operator, args, kwargs):
                 self._check(tensor)

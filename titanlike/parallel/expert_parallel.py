@@ -12,7 +12,7 @@ experts, n ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -35,8 +35,16 @@ class ExpertRanks(Peers):
 
 
 class ExpertParallel(Transform):
-    def __init__(self, ranks: ExpertRanks) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: ExpertRanks, eager: Collection[str]) -> None:
+        """eager: blocks that repeat exchanges in a recomputation, of batches whose lengths differ between
+        ranks."""
+        self._ranks, self._eager = ranks, eager
+
+    def why_not_compiled(self, block: str) -> str:
+        # the repeated ones and those of gradients do not depend on each other: a compiler orders them
+        # by sizes
+        differ = "it repeats the exchanges of experts, and lengths differ between ranks"
+        return differ if block in self._eager else ""
 
     def on_model(self, model: nn.Module, placements: dict[str, Placement]) -> None:
         placements.update(divide_experts(model, self._ranks, placements))
@@ -70,8 +78,7 @@ def _elsewhere(
     of_rank = counts.unflatten(0, (ranks.size, -1))  # [n, E / n]
     operators = torch.ops.titanlike
     if ranks.group is None or tokens.is_meta:  # alone: as many tokens come as go
-        order = counts.new_empty(len(tokens))
-        route = of_rank.new_empty(2, ranks.size), order, torch.empty_like(order), ""
+        route = *operators.alone_route_tokens(of_rank, len(tokens)), ""
         there = exchange(tokens, ranks, "all_to_all", "all_to_all", 0)
         results = forward(operators.send_tokens(there, *route), of_rank.sum(0))
         back = exchange(results, ranks, "all_to_all", "all_to_all", 0)
@@ -113,6 +120,19 @@ def _(counts: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     order = counts.new_empty(torch.library.get_ctx().new_dynamic_size())
     sizes = counts.new_empty(2, counts.shape[0], device="cpu")
     return counts.new_empty(counts.shape[1]), sizes, order, torch.empty_like(order)
+
+
+@torch.library.custom_op("titanlike::alone_route_tokens", mutates_args=())
+def _route_alone(counts: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The last three of `_route` where there are no others: sizes alone, for estimates."""
+    order = counts.new_empty(rows)
+    return counts.new_empty(2, counts.shape[0]), order, torch.empty_like(order)
+
+
+@_route_alone.register_fake
+def _(counts: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    order = counts.new_empty(rows)
+    return counts.new_empty(2, counts.shape[0]), order, torch.empty_like(order)
 
 
 @torch.library.custom_op("titanlike::send_tokens", mutates_args=())

@@ -25,7 +25,7 @@ class Transform:
 
     def on_model(self, model: nn.Module, placements: dict[str, Placement]) -> None:
         """Change a model on meta in place, before a stage takes its modules out of it; placements: of
-        the parameters that were cut, by their names."""
+        the parameters that concern it, by their names, to be added to."""
 
     def on_stage(self, index: int, stage: nn.Module, units: Sequence[str]) -> None:
         """Change a stage on meta in place, before it is sharded; units: the names of its own."""

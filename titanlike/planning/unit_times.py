@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 from titanlike.config.hardware import Hardware
 from titanlike.config.schema import Config
 from titanlike.graph.node_operators import Exchanges, NodeOperators, Operator
-from titanlike.parallel.activation_checkpoint import saved_operators
+from titanlike.parallel.activation_checkpoint import keeps, saved_operators
 from titanlike.parallel.exchanges import Exchanged
 from titanlike.parallel.expert_parallel import SEND_TOKENS
 from titanlike.parallel.sharding import compute_dtype
@@ -96,7 +95,7 @@ def unit_times(config: Config, draft: Draft, roofline: Roofline) -> dict[str, Un
     numel = memory.unit_parameters()
     blocks = {unit.name for unit in draft.model_graph.units if unit.block}
     exchanges, save = _Exchanges(config, draft, roofline.hardware), saved_operators(config)
-    kept = frozenset({"ep"} if any(fnmatchcase(SEND_TOKENS, pattern) for pattern in save) else ())
+    kept = frozenset({"ep"} if keeps(SEND_TOKENS, save) else ())
     names = [name for stage in draft.stages for name in stage]
     known: dict[tuple[tuple[int, ...], bool], UnitTimes] = {}  # of equal calls
 

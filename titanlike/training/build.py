@@ -195,7 +195,7 @@ class _Made:
     """This rank's stages, with their weights."""
 
     stages: dict[int, Stage]
-    placements: Mapping[str, Placement]  # of parameters that are cut
+    placements: Mapping[str, Placement]  # of parameters
     origin: str  # of the weights
 
 

@@ -27,7 +27,7 @@ from titanlike.training.recorders import Recorder, recorder_for, viewer_of
 
 
 class Profile:
-    """Of one run, on this rank; with `profile=none` a step costs a comparison."""
+    """Of one run with a profile, on this rank."""
 
     def __init__(
         self,

@@ -167,11 +167,11 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
             from titanlike.training.timeline import Timeline
 
             timeline = Timeline(config, worker, run, watchdog, sinks, report_timeline)
-        if config.sample.every:
-            from titanlike.training.samples import Sampler
-
-            sampler = Sampler(run, config, data)
         try:
+            if config.sample.every:
+                from titanlike.training.samples import Sampler
+
+                sampler = Sampler(run, config, data)
             watchdog.enter_phase(0, "load", config.checkpoint.timeout)
             owner = _take_over(config, worker, events) if worker.rank == 0 else None
             progress = checkpointer.resume()

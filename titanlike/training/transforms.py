@@ -57,11 +57,16 @@ def _tensor_parallel(a: _Asked) -> Transform:
 
 
 def _expert_parallel(a: _Asked) -> Transform:
-    from titanlike.parallel.expert_parallel import ExpertParallel, ExpertRanks
+    from titanlike.parallel.activation_checkpoint import keeps, saved_operators
+    from titanlike.parallel.expert_parallel import SEND_TOKENS, ExpertParallel, ExpertRanks
 
     group = a.mesh.expert_group
     rank = 0 if group is None else dist.get_rank(group)
-    return ExpertParallel(ExpertRanks(a.config.ep, rank, group))
+    model, eager = a.plan.model_graph.model, set()
+    if a.plan.variable and not keeps(SEND_TOKENS, saved_operators(a.config)):
+        recomputed = (name for blocks in a.plan.recomputed.blocks for name in blocks)
+        eager = {name for name in recomputed if experts_of(model.get_submodule(name))}
+    return ExpertParallel(ExpertRanks(a.config.ep, rank, group), eager)
 
 
 def _context_parallel(a: _Asked) -> Transform:
@@ -82,7 +87,8 @@ def _weight_gradients_later(a: _Asked) -> Transform:
 def _recomputation(a: _Asked) -> Transform:
     from titanlike.parallel.activation_checkpoint import ActivationCheckpointing, saved_operators
 
-    return ActivationCheckpointing(a.plan.recomputed.blocks, saved_operators(a.config))
+    save, exchanged = saved_operators(a.config), a.config.ep > 1
+    return ActivationCheckpointing(a.plan.recomputed.blocks, save, exchanged)
 
 
 def _compiled(a: _Asked) -> Transform:
