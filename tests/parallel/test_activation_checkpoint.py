@@ -6,6 +6,7 @@ That every schedule and layout is exact with it is proven in `tests/proof/test_l
 from __future__ import annotations
 
 import functools
+import inspect
 import random
 from collections import Counter
 from dataclasses import replace
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import SelectiveCheckpointContext
 
 from support.cells import slow
 from support.families import hf, moe
@@ -182,6 +184,10 @@ def test_a_recomputed_block_runs_twice_and_a_queue_that_is_not_emptied_is_notice
     assert all(waits in error for _, error in runs)
 
 
+@pytest.mark.skipif(
+    "op_output" not in inspect.signature(SelectiveCheckpointContext).parameters,
+    reason="2.11 does not say what an operator returned",
+)
 def test_a_kept_result_that_is_changed_in_place_is_refused_by_name() -> None:
     """Torch does not notice it where the layer has no bias."""
     for save, refused in (([], False), (["aten.mm"], True)):

@@ -6,6 +6,7 @@ Which numbers each layout gives is proven in `tests/proof/test_layouts.py`.
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch._dynamo
 from torch import Tensor, nn
+from torch.utils.checkpoint import SelectiveCheckpointContext
 
 from support.cells import slow
 from support.models import tiny
@@ -141,6 +143,9 @@ def test_weight_gradients_that_wait_are_exact_in_compiled_blocks(
         checkpoint_blocks(blocks, ["0", "1"], save)
     before, compiled = graph_count(), CompiledBlocks(dynamic=False)
     compiled.add(blocks, ["0", "1"])
+    says_output = "op_output" in inspect.signature(SelectiveCheckpointContext).parameters
+    if kind is InPlace and save and not says_output:
+        pytest.skip("2.11 does not say what an operator returned")
     if kind is InPlace and save:
         with pytest.raises(ConfigError, match="changes a result of aten.mm in place"):
             gradients(blocks, deferred)

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import gc
+import inspect
 import math
 import traceback
 from collections.abc import Callable, Iterator
@@ -27,7 +28,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from support.models import tiny
 from support.opened import Opened, opened
@@ -91,6 +96,8 @@ def all_checks(config: Config, worker: Worker) -> dict[str, str]:
             found[name] = ""
         except Exception:
             found[name] = traceback.format_exc()
+            if dist.is_initialized():  # for the next one
+                close_mesh()
     return found
 
 
@@ -597,6 +604,10 @@ def test_a_dispatch_mode_in_inference_mode_sees_whole_operators() -> None:
     assert seen[:2] == ["aten::empty.memory_format", "aten::linear"] and "aten::addmm" in seen
 
 
+@pytest.mark.skipif(
+    "op_output" not in inspect.signature(SelectiveCheckpointContext).parameters,
+    reason="2.11 leaves ranges alone",
+)
 def test_ranges_may_differ_in_a_selective_recomputation() -> None:
     """If torch ignores them by itself, `ignore_ranges_in_selective_checkpoints` can go."""
     keep = [torch.ops.aten.mm.default]

@@ -113,7 +113,8 @@ class _Kept:
             for tensor in _written(operator, args, kwargs):
                 self._check(tensor)
             if self._saved[operator]:
-                for leaf in pytree.tree_leaves(context.op_output):
+                # 2.11 does not say what the operator returned: changes in place are not seen there
+                for leaf in pytree.tree_leaves(getattr(context, "op_output", None)):
                     if isinstance(leaf, Tensor):
                         self._storages[StorageWeakRef(leaf.untyped_storage())] = name
         keep = self._saved[operator]
