@@ -94,6 +94,7 @@ class KilledRun:
         env = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "SLURM", "RANK"))}
         env |= {"OMP_NUM_THREADS": "1", "CAMPAIGN": mark, "TMPDIR": str(self.folder)}
         env |= {"PYTHONPATH": str(Path(__file__).with_name("faults")), "FAULT": json.dumps(fault)}
+        env |= {"FAULT_RANK": "0" if self.pp * self.dp > 1 else ""}
         flag = Path(fault["flag"]) if fault else self.folder / "none"
         with (self.folder / "output").open("ab") as output:
             process = subprocess.Popen(
