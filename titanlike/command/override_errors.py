@@ -69,7 +69,7 @@ def wrong_choice(group: str, choice: Any, options: list[str], advice: Advice) ->
             return Problem(group, choice, reason, _shell(words))
     near, word = nearest(str(choice), options), override_text(choice)
     fix, note = advice.translated(group, word)
-    a_name = group == "data" and near in word[1:] if near else False  # wikitext, not text_file
+    a_name = group == "data" and near is not None and near in word[1:]  # wikitext, not text_file
     if near and not a_name:
         return Problem(group, choice, reason, f"{group}={near}")
     if not fix.startswith(group):

@@ -125,8 +125,9 @@ def _group(group: str, plain: Any, problems: list[Problem]) -> Any:
         made.args = {key: value for key, value in plain.items() if key not in fields}
         return made
     if name not in variants:
-        fix = f"{group}={nearest(name, variants) or next(iter(variants))}"
-        if group == "logger" and not nearest(name, variants):  # a run's name is meant
+        near = nearest(name, variants)
+        fix = f"{group}={near or next(iter(variants))}"
+        if group == "logger" and near is None:  # a run's name is meant
             fix = f"{fix} logger.run_name={name}"
         reason = f"no such choice; choices: {', '.join(variants)}"
         if group in OPEN_GROUPS:

@@ -122,17 +122,14 @@ def _(counts: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return counts.new_empty(counts.shape[1]), sizes, order, torch.empty_like(order)
 
 
-@torch.library.custom_op("titanlike::alone_route_tokens", mutates_args=())
 def _route_alone(counts: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """The last three of `_route` where there are no others: sizes alone, for estimates."""
     order = counts.new_empty(rows)
     return counts.new_empty(2, counts.shape[0]), order, torch.empty_like(order)
 
 
-@_route_alone.register_fake
-def _(counts: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    order = counts.new_empty(rows)
-    return counts.new_empty(2, counts.shape[0]), order, torch.empty_like(order)
+_alone = torch.library.custom_op("titanlike::alone_route_tokens", _route_alone, mutates_args=())
+_alone.register_fake(_route_alone)
 
 
 @torch.library.custom_op("titanlike::send_tokens", mutates_args=())

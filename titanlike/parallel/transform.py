@@ -13,9 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from titanlike.data.sources import Batch
 from titanlike.parallel.placement import Placement
-
-Batch = dict[str, Tensor]
 
 
 class Transform:

@@ -43,23 +43,20 @@ class Profile:
         self._recorded: set[int] = set()  # steps
         self._recorder: Recorder | None = None  # of a rank that records
         self._ranges = ProfilerRanges()
-        self._ranks: list[int] = []  # that record
         settings = config.profile
-        self._over = not isinstance(settings, MemoryProfile)
-        if isinstance(settings, MemoryProfile):
-            self._first, self._last = settings.steps
-            chosen = sorted({*settings.ranks}) or [
-                run.mesh.stage_ranks(pp)[0] for pp in range(run.mesh.pp)
-            ]
-            # an elastic run may have fewer
-            self._ranks = [rank for rank in chosen if rank < config.world_size]
-            if self._rank in self._ranks:
-                self._recorder = recorder_for(settings, run.mesh.device)
+        assert isinstance(settings, MemoryProfile), "with a profile"
+        self._over = False
+        self._first, self._last = settings.steps
+        chosen = sorted({*settings.ranks}) or [
+            run.mesh.stage_ranks(pp)[0] for pp in range(run.mesh.pp)
+        ]
+        # an elastic run may have fewer
+        self._ranks = [rank for rank in chosen if rank < config.world_size]
+        if self._rank in self._ranks:
+            self._recorder = recorder_for(settings, run.mesh.device)
 
     def describe(self, start: int) -> str:
-        """For the opening table of a run that goes on from step `start`; "" without a profile."""
-        if self._over:
-            return ""
+        """For the opening table of a run that goes on from step `start`."""
         steps = _numbers("step", range(self._first, self._last + 1))
         if start >= self._last:
             return f"none: {steps} are over at step {start}, from which the run goes on"

@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from titanlike.config.schema import Config
+from titanlike.parallel.batchnorm import BatchNorms, has_statistics
 from titanlike.parallel.mesh import Mesh
 from titanlike.parallel.placement import experts_of
 from titanlike.parallel.sharding import compute_dtype, wrapped_in_fsdp
@@ -108,8 +109,6 @@ def _compiled(a: _Asked) -> Transform:
 
 
 def _batch_norms(a: _Asked) -> Transform:
-    from titanlike.parallel.batchnorm import BatchNorms
-
     return BatchNorms(a.mesh)
 
 
@@ -127,8 +126,7 @@ def _casts(a: _Asked) -> Transform:
 
 
 def _has_norms(a: _Asked) -> bool:
-    modules = a.plan.model_graph.model.modules()
-    return any(getattr(module, "running_mean", None) is not None for module in modules)
+    return any(map(has_statistics, a.plan.model_graph.model.modules()))
 
 
 def _has_experts(a: _Asked) -> bool:
