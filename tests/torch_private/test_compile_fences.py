@@ -1,17 +1,24 @@
-"""What torch.compile gets wrong, or does silently: when one of these fails, its fence can go."""
+"""What torch.compile and recomputation get wrong, or do silently: when one of these fails, its fence can go."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import logging
 
 import pytest
 import torch
 import torch._dynamo
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from titanlike.torch_private import compiler
+from titanlike.torch_private.autograd import ignore_ranges_in_selective_checkpoints
 
 
 def compiled(function, **options):
@@ -78,3 +85,34 @@ def test_torch_compiles_no_checkpoint_with_a_context_that_does_nothing(context: 
     with pytest.raises(Exception) as caught:
         function(x)
     assert compiler.is_graph_break(caught.value) and "context_fn" in str(caught.value)
+
+
+@pytest.mark.skipif(
+    "op_output" not in inspect.signature(SelectiveCheckpointContext).parameters,
+    reason="2.11 leaves ranges alone",
+)
+def test_ranges_may_differ_in_a_selective_recomputation() -> None:
+    """If torch ignores them by itself, `ignore_ranges_in_selective_checkpoints` can go."""
+    keep = [torch.ops.aten.mm.default]
+
+    def backward() -> None:
+        calls = []
+
+        def block(x: Tensor) -> Tensor:
+            calls.append(x)
+            with contextlib.ExitStack() as ranges:
+                if len(calls) > 1:  # as FSDP's hooks do
+                    ranges.enter_context(torch.profiler.record_function("in the recomputation"))
+                return (x @ x).sin()
+
+        contexts = functools.partial(create_selective_checkpoint_contexts, keep)
+        x = torch.ones(2, 2, requires_grad=True)
+        checkpoint(block, x, use_reentrant=False, context_fn=contexts).sum().backward()
+
+    ignored = torch.utils.checkpoint.SAC_IGNORED_OPS
+    ranges = {operator for operator in ignored if str(operator).startswith("profiler.")}
+    ignored -= ranges
+    with pytest.raises(RuntimeError, match="_record_function_enter_new"):
+        backward()
+    ignore_ranges_in_selective_checkpoints()
+    backward()

@@ -9,7 +9,6 @@ import contextlib
 import copy
 import functools
 import gc
-import inspect
 import math
 import traceback
 from collections.abc import Callable, Iterator
@@ -29,9 +28,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import (
-    SelectiveCheckpointContext,
     checkpoint,
-    create_selective_checkpoint_contexts,
 )
 
 from support.models import tiny
@@ -43,7 +40,6 @@ from titanlike.parallel.mesh import close_mesh
 from titanlike.proof.verification import verify
 from titanlike.torch_private import distributed_checkpoint, foreach, pipeline_stage
 from titanlike.torch_private.allocator import use_expandable_segments
-from titanlike.torch_private.autograd import ignore_ranges_in_selective_checkpoints
 from titanlike.torch_private.base_classes import TorchDispatchMode
 from titanlike.torch_private.compiler import as_if_compiling, is_graph_break
 from titanlike.torch_private.fsdp import gather_with, reduce_missing_gradients
@@ -602,34 +598,3 @@ def test_a_dispatch_mode_in_inference_mode_sees_whole_operators() -> None:
     with torch.inference_mode(), Mode():
         layer(torch.empty(2, 3, 4, device="meta"))
     assert seen[:2] == ["aten::empty.memory_format", "aten::linear"] and "aten::addmm" in seen
-
-
-@pytest.mark.skipif(
-    "op_output" not in inspect.signature(SelectiveCheckpointContext).parameters,
-    reason="2.11 leaves ranges alone",
-)
-def test_ranges_may_differ_in_a_selective_recomputation() -> None:
-    """If torch ignores them by itself, `ignore_ranges_in_selective_checkpoints` can go."""
-    keep = [torch.ops.aten.mm.default]
-
-    def backward() -> None:
-        calls = []
-
-        def block(x: Tensor) -> Tensor:
-            calls.append(x)
-            with contextlib.ExitStack() as ranges:
-                if len(calls) > 1:  # as FSDP's hooks do
-                    ranges.enter_context(torch.profiler.record_function("in the recomputation"))
-                return (x @ x).sin()
-
-        contexts = functools.partial(create_selective_checkpoint_contexts, keep)
-        x = torch.ones(2, 2, requires_grad=True)
-        checkpoint(block, x, use_reentrant=False, context_fn=contexts).sum().backward()
-
-    ignored = torch.utils.checkpoint.SAC_IGNORED_OPS
-    ranges = {operator for operator in ignored if str(operator).startswith("profiler.")}
-    ignored -= ranges
-    with pytest.raises(RuntimeError, match="_record_function_enter_new"):
-        backward()
-    ignore_ranges_in_selective_checkpoints()
-    backward()

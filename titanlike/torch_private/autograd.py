@@ -102,7 +102,7 @@ def ignore_ranges_in_selective_checkpoints() -> None:
     Symptom without it: FSDP names other ranges in a recomputation than in the forward where it shards
     a module inside of the block, as experts with ep=2; torch 2.13 compares them, and the backward
     fails with "_record_function_enter_new ... encountered during backward but not found in storage".
-    Test: `test_fences.py::test_ranges_may_differ_in_a_selective_recomputation`.
+    Test: `test_compile_fences.py::test_ranges_may_differ_in_a_selective_recomputation`.
     """
     ignored: set[Any] = getattr(torch.utils.checkpoint, "SAC_IGNORED_OPS", set())
     operators = torch.ops.profiler
