@@ -35,7 +35,7 @@ from titanlike.metrics.console import Console
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.parallel.mesh import close_mesh
 from titanlike.parallel.placement import Part, local_of
-from titanlike.training.train import train
+from titanlike.training.loop import train
 
 # 24 sequences divide among 1, 2, 3 and 4 ranks; 32 channels among 3 do not
 # parts of 97 tokens differ among tp ranks, and four of them have two of keys' and values' heads

@@ -16,7 +16,7 @@ from titanlike.device import accelerator, memory
 from titanlike.device.memory import PeakMemory, count_anew, peak_memory, prepare_allocator
 from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
-from titanlike.training.train import train
+from titanlike.training.loop import train
 
 GIB = 2**30
 

@@ -77,7 +77,7 @@ class StandIn:
 def hang_in_data(config: Config, worker: Worker, hang: str) -> None:
     """Training in which rank 1 hangs when it takes the batch of step 3."""
     from titanlike.training import loop
-    from titanlike.training.train import train
+    from titanlike.training.loop import train
 
     take = loop.batches_from
 
@@ -98,7 +98,7 @@ def hang_on_device(config: Config, worker: Worker, _: str) -> None:
     """Training in which the ranks' devices stop in step 3, each in front of an action's mark, while
     Python goes on, until it waits for the device at the end of the schedule."""
     from titanlike.training import session
-    from titanlike.training.train import train
+    from titanlike.training.loop import train
 
     device, stops = Device(), [("0B2", True), ("1F2", False)]
     session.device_queue = lambda _: DeviceQueue(device.event)

@@ -23,7 +23,7 @@ from support.world import run_world
 from titanlike.config.schema import Config, Custom, Launch, Schedule, SyntheticData
 from titanlike.job.elastic import available_ranks, fit_mesh
 from titanlike.launch.restart_state import RestartState
-from titanlike.training.train import train
+from titanlike.training.loop import train
 
 EVERY = 5
 SHORT = [*TINY, "model.layers=2", "batch_size=8", "data=synthetic", "data.vocab_size=64"]

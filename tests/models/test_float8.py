@@ -29,7 +29,7 @@ from titanlike.models.float8 import in_bf16, use_float8
 from titanlike.models.registry import build_model, resolve_model
 from titanlike.planning.estimate import estimate
 from titanlike.training.draft import draft, preflight
-from titanlike.training.train import train
+from titanlike.training.loop import train
 
 FLOAT8 = Float8Precision(min_features=16)
 BF16 = Precision("bf16")

@@ -18,7 +18,7 @@ from titanlike.config.schema import Checkpoint, Config, ConstantLr, Muon
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.optim.bf16_state import Bf16StateAdamW, Positions, random_bits, round_stochastically
 from titanlike.parallel.placement import Part
-from titanlike.training.train import train
+from titanlike.training.loop import train
 
 
 def test_rounding_is_exact_on_average_and_never_further_than_one_digit() -> None:

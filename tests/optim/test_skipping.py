@@ -18,7 +18,7 @@ from support.world import run_world
 from titanlike.config.schema import AdamW, Config, Custom, Fsdp, Muon, OwnOptimizer, Sgd
 from titanlike.launch.worker import Worker
 from titanlike.torch_private.dtensor import local
-from titanlike.training.guard import Guard
+from titanlike.training.anomalies import Guard
 
 BAD = (1, 3)  # steps: also the first, in which state begins
 

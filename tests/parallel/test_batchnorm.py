@@ -31,7 +31,7 @@ from titanlike.metrics.sinks import read_jsonl
 from titanlike.parallel.batchnorm import BatchNorms
 from titanlike.parallel.mesh import open_mesh
 from titanlike.training.draft import draft
-from titanlike.training.train import train
+from titanlike.training.loop import train
 
 
 def differences(config: Config, worker: Worker) -> list[float]:

@@ -29,7 +29,7 @@ from titanlike.parallel.activation_checkpoint import checkpoint_blocks
 from titanlike.parallel.compiled_blocks import CompiledBlocks
 from titanlike.parallel.weight_gradients import DeferredWeightGradients
 from titanlike.torch_private.compiler import graph_count
-from titanlike.training.train import train
+from titanlike.training.loop import train
 
 PATIENCE = 300  # seconds: the first one compiles, the others find it on disk
 

@@ -39,7 +39,7 @@ from titanlike.models.registry import initial_weights_of, resolve_model
 from titanlike.optim.optimizer import build_optimizers
 from titanlike.parallel.initialize import initialize
 from titanlike.training.draft import draft, preflight
-from titanlike.training.train import train
+from titanlike.training.loop import train
 
 SIZES = {"vocab_size": None, "dim": 32, "heads": 4, "kv_heads": 2, "experts": 8, "expert_dim": 32}
 ALL = {"layers": 2, "bias_rate": 0.01, "balance_loss": 0.02, "z_loss": 0.01}

@@ -23,7 +23,7 @@ from titanlike.config.schema import (
     Schedule,
     Sgd,
 )
-from titanlike.training.train import train
+from titanlike.training.loop import train
 
 DECAYING = {"optimizer": AdamW(lr=1e-2, weight_decay=1.0), "lr": ConstantLr(warmup=0)}
 ONE = Schedule("gpipe", 1)  # one microbatch: blocks that count their calls count steps

@@ -22,9 +22,9 @@ from titanlike.config.schema import Checkpoint, Config, Schedule
 from titanlike.launch.worker import Worker
 from titanlike.optim.optimizer import gradient_norm
 from titanlike.training.draft import draft, preflight
+from titanlike.training.loop import train
 from titanlike.training.session import open_session
 from titanlike.training.step import drop_gradients, optimizer_step
-from titanlike.training.train import train
 
 # of each forward: weights of attention, its result, hidden features, their result
 BLOCK = ["heads", "result", "features", "result"]

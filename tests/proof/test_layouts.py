@@ -53,7 +53,7 @@ from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.pipeline.pipeline import Pipeline
 from titanlike.proof.verification import verify
-from titanlike.training.train import train
+from titanlike.training.loop import train
 
 BF16, FLOAT8 = Precision("bf16"), Float8Precision(min_features=16)
 SCALED = {"bf16": 1.02, "float8": 1.1}  # what a fault multiplies a gradient with

@@ -16,7 +16,7 @@ from titanlike.config.schema import Config
 from titanlike.launch.worker import Worker
 from titanlike.models import documents
 from titanlike.training import loop
-from titanlike.training.train import train
+from titanlike.training.loop import train
 
 aten = torch.ops.aten
 # values on the device decide about a number, or a shape, on the host

@@ -15,9 +15,9 @@ from titanlike.data.loader import batches
 from titanlike.data.sources import Batch
 from titanlike.launch.worker import Worker
 from titanlike.parallel.mesh import Mesh, close_mesh, open_mesh
+from titanlike.training.anomalies import Guard
 from titanlike.training.build import Run, build
 from titanlike.training.feed import to_device
-from titanlike.training.guard import Guard
 from titanlike.training.session import open_data_on_every_rank
 from titanlike.training.step import StepResult, measured_step
 

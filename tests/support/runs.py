@@ -12,7 +12,7 @@ from support.records import numbers
 from support.world import run_world
 from titanlike.config.schema import Checkpoint, Config
 from titanlike.launch.worker import Worker
-from titanlike.training.train import train
+from titanlike.training.loop import train
 
 
 def train_each(_: Config, worker: Worker, configs: list[Config]) -> None:

@@ -23,7 +23,7 @@ from titanlike.checkpoint.storage import Storage
 from titanlike.config.schema import Checkpoint, Config
 from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
-from titanlike.training.train import train
+from titanlike.training.loop import train
 
 Numbers = dict[int, tuple[float, float, float]]  # step -> loss, gradient norm, learning rate
 

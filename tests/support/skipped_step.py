@@ -10,7 +10,7 @@ from support.opened import opened
 from titanlike.config.schema import Config
 from titanlike.data.loader import open_data
 from titanlike.launch.worker import Worker
-from titanlike.training.guard import Guard, Verdict
+from titanlike.training.anomalies import Guard, Verdict
 from titanlike.training.step import validate
 
 

@@ -33,7 +33,7 @@ PRELOADED = [
     "titanlike.job.run",
     "titanlike.models.gpt2",
     "titanlike.models.llama",
-    "titanlike.training.train",
+    "titanlike.training.loop",
     "torch.distributed.launcher.api",
     "titanlike.proof.verification",
     "transformers.models.auto.modeling_auto",

@@ -31,7 +31,7 @@ from titanlike.sweeps.layout_search import filter_layouts, read_space
 from titanlike.sweeps.plan import read_plan
 from titanlike.training.draft import draft
 
-RUNNER = JobRunner("titanlike.training.train:train", "")
+RUNNER = JobRunner("titanlike.training.loop:train", "")
 MODEL = ["model.layers=4", "model.dim=32", "model.heads=4", "model.ffn_dim=64", "data=synthetic"]
 
 

@@ -32,10 +32,9 @@ from titanlike.models.registry import build_model, initial_weights_of, resolve_m
 from titanlike.optim.learning_rate import set_lr
 from titanlike.optim.optimizer import build_optimizers
 from titanlike.parallel.initialize import initialize
-from titanlike.training import guard as guard_module
-from titanlike.training.guard import MOST_IN_A_ROW, Guard, is_bad
-from titanlike.training.loop import MOST_ROLLBACKS
-from titanlike.training.train import train
+from titanlike.training import anomalies as guard_module
+from titanlike.training.anomalies import MOST_IN_A_ROW, Guard, is_bad
+from titanlike.training.loop import MOST_ROLLBACKS, train
 
 # --- what is a spike ---------------------------------------------------------------------------
 

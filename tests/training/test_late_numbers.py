@@ -31,7 +31,7 @@ from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.optim.learning_rate import learning_rate
 from titanlike.training import loop
-from titanlike.training.train import train
+from titanlike.training.loop import train
 
 # --- a step does not wait ----------------------------------------------------------------------
 

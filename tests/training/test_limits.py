@@ -19,7 +19,7 @@ from titanlike.config.schema import Checkpoint, Config, Custom, Validation
 from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.training import loop, step
-from titanlike.training.train import STOPPED_EARLY, train
+from titanlike.training.loop import STOPPED_EARLY, train
 
 SAVING = Checkpoint(every=0, last=True)
 DROPOUT = Custom("support.data.Dropping", {"dim": 32, "layers": 4, "vocab_size": None})

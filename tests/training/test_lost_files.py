@@ -25,7 +25,7 @@ from titanlike.metrics.events import Events
 from titanlike.metrics.run_files import _PAUSES, AppendedFile, FailedWrite, LostFiles, RunFiles
 from titanlike.metrics.sinks import lost_steps, read_jsonl
 from titanlike.training import loop
-from titanlike.training.train import train
+from titanlike.training.loop import train
 
 
 def _replace(path: Path) -> None:

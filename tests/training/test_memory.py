@@ -19,10 +19,10 @@ from titanlike.device.memory import peak_memory, resident_memory, return_freed_m
 from titanlike.launch.worker import Worker
 from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.torch_private.pipeline_stage import _TORCH_KEEPS_BUFFERS
+from titanlike.training.anomalies import Guard
 from titanlike.training.build import build, memory_is_short
 from titanlike.training.draft import draft
 from titanlike.training.feed import to_device
-from titanlike.training.guard import Guard
 from titanlike.training.step import measured_step
 
 

@@ -32,8 +32,8 @@ from titanlike.config.schema import (
     Schedule,
 )
 from titanlike.launch.worker import Worker
-from titanlike.training import mixing
-from titanlike.training.unchanged import unchanged
+from titanlike.training import first_batch as mixing
+from titanlike.training.first_batch import unchanged
 
 BF16 = Precision("bf16")
 CHUNKED = ChunkedCrossEntropy(chunk=32)

@@ -20,8 +20,8 @@ from support.world import RankError, run_world
 from titanlike.config.profile import MemoryProfile, TraceProfile
 from titanlike.config.schema import Checkpoint, Config, Schedule, Validation
 from titanlike.launch.worker import Worker
-from titanlike.training import loop, profiler_ranges, recorders
-from titanlike.training.train import train
+from titanlike.training import loop, profile
+from titanlike.training.loop import train
 
 TRACE = TraceProfile(steps=[2, 3])
 OFF = Config().profile
@@ -118,8 +118,8 @@ def train_without_ranges(config: Config, worker: Worker) -> None:
         return take(session)
 
     with (
-        mock.patch.object(profiler_ranges, "record_function", side_effect=AssertionError),
-        mock.patch.object(recorders, "profile", side_effect=AssertionError),
+        mock.patch.object(profile, "record_function", side_effect=AssertionError),
+        mock.patch.object(profile, "profile", side_effect=AssertionError),
         mock.patch.object(loop, "batches_from", watched),
     ):
         train(config, worker)

@@ -21,7 +21,7 @@ from support.waiting import until
 from support.world import run_world
 from titanlike.checkpoint.resume import select_resume
 from titanlike.config.schema import Checkpoint, Config
-from titanlike.training.train import train
+from titanlike.training.loop import train
 
 TRAIN = ROOT / "train.py"
 

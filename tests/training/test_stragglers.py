@@ -19,9 +19,9 @@ from titanlike.launch.worker import Worker
 from titanlike.parallel import busy
 from titanlike.parallel.busy import BusyTime
 from titanlike.parallel.late import Timer
-from titanlike.training import stragglers
-from titanlike.training.stragglers import Stragglers, slow_ranks
-from titanlike.training.train import train
+from titanlike.training import anomalies
+from titanlike.training.anomalies import Stragglers, slow_ranks
+from titanlike.training.loop import train
 
 
 def short(pp: int, dp: int, share: float = 0.3) -> Config:
@@ -33,7 +33,7 @@ def short(pp: int, dp: int, share: float = 0.3) -> Config:
 def train_in_steps_of_a_second(config: Config, worker: Worker, waited: list[float]) -> None:
     """Each rank waits so many seconds of each; three steps in a row are many."""
     with (
-        mock.patch.object(stragglers, "_STEPS", 3),
+        mock.patch.object(anomalies, "_STEPS", 3),
         mock.patch.object(Timer, "seconds", lambda self: 1.0),
         mock.patch.object(BusyTime, "waited", lambda self: waited[worker.rank]),
     ):
@@ -59,7 +59,7 @@ def watched(share: float, steps: list[list[float]]) -> list[int]:
     worker, events = SimpleNamespace(rank=0, run_dir=Path("none"), world_size=2), mock.Mock()
     config = Config(launch=Launch(straggler=share))
     found = Stragglers(config, SimpleNamespace(mesh=mesh), worker, events)
-    with mock.patch.object(stragglers, "_STEPS", 3):
+    with mock.patch.object(anomalies, "_STEPS", 3):
         for step, waited in enumerate(steps, start=1):
             found.step(step, 1.0, waited)
     return [call.args[1] for call in events.log.call_args_list]

@@ -34,9 +34,9 @@ from titanlike.training import loop
 from titanlike.training import timeline as timeline_module
 from titanlike.training.build import build
 from titanlike.training.draft import draft
+from titanlike.training.loop import train
 from titanlike.training.step import drop_gradients, forward_backward
 from titanlike.training.timeline import events_of
-from titanlike.training.train import train
 
 
 def short(pp: int = 1, dp: int = 1, schedule: Any = "1f1b", **changes: Any) -> Config:

@@ -22,7 +22,7 @@ _COMPUTED = ("F", "B", "I")
 
 
 class BusyTime:
-    """A listener of `training/ranges.py`, on each rank."""
+    """A listener of `training/build.py`, on each rank."""
 
     def __init__(self, device: torch.device, groups: Iterable[Any]) -> None:
         """groups: of FSDP, see `parameter_groups`."""

@@ -30,7 +30,7 @@ from titanlike.planning.roofline import Roofline
 from titanlike.planning.simulate import Duration, Simulation, StageTimes, simulate
 from titanlike.planning.unit_times import unit_times
 from titanlike.split.partition import SplitError, partition
-from titanlike.training.stragglers import slow_ranks
+from titanlike.training.anomalies import slow_ranks
 
 _COMPUTED = ("F", "B", "I", "W")
 _UNEVEN, _SLOW, _LEAST = 0.05, 0.1, 0.01  # shares that are worth a sentence

@@ -28,11 +28,11 @@ from titanlike.metrics.console import Console
 from titanlike.metrics.sinks import JsonlSink
 from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.proof.plain_loops import plain_loop, why_no_plain_loop
+from titanlike.training.anomalies import Guard
 from titanlike.training.build import Run, build
-from titanlike.training.compiling import compile_blocks
 from titanlike.training.draft import draft
 from titanlike.training.feed import batches_for
-from titanlike.training.guard import Guard
+from titanlike.training.first_batch import compile_blocks
 from titanlike.training.session import open_data_on_every_rank
 from titanlike.training.step import forward_backward, settle, update
 

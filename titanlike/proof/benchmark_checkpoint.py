@@ -31,8 +31,8 @@ from titanlike.metrics import units
 from titanlike.metrics.console import Console
 from titanlike.metrics.events import Events
 from titanlike.parallel.mesh import close_mesh, open_mesh
+from titanlike.training.anomalies import Guard
 from titanlike.training.build import Run, build
-from titanlike.training.guard import Guard
 from titanlike.training.session import open_data_on_every_rank
 from titanlike.training.step import measured_step
 

@@ -35,7 +35,7 @@ from titanlike.launch.worker import Worker, barrier
 from titanlike.metrics.console import Console
 from titanlike.metrics.events import Events
 from titanlike.models.registry import build_model, resolve_model
-from titanlike.training import train as training
+from titanlike.training import loop
 
 LIMIT = 30.0  # seconds, by estimate
 _CACHE = "~/.cache/titanlike/verified"
@@ -53,9 +53,9 @@ _OTHER_KEYS = (
 
 
 def train(config: Config, worker: Worker) -> dict[str, Any]:
-    """`training.train`, after the comparison if it is due. Raises ConfigError where that fails."""
+    """`training.loop.train`, after the comparison if it is due. Raises ConfigError where that fails."""
     note = _verified(config, worker)
-    result = training.train(config, worker)
+    result = loop.train(config, worker)
     return result | {"numbers": note} if note else result
 
 

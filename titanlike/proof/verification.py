@@ -53,9 +53,8 @@ from titanlike.proof.reference import (
 )
 from titanlike.torch_private.dtensor import local
 from titanlike.training.build import Run, build
-from titanlike.training.compiling import compile_blocks
 from titanlike.training.feed import to_device
-from titanlike.training.mixing import refuse_mixed_samples
+from titanlike.training.first_batch import compile_blocks, refuse_mixed_samples
 from titanlike.training.session import open_data_on_every_rank
 from titanlike.training.step import drop_gradients, optimizer_step, validate
 

@@ -1,6 +1,7 @@
-"""The loop over steps: train, validate, record, save; stop, skip or roll back after a bad step.
+"""The training job, what every rank does from the start of a run to its end, and its loop over steps:
+train, validate, record, save; stop, skip or roll back after a bad step.
 
-It is a step ahead of the numbers: a step is judged and recorded once the forward and backward of the
+The loop is a step ahead of the numbers: a step is judged and recorded once the forward and backward of the
 next one are launched, so that a device has work while the host reads. Before a validation, a save and
 the end they are waited for.
 """
@@ -8,7 +9,8 @@ the end they are waited for.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import gc
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -16,14 +18,18 @@ from typing import Any
 
 import torch
 
+from titanlike.checkpoint.discovery import checkpoint_folder
+from titanlike.config.schema import Config
 from titanlike.data.loader import batches
 from titanlike.data.sources import Batch
+from titanlike.launch.worker import Worker
+from titanlike.metrics.summary import objective_value, summarize
+from titanlike.parallel.mesh import close_mesh
+from titanlike.training import report
+from titanlike.training.anomalies import BadNumbers, Verdict
 from titanlike.training.checks import may_mix_samples
-from titanlike.training.compiling import compile_blocks
 from titanlike.training.feed import batches_for
-from titanlike.training.garbage import collected_every
-from titanlike.training.guard import BadNumbers, Verdict
-from titanlike.training.session import Session
+from titanlike.training.session import Session, open_session
 from titanlike.training.step import (
     drop_gradients,
     forward_backward,
@@ -32,6 +38,52 @@ from titanlike.training.step import (
     update,
     validate,
 )
+
+STOPPED_EARLY = 75  # exit code of a run that was stopped and can be resumed (EX_TEMPFAIL)
+
+
+def train(config: Config, worker: Worker) -> dict[str, Any]:
+    """Train to the last step, or until a stop request.
+
+    Returns {"value": last validation loss (or loss), or what `config.value` names}; a run that was
+    stopped also has "stopped" (by what) and "exit_code".
+    """
+    with open_session(config, worker) as session:
+        start = session.progress.step
+        if worker.rank == 0:
+            report.opening(session)
+        session.console.start_at(start)
+        with worker.stop_request.deferred():
+            train_steps(session)
+            step, stopped = session.progress.step, session.stopped
+            session.watchdog.enter_phase(step, "save", config.checkpoint.timeout)
+            session.checkpointer.finish(session.progress, done=not stopped)
+        if stopped:
+            session.events.log("stop", step, by=stopped)
+    value = session.progress.value
+    if worker.rank == 0:
+        report.closing(session, start)
+        if config.value is not None:
+            value = objective_value(config.value, summarize(worker.run_dir))
+    close_mesh()
+    if worker.rank == 0 and not stopped and config.checkpoint.export == "hf":
+        _export(session)
+    if not stopped:
+        return {"value": value}
+    return {"value": value, "stopped": stopped, "exit_code": STOPPED_EARLY}
+
+
+def _export(session: Session) -> None:
+    """A folder for transformers of the last step. The other ranks have ended: it takes rank 0 alone."""
+    from titanlike.checkpoint.hf_export import export
+
+    step, config = session.progress.step, session.config
+    kind = "step" if config.checkpoint.model_only == "none" else "model"
+    out = session.worker.run_dir / f"hf-{step:08d}"
+    if not out.exists():  # of a start that had nothing left to do
+        source = checkpoint_folder(config).at(f"{kind}-{step:08d}")
+        export(str(source), str(out), say=session.console.line)
+
 
 MOST_ROLLBACKS = 3  # to one checkpoint: then leaving batches out does not help
 LAST_NUMBERS = 2.0  # seconds to wait for the last step's after an error
@@ -46,7 +98,7 @@ def train_steps(s: Session) -> None:
     timeout: float | None = config.launch.timeout
     stall: float | None = None  # seconds that training waited for the last save
     if not step and may_mix_samples(config):
-        from titanlike.training.mixing import refuse_mixed_samples
+        from titanlike.training.first_batch import refuse_mixed_samples
 
         s.watchdog.enter_phase(1, "check for mixed samples", timeout)
         stream = refuse_mixed_samples(s.run, config, stream)
@@ -155,6 +207,8 @@ def _recorded_on_an_error(s: Session) -> Iterator[None]:
 
 def _compile(s: Session, stream: Iterator[Batch]) -> Iterator[Batch]:
     """The same batches. A wait for a rank that compiles is not a hang."""
+    from titanlike.training.first_batch import compile_blocks
+
     s.watchdog.enter_phase(s.progress.step + 1, "compile", s.config.launch.timeout)
     if s.worker.rank == 0:
         s.console.line("compiling the blocks")
@@ -252,3 +306,32 @@ def _agreed_stop_code(s: Session) -> int:
 def _is_due(step: int, every: int, anyway: bool) -> bool:
     """Every so many steps (0 = never), or anyway."""
     return anyway or (every > 0 and step % every == 0)
+
+
+@contextmanager
+def collected_every(steps: int) -> Iterator[Callable[[int], None]]:
+    """Collect garbage, within it, when the function that it gives is called with a step that is a
+    multiple of `steps`: the same steps on all ranks. 0: as Python does by itself, when enough objects
+    were made, which is another step on each rank, and all others wait for the one that does. Objects
+    in cycles are rare in a step; the others are freed at once in any case.
+
+    What exists at the beginning, the model and torch itself, is not looked through again.
+    """
+    if not steps:
+        yield lambda step: None
+        return
+
+    def collect(step: int) -> None:
+        if step % steps == 0:
+            gc.collect()
+
+    enabled = gc.isenabled()
+    gc.disable()
+    gc.collect()  # what is frozen is never freed
+    gc.freeze()
+    try:
+        yield collect
+    finally:
+        gc.unfreeze()
+        if enabled:
+            gc.enable()

@@ -9,21 +9,28 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
+import json
 import os
+import shutil
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from titanlike.config.files import temporary_beside
-from titanlike.config.profile import MemoryProfile, profile_folder
+from titanlike.config.profile import MemoryProfile, TraceProfile, profile_folder
 from titanlike.config.schema import Config
+from titanlike.launch.action_words import read_action
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
+from titanlike.torch_private import memory_history
 from titanlike.training.build import Run
-from titanlike.training.profiler_ranges import ProfilerRanges
-from titanlike.training.recorders import Recorder, recorder_for, viewer_of
 
 
 class Profile:
@@ -146,3 +153,179 @@ def _numbers(name: str, numbers: Iterable[int]) -> str:
         return f"{name}s {found[0]} to {found[-1]}"
     more = f" and {len(found) - 8} more" if len(found) > 8 else ""
     return f"{name}s {', '.join(map(str, found[:8]))}{more}"
+
+
+class ProfilerRanges:
+    """A `Listener`."""
+
+    def __init__(self) -> None:
+        # of the step, its phase, the action; outermost first
+        self._open: list[record_function] = []
+
+    def start_step(self, step: int) -> None:
+        """A step's first phase is its data."""
+        self._enter(0, f"step {step}")
+        self._enter(1, "data")
+
+    def begin(self, phase: str) -> None:
+        self._enter(1, phase)
+
+    def start_action(self, action: Any) -> None:
+        if action is None:
+            self._leave(2)
+        else:
+            self._enter(2, action_name(action))
+
+    def action_queued(self, action: Any, received: bool) -> None:
+        """Kernels tell."""
+
+    def close(self) -> None:
+        self._leave(0)
+
+    def _enter(self, depth: int, name: str) -> None:
+        self._leave(depth)
+        self._open.append(record_function(name))
+        self._open[-1].__enter__()
+
+    def _leave(self, depth: int) -> None:
+        while len(self._open) > depth:
+            self._open.pop().__exit__(None, None, None)
+
+
+def action_name(action: Any) -> str:
+    """1F3 -> "forward stage 1 microbatch 3"."""
+    found = read_action(str(action))
+    if found is None:
+        return str(action)
+    words, stage, microbatch = found
+    return f"{words} stage {stage}" + (f" microbatch {microbatch}" if microbatch else "")
+
+
+_CURVE = "bytes allocated since the profile began"
+
+
+class Recorder(Protocol):
+    """Records from `start` to `stop`."""
+
+    ending: str  # of the file's name
+
+    def prepare(self) -> None:
+        """Optional, a step before `start`: what takes time at first."""
+
+    def start(self) -> None:
+        """Record from now on."""
+
+    def stop(self) -> None:
+        """Record no more. Does nothing where it neither was prepared nor has started."""
+
+    def write(self, path: Path) -> None:
+        """Once it has stopped."""
+
+
+def recorder_for(settings: MemoryProfile, device: torch.device) -> Recorder:
+    """What records such a profile on a rank with this device."""
+    if isinstance(settings, TraceProfile):
+        return TraceRecorder(device, memory=False, stacks=settings.stacks)
+    if memory_history.has_memory_history(device):
+        return SnapshotRecorder(device)
+    return TraceRecorder(device, memory=True, stacks=False)
+
+
+def viewer_of(settings: MemoryProfile, device: torch.device) -> str:
+    """Where the files that it writes can be looked at."""
+    trace = isinstance(settings, TraceProfile) or not memory_history.has_memory_history(device)
+    return "https://ui.perfetto.dev" if trace else "https://docs.pytorch.org/memory_viz"
+
+
+class TraceRecorder:
+    """torch's profiler: ranges, operators and kernels; with `memory` also allocations, as a curve."""
+
+    ending = ".json.gz"
+
+    def __init__(self, device: torch.device, *, memory: bool, stacks: bool) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it prints that it starts, and stops
+        self._profiler = profile(
+            activities={ProfilerActivity.CPU, getattr(ProfilerActivity, device.type.upper())},
+            record_shapes=True,
+            profile_memory=memory,
+            with_stack=stacks,
+        )
+        self._memory = memory
+        self._prepared = self._started = False
+
+    def prepare(self) -> None:
+        if self._prepared:  # the run has rolled back
+            return
+        with warnings.catch_warnings():  # 2.11 warns of profiles with several cycles: there is one
+            warnings.simplefilter("ignore")
+            self._profiler.prepare_trace()
+        self._prepared = True
+
+    def start(self) -> None:
+        self.prepare()
+        self._profiler.start_trace()
+        self._started = True
+
+    def stop(self) -> None:
+        if self._prepared:
+            if not self._started:
+                self._profiler.start_trace()  # what is prepared cannot be given up otherwise
+            self._profiler.stop_trace()
+        self._prepared = self._started = False
+
+    def write(self, path: Path) -> None:
+        """Raises OSError, or what torch's profiler raises."""
+        plain = temporary_beside(path)  # not in /tmp, as torch compresses: a node's may be small
+        try:
+            self._profiler.export_chrome_trace(str(plain))
+            if not plain.exists() or not plain.stat().st_size:
+                raise OSError(f"torch's profiler has written nothing to {plain}")
+            with open(plain, "rb") as source, gzip.open(path, "wb", compresslevel=6) as target:
+                if self._memory:
+                    trace = _with_curve(json.load(source))
+                    target.write(json.dumps(trace).encode())
+                else:
+                    shutil.copyfileobj(source, target)
+        finally:
+            with contextlib.suppress(OSError):
+                plain.unlink(missing_ok=True)
+
+
+class SnapshotRecorder:
+    """The history of a GPU's memory."""
+
+    ending = ".pickle"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def prepare(self) -> None:
+        """Nothing takes time at first."""
+
+    def start(self) -> None:
+        memory_history.start_memory_history(self._device)
+
+    def stop(self) -> None:
+        """Nothing: it records until it is written."""
+
+    def write(self, path: Path) -> None:
+        try:
+            memory_history.write_memory_history(self._device, path)
+        finally:
+            memory_history.stop_memory_history(self._device)
+
+
+def _with_curve(trace: dict[str, Any]) -> dict[str, Any]:
+    """A trace with a counter over its [memory] events, which Perfetto draws."""
+    counters = [
+        {
+            "ph": "C",
+            "name": _CURVE,
+            "pid": event["pid"],
+            "ts": event["ts"],
+            "args": {"bytes": event["args"]["Total Allocated"]},
+        }
+        for event in trace["traceEvents"]
+        if event["name"] == "[memory]"
+    ]
+    return trace | {"traceEvents": trace["traceEvents"] + counters}

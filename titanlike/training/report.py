@@ -11,13 +11,13 @@ from titanlike.config.program import train_program
 from titanlike.config.schema import Config, Muon
 from titanlike.metrics import units
 from titanlike.metrics.summary import summarize
+from titanlike.parallel.mesh import Mesh
 from titanlike.training.draft import Draft
-from titanlike.training.session import Session
-from titanlike.training.stages import ranks_text, span
 
 if TYPE_CHECKING:
     from titanlike.split.auto_split import AutoSplitResult
     from titanlike.split.best_split import CostedSplit
+    from titanlike.training.session import Session
 
 
 def opening(session: Session) -> None:
@@ -281,3 +281,43 @@ def warmup(config: Config) -> str:
     peak = f"{config.steps / steps:.2g} of its peak at step {config.steps}"
     fit = max(1, config.steps // 10)
     return f"WARNING: the learning rate reaches {peak}; steps={steps} or more, or lr.warmup={fit}"
+
+
+def span(names: list[str]) -> str:
+    """embedding, layers.0 ... layers.3"""
+    if not names:
+        return "none: sends what it receives"
+    blocks = [name for name in names if "." in name]
+    if len(blocks) < 3:
+        return ", ".join(names)
+    inner = f"{blocks[0]} ... {blocks[-1]}"
+    before, after = names[: names.index(blocks[0])], names[names.index(blocks[-1]) + 1 :]
+    return ", ".join([*before, inner, *after])
+
+
+def ranks_text(mesh: Mesh, pp_rank: int) -> str:
+    """The ranks that have a pipeline rank's stages: 4-7"""
+    first, *_, last = 2 * mesh.stage_ranks(pp_rank)
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def layout(config: Config, draft: Draft, mesh: Mesh) -> dict[str, Any]:
+    """Mesh and stages as plain data."""
+    axes = ("pp", "dp", "replicate", "tp", "cp", "ep")
+    sizes = [f"{axis}={size}" for axis in axes if (size := getattr(config, axis)) > 1]
+    schedule = [f"schedule={config.schedule.name}"] if config.pp > 1 else []
+    many = f"{draft.microbatches} microbatch" + "es" * (draft.microbatches > 1)
+    more = [*schedule, many, f"ZeRO {draft.zero}"]
+    return {
+        "mesh": ", ".join([" ".join(sizes) or "one process", *more]),
+        "stages": [
+            {
+                "stage": stage,
+                "ranks": f"rank {ranks_text(mesh, rank)}",
+                "modules": span(draft.stages[stage]),
+                "parameters": draft.stage_numel(stage),
+            }
+            for rank in range(mesh.pp)
+            for stage in draft.order.local(rank)
+        ],
+    }

@@ -33,11 +33,10 @@ from titanlike.parallel.device_events import device_queue
 from titanlike.parallel.mesh import open_mesh
 from titanlike.torch_private.fsdp import parameter_groups
 from titanlike.torch_private.process_groups import abort_groups
+from titanlike.training.anomalies import Guard, Stragglers
 from titanlike.training.build import Run, build
-from titanlike.training.guard import Guard
-from titanlike.training.stages import layout
+from titanlike.training.report import layout
 from titanlike.training.step import Launched
-from titanlike.training.stragglers import Stragglers
 
 if TYPE_CHECKING:  # each is imported where a config asks for it
     from titanlike.training.profile import Profile

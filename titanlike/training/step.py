@@ -28,9 +28,9 @@ from titanlike.optim.learning_rate import learning_rate, set_lr
 from titanlike.optim.optimizer import clip_gradients, gradient_norms, norm_of_squares, square_sum
 from titanlike.optim.skipping import step_unless
 from titanlike.parallel.late import Sent, Timer
+from titanlike.training.anomalies import Guard, Verdict, is_bad
 from titanlike.training.build import Run
 from titanlike.training.feed import batches_for, to_device
-from titanlike.training.guard import Guard, Verdict, is_bad
 
 
 @dataclass(frozen=True)

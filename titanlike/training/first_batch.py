@@ -1,4 +1,7 @@
-"""Whether a model or its loss mixes the samples of a batch: a mean over dim 0, attention over samples.
+"""What is done with the first batch before the first step: blocks are compiled, while no rank waits for
+a message of another, and a model that mixes samples is refused. Modules are as they were afterwards.
+
+Mixing is a mean over dim 0, or attention over samples.
 
 What such a model mixes are the samples of a microbatch, so that it is another model in each layout.
 A graph of operations does not tell; but where nothing is mixed, the losses of a sample do not depend
@@ -16,6 +19,8 @@ compared in evaluation instead.
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -29,15 +34,82 @@ from torch.distributed.fsdp import FSDPModule
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config, Custom
 from titanlike.data.sources import Batch
+from titanlike.device.accelerator import kept_rng
 from titanlike.graph.model_graph import fields_of
+from titanlike.launch.worker import Worker, barrier
 from titanlike.models.float8 import in_bf16
 from titanlike.parallel.compiled_blocks import uncompiled
+from titanlike.parallel.initialize import seeded
 from titanlike.pipeline.pipeline import Pipeline
 from titanlike.torch_private.base_classes import BatchNorm
+from titanlike.torch_private.compiler import compiler_error
 from titanlike.training.build import Run
 from titanlike.training.checks import may_mix_samples
 from titanlike.training.feed import to_device
-from titanlike.training.unchanged import unchanged
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@contextmanager
+def unchanged(run: Run, seed: int) -> Iterator[None]:
+    """Within it random numbers follow from `seed`. Afterwards buffers, plain attributes of modules and
+    random states are what they were."""
+    modules = [module for stage in run.stages for module in stage.modules()]
+    plain = [
+        {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN)}
+        for module in modules
+    ]
+    buffers = [
+        {name: (b, None if b is None else b.clone()) for name, b in module._buffers.items()}
+        for module in modules
+    ]
+    try:
+        with kept_rng(run.mesh.device), seeded(seed):
+            yield
+    finally:
+        for module, values in zip(modules, plain, strict=True):
+            vars(module).update(values)
+        with torch.no_grad():
+            for module, own in zip(modules, buffers, strict=True):
+                for name, (buffer, value) in own.items():
+                    if buffer is not None and value is not None:
+                        buffer.copy_(value)
+                    module._buffers[name] = buffer  # one may have been put in its place
+
+
+def compile_blocks(run: Run, config: Config, batch: Batch, worker: Worker) -> str:
+    """Compile the blocks of all stages for batches such as this one. Collective.
+
+    Returns what to say of it, on rank 0. Raises ConfigError where the compiler fails, BarrierTimeout
+    where a rank has not compiled its blocks in `launch.timeout`.
+    """
+    assert run.compiled is not None
+    begin = time.perf_counter()
+    run.compiled.new_graphs()
+    batch = to_device(batch, run.mesh, config)
+    try:
+        with unchanged(run, config.seed):
+            run.train_mode(True)
+            run.pipeline.rehearse(batch)
+            if config.validation.every:
+                run.train_mode(False)
+                with torch.no_grad():
+                    run.pipeline.rehearse(batch)
+    except Exception as error:
+        if reason := compiler_error(error):
+            raise ConfigError([Problem("compile", True, reason, "compile=false")]) from error
+        raise
+    mine = [run.compiled.new_graphs(), time.perf_counter() - begin, run.compiled.notes]
+    first = worker.rank == 0
+    told = barrier(worker, "compile", config.launch.timeout, json.dumps(mine), listens=first)
+    if not first:
+        return ""
+    every = [told[rank] for rank in range(worker.world_size)]
+    graphs, seconds, notes = zip(*map(json.loads, every), strict=True)
+    count = f"{max(graphs)} graph{'s' * (max(graphs) != 1)}" + " a rank" * (len(every) > 1)
+    unique = dict.fromkeys(note for own in notes for note in own)
+    return "; ".join([f"compiled the blocks: {count}, {max(seconds):.1f} s", *unique])
+
 
 # differences of losses, relative (root mean square):
 NO_CHANGE = 2e-6  # rounding, in any precision
