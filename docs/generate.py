@@ -72,8 +72,8 @@ def _key(field: dataclasses.Field, prefix: str) -> tuple[str, ...]:
 
 def schedules() -> str:
     """Bubble, activations and messages of each schedule, walked through its Order."""
+    from titanlike.costs.simulate import equal_stages, in_flight, simulate
     from titanlike.pipeline.schedules import SCHEDULES
-    from titanlike.planning.simulate import equal_stages, in_flight, simulate
 
     rows = []
     for name, schedule in SCHEDULES.items():
@@ -93,12 +93,12 @@ def schedules() -> str:
 def pictures() -> None:
     """docs/pictures: a plan of each schedule, of the default model with longer sequences."""
     from titanlike.config.parse import parse
+    from titanlike.costs.auto_schedule import with_found_order
+    from titanlike.costs.known_hardware import shipped
+    from titanlike.costs.plan import make_plan
+    from titanlike.costs.plan_chart import chart_of
     from titanlike.metrics.chart_picture import draw
     from titanlike.pipeline.schedules import SCHEDULES
-    from titanlike.planning.auto_schedule import with_found_order
-    from titanlike.planning.known_hardware import shipped
-    from titanlike.planning.plan import make_plan
-    from titanlike.planning.plan_chart import chart_of
 
     folder = ROOT / "docs" / "pictures"
     folder.mkdir(exist_ok=True)

@@ -23,11 +23,11 @@ from support.proven import assert_proven
 from titanlike.config.schema import Custom, EvenSplit, PointSplit, Sgd, SyntheticData
 from titanlike.graph.cut import message, message_problem
 from titanlike.graph.model_graph import Field, ModelGraph
+from titanlike.graph.partition import partition
 from titanlike.graph.record_forward import record_forward
 from titanlike.graph.recording import RecordError
 from titanlike.graph.stage import Stage
 from titanlike.models.registry import build_model, initial_weights_of
-from titanlike.split.partition import partition
 from titanlike.training.draft import draft, preflight
 
 

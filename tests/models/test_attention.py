@@ -26,8 +26,8 @@ from support.varlen import as_on_a_gpu
 from support.world import run_world
 from titanlike.config.groups import SelectiveActivationCheckpoint
 from titanlike.config.schema import Config, Custom
+from titanlike.costs import node_cost
 from titanlike.data.sources import Data
-from titanlike.graph import node_cost
 from titanlike.graph.model_graph import Field, ModelGraph
 from titanlike.graph.recording import Recording
 from titanlike.launch.worker import Worker

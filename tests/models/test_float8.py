@@ -24,10 +24,10 @@ from titanlike.config.schema import (
     Precision,
     Sgd,
 )
+from titanlike.costs.estimate import estimate
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.models.float8 import in_bf16, use_float8
 from titanlike.models.registry import build_model, resolve_model
-from titanlike.planning.estimate import estimate
 from titanlike.training.draft import draft, preflight
 from titanlike.training.loop import train
 

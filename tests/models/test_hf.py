@@ -21,6 +21,7 @@ from titanlike.config.errors import ConfigError
 from titanlike.config.schema import Config, Custom, EvenSplit, Model
 from titanlike.graph.cut import StageGraph
 from titanlike.graph.model_graph import ModelGraph, fields_of
+from titanlike.graph.partition import partition
 from titanlike.graph.stage import Stage
 from titanlike.launch.worker import Worker
 from titanlike.models import hf, safetensors_folder
@@ -30,7 +31,6 @@ from titanlike.models.registry import build_model, initial_weights_of
 from titanlike.models.safetensors_folder import SafetensorsFolder
 from titanlike.parallel.initialize import initialize
 from titanlike.parallel.mesh import close_mesh, open_mesh
-from titanlike.split.partition import partition
 from titanlike.training.build import build
 from titanlike.training.draft import preflight
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titanlike.config.schema import VARIANTS, CsvSchedule, Custom, LoopedSchedule, Schedule
+from titanlike.costs.simulate import equal_stages, in_flight, simulate
 from titanlike.pipeline.from_config import (
     NoDivision,
     build_order,
@@ -20,7 +21,6 @@ from titanlike.pipeline.from_config import (
     stage_count,
 )
 from titanlike.pipeline.schedules import LOOPED, SCHEDULES, interleaved_1f1b, loop, looped_bfs, vee
-from titanlike.planning.simulate import equal_stages, in_flight, simulate
 from titanlike.torch_private.pipeline_runtime import generated_order
 
 SPLITTING = {*SCHEDULES} - {"gpipe", "1f1b", "interleaved1f1b", "loopedbfs"}
@@ -236,7 +236,7 @@ def test_planning_a_pipeline_needs_no_torch() -> None:
         "import sys\n"
         "from titanlike.config.schema import LoopedSchedule\n"
         "from titanlike.pipeline import from_config, order, schedules\n"
-        "from titanlike.split import partition\n"
+        "from titanlike.graph import partition\n"
         "s = LoopedSchedule()\n"
         "from_config.build_order(s, 4, from_config.derive_microbatches(s, 4, 16)[0])\n"
         "assert 'torch' not in sys.modules\n"

@@ -11,13 +11,13 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from support.message_streams import order_of
+from titanlike.costs.best_split import best_split
+from titanlike.costs.list_scheduling import Problem
+from titanlike.costs.order_search import Found, Known, best_known, best_order, lower_bound
+from titanlike.costs.simulate import Duration, StageTimes
+from titanlike.costs.split_search import Cut, best_cut
+from titanlike.costs.stage_costs import StageCosts
 from titanlike.pipeline.schedules import LOOPED, SCHEDULES, V_SCHEDULES, loop, one_f_one_b, vee
-from titanlike.planning.list_scheduling import Problem
-from titanlike.planning.order_search import Found, Known, best_known, best_order, lower_bound
-from titanlike.planning.simulate import Duration, StageTimes
-from titanlike.planning.split_search import Cut, best_cut
-from titanlike.split.best_split import best_split
-from titanlike.split.stage_costs import StageCosts
 
 Split = tuple[int, ...]  # the first unit of each stage
 

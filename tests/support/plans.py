@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from support.command_lines import examined
-from titanlike.planning.known_hardware import planned_hardware
-from titanlike.planning.plan import Plan, make_plan
+from titanlike.costs.known_hardware import planned_hardware
+from titanlike.costs.plan import Plan, make_plan
 
 
 def planned(*words: str) -> Plan:

@@ -23,11 +23,11 @@ from dataclasses import dataclass, replace
 
 from support.command_lines import examined
 from titanlike.config.hardware import Hardware
-from titanlike.planning.known_hardware import planned_hardware
-from titanlike.planning.plan import Plan, make_plan
-from titanlike.planning.roofline import Roofline, Seconds
-from titanlike.planning.stage_times import Layout, LayoutTimes, stage_times
-from titanlike.planning.unit_times import UnitTimes, unit_times
+from titanlike.costs.known_hardware import planned_hardware
+from titanlike.costs.plan import Plan, make_plan
+from titanlike.costs.roofline import Roofline, Seconds
+from titanlike.costs.stage_times import Layout, LayoutTimes, stage_times
+from titanlike.costs.unit_times import UnitTimes, unit_times
 from titanlike.training.draft import draft
 
 

@@ -22,11 +22,11 @@ from support.paths import ROOT
 from titanlike.config.errors import ConfigError
 from titanlike.config.parse import parse
 from titanlike.config.schema import Config
+from titanlike.costs.estimate import estimate
+from titanlike.costs.layouts import SearchSpace
+from titanlike.costs.machine import Machine
 from titanlike.job.run import JobRunner, config_problems
 from titanlike.pipeline.schedules import SCHEDULES
-from titanlike.planning.estimate import estimate
-from titanlike.planning.layouts import SearchSpace
-from titanlike.planning.machine import Machine
 from titanlike.sweeps.layout_search import filter_layouts, read_space
 from titanlike.sweeps.plan import read_plan
 from titanlike.training.draft import draft

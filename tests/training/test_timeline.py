@@ -21,6 +21,8 @@ from titanlike.command.timeline import main
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import Checkpoint, Config, Fsdp, Schedule, Validation
 from titanlike.config.timeline import Timeline, timeline_problems
+from titanlike.costs.simulate import Simulation, StageTimes, equal_stages, simulate
+from titanlike.costs.timeline_report import TimelineReport, report_of
 from titanlike.data.loader import batches, open_data
 from titanlike.launch.worker import Worker
 from titanlike.metrics.chart import Box
@@ -28,8 +30,6 @@ from titanlike.metrics.timeline_file import Place, RankStep, read_timeline, writ
 from titanlike.metrics.timeline_file import Timeline as Recorded
 from titanlike.parallel import clock
 from titanlike.parallel.mesh import close_mesh, open_mesh
-from titanlike.planning.simulate import Simulation, StageTimes, equal_stages, simulate
-from titanlike.planning.timeline_report import TimelineReport, report_of
 from titanlike.training import loop
 from titanlike.training import timeline as timeline_module
 from titanlike.training.build import build

@@ -105,14 +105,14 @@ def _gpus(words: list[str], searching: bool) -> tuple[int | None, list[str], lis
 
 
 def _plan(config: Config, flags: argparse.Namespace) -> int:
-    from titanlike.planning.advice import advise
-    from titanlike.planning.auto_schedule import WHY, with_found_order
-    from titanlike.planning.exact_memory import with_exact_memory
-    from titanlike.planning.known_hardware import planned_hardware
-    from titanlike.planning.plan import make_plan
-    from titanlike.planning.plan_chart import chart_of
-    from titanlike.planning.plan_text import as_data, as_text
-    from titanlike.planning.room import memory_warning
+    from titanlike.costs.advice import advise
+    from titanlike.costs.auto_schedule import WHY, with_found_order
+    from titanlike.costs.exact_memory import with_exact_memory
+    from titanlike.costs.known_hardware import planned_hardware
+    from titanlike.costs.memory_fit import memory_warning
+    from titanlike.costs.plan import make_plan
+    from titanlike.costs.plan_chart import chart_of
+    from titanlike.costs.plan_text import as_data, as_text
 
     hardware = planned_hardware(config)
     say = (lambda _: None) if flags.json else print
@@ -146,7 +146,7 @@ def _plan(config: Config, flags: argparse.Namespace) -> int:
 
 
 def _search(config: Config, words: list[str], gpus: int | None, flags: argparse.Namespace) -> int:
-    from titanlike.planning.plan_search import search, search_data, search_text
+    from titanlike.costs.plan_search import search, search_data, search_text
 
     say = partial(print, file=sys.stderr, flush=True)
     found = search(config, words, gpus or config.world_size, flags.top, flags.exact, say)

@@ -16,7 +16,7 @@ from titanlike.config.program import program
 from titanlike.job.report import print_problems
 
 if TYPE_CHECKING:
-    from titanlike.planning.timeline_report import TimelineReport
+    from titanlike.costs.timeline_report import TimelineReport
 
 _DESCRIPTION = (
     "Prints the timeline that a run has recorded (timeline=true) beside its plan: what each rank "
@@ -35,8 +35,8 @@ def main(argv: list[str]) -> int:
     flags = parser.parse_args(argv)
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # the user's models
-    from titanlike.planning.timeline_report import report_of
-    from titanlike.planning.timeline_text import as_data, as_text
+    from titanlike.costs.timeline_report import report_of
+    from titanlike.costs.timeline_text import as_data, as_text
 
     reports: list[tuple[str, TimelineReport]] = []
     for run in flags.runs:

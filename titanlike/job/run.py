@@ -133,7 +133,7 @@ class JobRunner:
         if problems:
             raise ConfigError(problems)
         if fitted.schedule.name == "auto":
-            from titanlike.planning.auto_schedule import ORDER, with_found_order
+            from titanlike.costs.auto_schedule import ORDER, with_found_order
 
             kept = f"kept in {run_dir / ORDER}"
             fitted = with_found_order(fitted, lambda line: print(f"{line}; {kept}", flush=True))

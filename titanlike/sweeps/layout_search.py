@@ -18,14 +18,14 @@ from titanlike.config import validate
 from titanlike.config.errors import ConfigError, Problem, override_text
 from titanlike.config.parse import convert
 from titanlike.config.schema import Config
+from titanlike.costs.estimate import estimate, least_memory
+from titanlike.costs.layouts import Candidate, Compose, SearchSpace, candidates
+from titanlike.costs.machine import Machine, find_machine
+from titanlike.costs.tensor_sizes import tensor_sizes
 from titanlike.job.run import JobRunner, config_problems
 from titanlike.launch.failures import JobFailed
 from titanlike.metrics import units
 from titanlike.models.registry import build_model, resolve_model
-from titanlike.planning.estimate import estimate, least_memory
-from titanlike.planning.layouts import Candidate, Compose, SearchSpace, candidates
-from titanlike.planning.machine import Machine, find_machine
-from titanlike.planning.tensor_sizes import tensor_sizes
 from titanlike.sweeps.sweep_run import SweepRun
 from titanlike.training.draft import draft
 

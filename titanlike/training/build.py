@@ -33,17 +33,16 @@ from titanlike.parallel.late import Late, on_device
 from titanlike.parallel.mesh import Mesh
 from titanlike.parallel.placement import Placement
 from titanlike.parallel.reached import Reached
-from titanlike.parallel.sharding import shard_stage
+from titanlike.parallel.sharding import shard_stage, state_bytes
 from titanlike.parallel.tied import tie
 from titanlike.parallel.transform import Transform
 from titanlike.pipeline.pipeline import Pipeline
-from titanlike.split.state_bytes import state_bytes
 from titanlike.training.draft import Draft, Ranks, draft, memory_for_training
 from titanlike.training.transforms import stage_transforms
 
 if TYPE_CHECKING:
+    from titanlike.costs.unit_costs import UnitCosts
     from titanlike.parallel.compiled_blocks import CompiledBlocks
-    from titanlike.split.unit_costs import UnitCosts
 
 _HOLES = 3  # times a rank's parameters, gradients and optimizer state: with activations and holes
 
@@ -176,7 +175,7 @@ def build(
 
     # 1. decide
     def times(unit_costs: UnitCosts) -> list[int]:
-        from titanlike.split.auto_split import measured_times
+        from titanlike.costs.auto_split import measured_times
 
         return measured_times(config, mesh, unit_costs)
 

@@ -25,6 +25,7 @@ from titanlike.device.choose import choose_device, first_device
 from titanlike.device.memory import total_memory
 from titanlike.graph.cut import StageGraph
 from titanlike.graph.model_graph import Fields, ModelGraph, fields_of
+from titanlike.graph.partition import SplitError, partition
 from titanlike.graph.recording import RecordError
 from titanlike.models.checks import model_problems
 from titanlike.models.registry import build_model, resolve_model
@@ -33,21 +34,19 @@ from titanlike.optim.loss import Loss, build_loss
 from titanlike.parallel.exchanges import Peers
 from titanlike.pipeline import from_config
 from titanlike.pipeline.order import Order
-from titanlike.split.partition import SplitError, partition
-from titanlike.split.rank_memory import RankMemory
-from titanlike.split.unit_costs import UnitCosts
 from titanlike.training import checks
 from titanlike.training.memory_choices import choose_by_memory
 from titanlike.training.recomputed_blocks import Recomputed
 from titanlike.training.recorded_model import record_model
 
 if TYPE_CHECKING:  # each is imported where a config asks for it
+    from titanlike.costs.auto_split import AutoSplitResult, MeasureTimes
+    from titanlike.costs.rank_memory import RankMemory
     from titanlike.models.float8 import Float8Layers
     from titanlike.parallel.cp.tokens import ContextRanks
     from titanlike.parallel.expert_parallel import ExpertRanks
     from titanlike.parallel.tp.collectives import TensorRanks
     from titanlike.parallel.tp.tensor_parallel import TensorDraft
-    from titanlike.split.auto_split import AutoSplitResult, MeasureTimes
     from titanlike.training.context_draft import ContextDraft
 
 
@@ -356,10 +355,10 @@ def _cut_stages(
     auto = isinstance(config.split, schema.AutoSplit)
     try:
         if auto and order.stages > 1:
-            from titanlike.split.auto_split import find_auto_split
+            from titanlike.costs.auto_split import find_auto_split
 
-            unit_costs = UnitCosts(model_graph, targets, loss)
-            found = find_auto_split(config, unit_costs, units, order, zero, measure_times)
+            forward = model_graph, targets, loss
+            found = find_auto_split(config, forward, order, zero, measure_times)
             model_graph.stages = found.stages(units)
         else:
             split = config.split

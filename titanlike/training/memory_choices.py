@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -16,8 +17,10 @@ from titanlike.metrics import units
 from titanlike.optim.loss import Loss
 from titanlike.pipeline.from_config import defers_weight_gradients
 from titanlike.pipeline.order import Order
-from titanlike.split.rank_memory import RankMemory
 from titanlike.training.recomputed_blocks import Recomputed, choose_recomputed
+
+if TYPE_CHECKING:  # imported where memory is estimated
+    from titanlike.costs.rank_memory import RankMemory
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ def choose_by_memory(
 
     @functools.cache
     def memory_at(level: int) -> RankMemory:
+        from titanlike.costs.rank_memory import RankMemory
+
         return RankMemory(config, model_graph, targets, loss, order, level, parameters, deferred)
 
     def recomputed_with(memory: Callable[[], RankMemory]) -> Recomputed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 from titanlike.config.errors import ConfigError, Problem, nearest
 from titanlike.config.schema import (
@@ -18,8 +19,10 @@ from titanlike.graph.cut import StageGraph
 from titanlike.graph.model_graph import ModelGraph
 from titanlike.graph.recording import Node
 from titanlike.pipeline.order import Order
-from titanlike.split.rank_memory import RankMemory
 from titanlike.torch_private.operators import operator_names
+
+if TYPE_CHECKING:  # imported where memory is estimated
+    from titanlike.costs.rank_memory import RankMemory
 
 _FIX = "activation_checkpoint=none"
 _ALL = "activation_checkpoint=full"

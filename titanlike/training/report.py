@@ -15,8 +15,8 @@ from titanlike.parallel.mesh import Mesh
 from titanlike.training.draft import Draft
 
 if TYPE_CHECKING:
-    from titanlike.split.auto_split import AutoSplitResult
-    from titanlike.split.best_split import CostedSplit
+    from titanlike.costs.auto_split import AutoSplitResult
+    from titanlike.costs.best_split import CostedSplit
     from titanlike.training.session import Session
 
 

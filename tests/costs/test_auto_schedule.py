@@ -1,0 +1,169 @@
+"""schedule=auto: found before the start, exact, kept in run_dir, run again from there or from a CSV."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from support.cells import cells, slow
+from support.models import tiny
+from support.proven import assert_proven
+from titanlike.command.plan import main as plan
+from titanlike.config.errors import ConfigError
+from titanlike.config.hardware import MeasuredHardware
+from titanlike.config.parse import bytes_of
+from titanlike.config.schema import (
+    AutoSchedule,
+    AutoSplit,
+    BalanceSplit,
+    Config,
+    CsvSchedule,
+    Precision,
+)
+from titanlike.costs import advice, auto_schedule, measured
+from titanlike.costs.auto_schedule import find, with_found_order
+from titanlike.costs.known_hardware import planned_hardware, shipped
+from titanlike.costs.plan import make_plan
+from titanlike.costs.simulate import in_flight
+from titanlike.pipeline.from_config import build_order, microbatch_problem
+from titanlike.training.draft import Draft, draft
+
+H100 = {"hardware": shipped("h100_sxm")}
+AUTO = AutoSchedule(microbatches=4)
+WAYS = {"2 ranks": tiny(2, 1, replace(AUTO, search="split", memory=0.8), **H100)}
+MORE_WAYS = {
+    "4 ranks and FSDP, tied": tiny(4, 2, AUTO, tied=True, layers=12, **H100),
+    "tp=2, bf16, weight gradients together": tiny(
+        2, 1, replace(AUTO, weight_gradients="together"), tp=2, precision=Precision("bf16"), **H100
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def few_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How far a search gets with its hundreds of trials is proven by test_order_search.py."""
+    monkeypatch.setattr(auto_schedule, "trials_for", lambda problems: 30)
+
+
+@pytest.mark.parametrize("config", cells(WAYS, MORE_WAYS))
+def test_an_order_that_was_found_trains_the_same_model(config: Config, tmp_path: Path) -> None:
+    assert_proven(with_found_order(replace(config, run_dir=str(tmp_path))), tmp_path)
+
+
+def test_an_order_is_kept_and_used_again_and_runs_as_a_csv(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny(2, 1, replace(AUTO, search="split"), run_dir=str(tmp_path), **H100)
+    said: list[str] = []
+    first = with_found_order(config, said.append)
+    assert "by simulation" in said[0] and (tmp_path / "order.csv").is_file()
+    drafted = draft(first)
+    assert len(drafted.stages) == drafted.order.stages
+    csv = replace(first, schedule=CsvSchedule(path=str(tmp_path / "order.csv")))
+    assert draft(csv).order == drafted.order and draft(csv).stages == drafted.stages
+
+    found, searched = find(config), []
+    monkeypatch.setattr(auto_schedule, "find", lambda config: searched.append(config) or found)
+    assert with_found_order(config) == first
+    assert with_found_order(first) == first  # a run from its own config.yaml
+    assert not searched
+    with_found_order(replace(config, seq_len=32))
+    assert len(searched) == 1
+    for text in ("", "{}", json.dumps({"for": 1})):  # damaged
+        (tmp_path / "order.json").write_text(text)
+        assert with_found_order(config) == first
+    assert len(searched) == 4
+
+
+def test_a_plan_searches_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(advice, "advise", lambda plan: [])
+    words = "pp=2 schedule=auto schedule.search=order hardware=h100_sxm data=synthetic"
+    assert plan([*words.split(), "model.layers=4", "model.dim=32", "seq_len=16"]) == 0
+    assert "schedule=auto: " in capsys.readouterr().out and not [*tmp_path.iterdir()]
+
+
+@pytest.mark.slow
+def test_no_schedule_of_the_same_memory_is_faster_by_simulation(tmp_path: Path) -> None:
+    for split in (AutoSplit(), BalanceSplit(balance=[6, 2])):
+        config = tiny(2, 1, replace(AUTO, search="split"), split=split, **H100)
+        found = find(replace(config, run_dir=str(tmp_path)))
+        assert found.known is not None and found.seconds <= found.known.seconds
+        assert found.bound <= found.seconds
+    # a split far from balance is left where it may be
+    assert found.seconds < 0.9 * found.known.seconds
+
+
+@pytest.mark.parametrize("limits", [{"memory": 0.1}, *slow({"memory_bytes": 2**20})])
+def test_too_little_memory_is_refused_with_the_least_that_works(
+    limits: dict[str, float], tmp_path: Path
+) -> None:
+    schedule = replace(AUTO, **limits)
+    config = tiny(2, 1, schedule, run_dir=str(tmp_path), seq_len=2048, **H100)
+    with pytest.raises(ConfigError) as error:
+        with_found_order(config)
+    (problem,) = error.value.problems
+    assert "holds at least a microbatch" in problem.reason
+    key, _, least = problem.fix.removeprefix("schedule.").partition("=")
+    enough = float(least) if key == "memory" else bytes_of(least)
+    with_found_order(replace(config, schedule=replace(schedule, **{key: enough})))
+
+
+def test_memory_is_limited_in_bytes_and_in_microbatches_in_flight(tmp_path: Path) -> None:
+    """Of the first rank, which holds the most; each of several limits holds."""
+    search = AutoSchedule(8, stages_per_rank=1, placement="loop", search="order")
+    most = []
+    for changes in (
+        {},
+        {"in_flight": 2.0},
+        {"in_flight": 16.0, "memory": 1.0},
+        {"memory_bytes": 2**40},
+        {"memory_bytes": 2**40, "in_flight": 1.0},
+    ):
+        config = tiny(3, 1, replace(search, **changes), batch_size=8, layers=3, seq_len=2048)
+        found = find(replace(config, run_dir=str(tmp_path), **H100))
+        most.append(in_flight(found.order.ranks[0]))
+    assert most[1] == 2 and most[4] == 1
+    assert 2 < most[0] == most[2] < most[3]  # 1f1b's memory, and as much as is of use
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        (AutoSchedule(memory=0.0), "schedule.memory=0.0: must be a share"),
+        (AutoSchedule(in_flight=0.5), "at least a microbatch of all its stages; write"),
+        (AutoSchedule(stages_per_rank=3, search="order"), "a V has two stages a rank"),
+        (AutoSchedule(stages_per_rank=0), "at least 1 stage"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(schedule: AutoSchedule, words: str) -> None:
+    assert words in str(microbatch_problem(schedule, 2, 8))
+    with pytest.raises(ValueError, match="schedule"):
+        build_order(schedule, 2, 8)
+
+
+@pytest.mark.slow
+def test_measured_times_are_those_of_weight_gradients_that_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A unit whose weight gradients wait is measured so; the plan of what is found says the same."""
+
+    def times(config: Config, drafted: Draft, deferred: Collection[int]) -> list[list[float]]:
+        waits = [stage in deferred for stage, names in enumerate(drafted.stages) for _ in names]
+        return [[0.01, 0.03 if wait else 0.01, 0.01] for wait in waits]
+
+    monkeypatch.setattr(measured, "measured_times", times)
+    (tmp_path / f"{platform.node()}-2-ranks.yaml").write_text("{}")  # of this machine
+    monkeypatch.setattr(measured, "available_cores", lambda: 2)
+    config = tiny(
+        2, 1, AUTO, run_dir=str(tmp_path), hardware=MeasuredHardware(folder=str(tmp_path))
+    )
+    found, plan = find(config), make_plan(with_found_order(config), planned_hardware(config))
+    assert found.seconds == pytest.approx(plan.simulation.pipeline, rel=0.02)

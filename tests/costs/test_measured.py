@@ -1,0 +1,65 @@
+"""`hardware=measure`: this machine and a model's units are measured once, and kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.cells import GRID, slow
+from support.models import tiny
+from titanlike.config.hardware import MeasuredHardware
+from titanlike.config.schema import Config
+from titanlike.costs import measured
+from titanlike.costs.known_hardware import shipped
+from titanlike.costs.measured import measured_hardware, measured_times
+from titanlike.costs.plan import make_plan
+from titanlike.training.draft import draft
+
+
+def test_what_was_measured_is_kept_for_as_many_ranks_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The median of what the processes find; units by whether their weight gradients wait."""
+    config = tiny(2, layers=2, device="cpu", hardware=MeasuredHardware(folder=str(tmp_path)))
+    units = len(draft(config).model_graph.units)
+    asked: list[tuple[str, int]] = []
+
+    def measure(config: Config, what: str, ranks: int) -> list[Any]:
+        asked.append((what, ranks))
+        if what == "hardware":
+            return [{"memory_bandwidth": bandwidth} for bandwidth in (1e9, 2e9, 9e9)]
+        return [
+            {name: [[unit, each * extra, 1.0] for unit in range(units)] for name, extra in waits}
+            for each in (1.0, 2.0, 9.0)
+        ]
+
+    waits = [("together", 1.0), ("deferred", 10.0)]
+    monkeypatch.setattr(measured, "_measure", measure)
+    monkeypatch.setattr(measured, "available_cores", lambda: 8)
+    for again in (False, False, True):
+        changed = replace(config, hardware=replace(config.hardware, again=again))
+        assert measured_hardware(changed, 2).memory_bandwidth == 2e9
+    assert asked == [("hardware", 2)] * 2, "the second time it is read"
+    assert measured_hardware(config, 64).memory_bandwidth == 2e9 and asked[-1] == ("hardware", 8)
+    for deferred, backwards in (((), {2.0}), ((1,), {2.0, 20.0}), ((0, 1), {20.0})):
+        found = measured_times(config, draft(config), deferred)
+        assert [times[0] for times in found] == [*range(units)]
+        assert {times[1] for times in found} == backwards
+    assert asked.count(("units", 2)) == 1
+
+
+@pytest.mark.parametrize(
+    "cp, method, tp", [*slow((2, "gather", 2)), *slow((2, "ulysses", 1), marks=GRID)]
+)
+def test_units_of_a_rank_with_a_part_of_each_sequence_are_measured(
+    cp: int, method: str, tp: int, tmp_path: Path
+) -> None:
+    """In real processes, a core each."""
+    hardware = MeasuredHardware(folder=str(tmp_path))
+    config = tiny(1, layers=1, batch_size=4, seq_len=16 * cp, hardware=hardware)
+    plan = make_plan(replace(config, cp=cp, context_parallel=method, tp=tp), shipped("cpu"))
+    assert not plan.times.estimated and plan.step_seconds > 0
+    assert len([*(tmp_path / "units").iterdir()]) == 1

@@ -1,0 +1,212 @@
+"""`tools/plan.py`: what a command line will cost, said, drawn and searched for without a device."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from support.commands import command
+from support.plans import planned
+from titanlike.command import plan as plan_command
+from titanlike.costs.advice import advise
+from titanlike.costs.closed_form import simulated_seconds
+from titanlike.costs.known_hardware import shipped
+from titanlike.costs.plan_chart import chart_of
+from titanlike.costs.plan_text import as_text
+from titanlike.costs.roofline import Roofline
+from titanlike.metrics.chart_picture import draw
+from titanlike.metrics.chart_trace import write_trace
+
+TINY = ["data=synthetic", "device=cpu", "hardware=h100_sxm", "model.layers=4", "batch_size=16"]
+
+
+def run(capsys: pytest.CaptureFixture, *words: str) -> tuple[int, str, str]:
+    code = plan_command.main([*words])
+    return code, *capsys.readouterr()
+
+
+def test_the_line_that_trains_is_the_line_that_plans(tmp_path: Path) -> None:
+    words = [*TINY, "pp=2", "dp=2", "schedule=interleaved1f1b", "seq_len=64", "--json"]
+    done = command(*words, cwd=tmp_path, tool="tools/plan.py")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["fits"] and 0 < found["mfu"] < 0.7
+    assert len(found["memory_bytes"]) == 2 and max(found["memory_bytes"]) <= 80 * 2**30
+    tokens = 16 * 64 / found["step_seconds"] / 4
+    assert found["tokens_per_second_per_gpu"] == pytest.approx(tokens)
+    assert 0 < found["bubble"] < 0.5 and len(found["ranks"]) == 2 and len(found["stages"]) == 4
+
+
+def test_a_table_fits_into_a_terminal_and_its_advice_fits_and_is_faster() -> None:
+    words = "pp=2 dp=2 schedule=zbvzerobubble schedule.microbatches=8 activation_checkpoint=full"
+    plan = planned(*TINY, *words.split(), "hardware.memory=11MiB")
+    advice = advise(plan, 60)
+    assert plan.fits and advice and all(one.plan.fits and one.gain > 0.01 for one in advice)
+    for columns in (80, 160):
+        text = as_text(plan, advice, "", columns)
+        assert "fits" in text and "queued" in text and "reduce-scatters of gradients" in text
+        assert max(map(len, text.splitlines())) <= columns
+    parts = [parts.total for parts in plan.memory]
+    assert parts == plan.memory_bytes and min(min(vars(p).values()) for p in plan.memory) >= 0
+    shares = plan.shares(plan.slowest)
+    assert sum(shares.values()) == pytest.approx(1, abs=0.01) and min(shares.values()) >= 0
+
+
+def test_what_does_not_fit_is_said_with_what_would(capsys) -> None:
+    words = ["experiment=llama3_8b", "hardware=a100_40g", "activation_checkpoint=none"]
+    code, text, _ = run(capsys, *words)
+    assert code == 1 and "DOES NOT FIT" in text
+    assert "activation_checkpoint=fit it would take" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "hardware=none: a plan is made for a device; write hardware=h100_sxm"),
+        (["hardware=h100"], "no such choice; choices: a100_40g, a100_80g, b200"),
+        (["hardware=cpu", "gpus=4"], "gpus=4: is for a search"),
+        (["hardware=cpu", "--picture", "a.jpg"], "must end in .svg or .png"),
+        (["hardware=cpu", "hardware.memory_efficiency=1.5"], "is a share: above 0, at most 1"),
+        (["search", "hardware=cpu", "gpus=many"], "must be a number of devices; write gpus=64"),
+        (["hardware=cpu", "pp=3", "dp=3"], "does not divide among dp=3"),
+    ],
+)
+def test_mistakes_are_answered_like_those_of_training(capsys, words, said) -> None:
+    code, _, errors = run(capsys, *words)
+    assert code == 2 and said in errors, errors
+
+
+def test_every_choice_that_costs_is_known() -> None:
+    """A change of the command line changes the plan in the direction that is known."""
+    words = [*TINY, "pp=2", "precision=bf16", "schedule.microbatches=4", "seq_len=1024"]
+    base = planned(*words)
+    full = planned(*words, "activation_checkpoint=full")
+    assert full.step_seconds > base.step_seconds
+    assert max(full.memory_bytes) < max(base.memory_bytes)
+    assert planned(*words, "compile=true").step_seconds < base.step_seconds
+    fewer = planned(*words, "schedule.microbatches=2")
+    assert fewer.simulation.bubble > base.simulation.bubble
+    resident, offloaded = (
+        planned(*words, "dp=2", "batch_size=32", f"fsdp.cpu_offload={off}")
+        for off in ("false", "true")
+    )
+    assert max(offloaded.memory_bytes) < max(resident.memory_bytes)
+    assert offloaded.simulation.step > resident.simulation.step
+    divided = planned(*words, "tp=2")
+    assert divided.traffic(0).tp > 0 and max(divided.memory_bytes) < max(base.memory_bytes)
+    assert divided.times.parts[0]["tp exchanges"] > 0
+    assert planned(*words, "precision=fp32").step_seconds > base.step_seconds
+    muon = planned(*words, "optimizer=muon")
+    assert muon.times.stages[0].update > base.times.stages[0].update
+    # too small microbatches cost more than they fill
+    tiny = [*TINY, "pp=2", "batch_size=256", "seq_len=16", "model.dim=32", "model.heads=4"]
+    few, many = (planned(*tiny, f"schedule.microbatches={count}") for count in (8, 256))
+    assert few.step_seconds < many.step_seconds
+
+
+def test_zero_trades_traffic_for_memory() -> None:
+    words = [*TINY, "pp=2", "dp=2", "schedule.microbatches=8", "model.layers=8"]
+    words += ["model.dim=512", "model.heads=8", "activation_checkpoint=full"]
+    one, two, three = (planned(*words, f"fsdp.zero={level}") for level in (1, 2, 3))
+    assert max(one.memory_bytes) > max(two.memory_bytes) > max(three.memory_bytes)
+    assert one.traffic(0).gathered == two.traffic(0).gathered < three.traffic(0).gathered
+    assert 8 * one.traffic(0).reduced == two.traffic(0).reduced == three.traffic(0).reduced
+    assert planned(*words).draft.zero == 1, "auto, where whole gradients fit"
+
+
+def test_equal_blocks_are_costed_once_however_many_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that the largest models are planned in seconds."""
+    calls: Counter[int] = Counter()
+    seconds = Roofline.seconds
+
+    def counted(self: Roofline, *args: object, **more: object) -> object:
+        calls[layers] += 1
+        return seconds(self, *args, **more)
+
+    monkeypatch.setattr(Roofline, "seconds", counted)
+    for layers in (2, 8):
+        planned(*TINY, f"model.layers={layers}", "pp=2", "seq_len=64")
+    assert calls[2] == calls[8] > 0
+
+
+def test_pictures_and_traces_show_every_action(tmp_path: Path) -> None:
+    words = [*TINY, "pp=2", "schedule=interleaved1f1b", "schedule.microbatches=4"]
+    plan = planned(*words)
+    svg, png, trace = (tmp_path / f"a.{ending}" for ending in ("svg", "png", "json"))
+    draw(chart_of(plan), png)
+    draw(chart_of(plan), svg)
+    write_trace(chart_of(plan), trace)
+    assert png.read_bytes().startswith(b"\x89PNG") and png.stat().st_size > 20_000
+    text = svg.read_text()
+    assert "rank 1" in text and "forward" in text and "interleaved1f1b" in text
+    draw(chart_of(plan), svg)
+    assert svg.read_text() == text
+    events = json.loads(trace.read_text())["traceEvents"]
+    computed = [e for e in events if e["ph"] == "X" and e["cat"] in "FB"]
+    assert len(computed) == 4 * 4 * 2
+    assert {e["ph"] for e in events} == {"M", "X", "s", "f", "C"}
+
+
+def test_a_search_finds_what_planning_each_layout_finds(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a small space, by planning every layout in full. What all are judged by first is near that."""
+    judged = []
+    monkeypatch.setattr(
+        "titanlike.costs.plan_search.simulated_seconds",
+        lambda one, hardware: judged.append(one) or simulated_seconds(one, hardware),
+    )
+    words = [*TINY, "precision=bf16", "fsdp.zero=1", "activation_checkpoint=none", "seq_len=512"]
+    words += ["tp=1", "schedule=1f1b"]
+    monkeypatch.setattr("titanlike.costs.plan_search._PROGRESS", -1.0)
+    code, text, said = run(capsys, "search", *words, "gpus=2", "--json", "--top", "2")
+    assert code == 0 and "2 layouts estimated, now " in said
+    first = json.loads(text)["ranked"][0]
+    times = {}
+    for pp in (1, 2):
+        for microbatches in (1, 2, 8):
+            if 16 // (2 // pp) % microbatches == 0:
+                line = [f"pp={pp}", f"dp={2 // pp}", f"schedule.microbatches={microbatches}"]
+                times[pp, microbatches] = planned(*words, *line).step_seconds
+    assert first["step_seconds"] <= 1.01 * min(times.values())
+    assert "pp=" in first["command"] and "hardware" not in first["command"]
+    replayed = [word for word in first["command"].split() if "=" in word]
+    again = planned(*replayed, "hardware=h100_sxm")
+    assert again.step_seconds == pytest.approx(first["step_seconds"])
+    near = {(one.config.pp, one.layout.microbatches): one.seconds for one in judged}
+    for layout, seconds in times.items():
+        assert 0.99 < near[layout] / seconds < 1.3, layout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "choices"),
+    [
+        (["model=moe_tiny", "fsdp.zero=1"], ["ep=1 dp=4", "ep=4 dp=4"]),
+        (["seq_len=16384", "fsdp.zero=1"], ["cp=1 dp=4", "cp=2 dp=2"]),
+        (["fsdp.zero=3", "hardware.devices_per_node=2"], ["replicate=1 dp=4", "replicate=2 dp=4"]),
+    ],
+    ids=["ep", "cp", "replicate"],
+)
+def test_a_search_tries_every_axis(capsys, words: list[str], choices: list[str]) -> None:
+    """Its first choice is that of planning each."""
+    line = [*TINY, "precision=bf16", *words, "pp=1", "tp=1", "schedule=1f1b"]
+    line += ["schedule.microbatches=2", "activation_checkpoint=none"]
+    code, text, _ = run(capsys, "search", *line, "gpus=4", "--json")
+    seconds = [planned(*line, *choice.split()).step_seconds for choice in choices]
+    ranked = json.loads(text)["ranked"]
+    assert code == 0 and len(ranked) == len(seconds)
+    assert ranked[0]["step_seconds"] == pytest.approx(min(seconds))
+
+
+def test_shipped_hardware_agrees_with_the_peaks_that_mfu_uses() -> None:
+    from titanlike.device.peaks import bf16_peak
+
+    names = {"a100_80g": "A100", "h100_sxm": "H100", "h100_pcie": "H100 PCIe", "h200": "H200"}
+    for choice, name in {**names, "b200": "B200", "mi300x": "MI300X"}.items():
+        assert shipped(choice).bf16_flops == bf16_peak(name)

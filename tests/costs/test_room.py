@@ -1,0 +1,113 @@
+"""What a device's memory decides, and what is said where it is too small."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from support.cells import slow
+from support.command_lines import examined
+from support.memory_layouts import LAYOUTS, MODEL
+from support.models import tiny
+from support.proven import assert_proven
+from titanlike.config.groups import (
+    ActivationCheckpoint,
+    FitActivationCheckpoint,
+    LoopedZeroBubbleSchedule,
+    ZeroBubbleSchedule,
+)
+from titanlike.config.schema import Config, Custom, Fsdp, Schedule
+from titanlike.costs.estimate import estimate
+from titanlike.costs.memory_fit import memory_warning
+from titanlike.training.draft import draft
+
+SMALL = [f"model.{key}={value}" for key, value in MODEL.items() if value is not None]
+PIPELINE = ["pp=2", "schedule.microbatches=2"]
+WORDS = [*SMALL, "seq_len=128", "batch_size=16", "device=cpu", "data=synthetic"]
+
+
+def warned(*words: str, memory: int) -> tuple[str, list[str]]:
+    """(the warning, the overrides in it) of a device with so many bytes."""
+    limit = [f"activation_checkpoint.memory={memory}"]
+    config = examined(*WORDS, *words, "activation_checkpoint=fit", *limit).config
+    assert config is not None
+    text = memory_warning(config, draft(config))
+    found = re.search(r"with (.*) it would take", text)
+    return text, shlex.split(found[1]) if found else []
+
+
+def test_a_run_that_cannot_fit_is_told_what_does() -> None:
+    config = examined(*WORDS, *PIPELINE, "activation_checkpoint=full").config
+    assert config is not None
+    needed = estimate(config, draft(config)).memory
+    for share in (0.9, 0.45):
+        memory = int(share * needed)
+        text, overrides = warned(*PIPELINE, memory=memory)
+        assert "a rank would take about" in text and overrides, text
+        assert warned(*PIPELINE, *overrides, memory=memory) == ("", [])
+
+
+@pytest.mark.slow
+def test_no_alarm_where_it_fits_or_is_meant_for_another_machine() -> None:
+    for words in ([], ["experiment=llama3_8b"]):
+        config = examined("data=synthetic", *words).config
+        assert config is not None
+        config = replace(config, activation_checkpoint=ActivationCheckpoint("none"))
+        assert memory_warning(config, draft(config)) == ""
+
+
+def test_auto_takes_the_least_traffic_that_fits() -> None:
+    """ZeRO 1 in a pipeline where there is room for whole gradients, else 2, and why. Without a pipeline
+    microbatches are gathered and reduced once where that fits."""
+    config = replace(LAYOUTS["1f1b, dp=2, ZeRO 1"], fsdp=Fsdp())
+    needed = max(draft(config, device_memory=lambda: None).memory().of_ranks([[], []]))
+    roomy, tight = (draft(config, device_memory=lambda m=m: m) for m in (2 * needed, needed))
+    assert roomy.zero == 1 and "least traffic" in roomy.why_zero
+    assert tight.zero == 2 and "would take about" in tight.why_zero
+    assert draft(config, device_memory=lambda: None).zero == 2
+    assert estimate(config, tight).memory == needed
+
+    config = tiny(1, 2, Schedule("1f1b", 4))
+    roomy = draft(config, device_memory=lambda: 2**30)
+    tight = draft(config, device_memory=lambda: 2**19)
+    assert roomy.zero == 1 and roomy.why_zero.startswith("4 microbatches, and about")
+    assert tight.zero == 3 and "would take about" in tight.why_zero
+    assert draft(tiny(1, 2), device_memory=lambda: 2**30).zero == 3  # of one microbatch
+
+
+def squeezed(schedule: object) -> Config:
+    """With as much memory as all blocks recomputed take, less half of the queue."""
+    model = Custom("llama", {**MODEL, "dim": 32, "ffn_dim": 64})
+    config = tiny(2, 1, schedule, model=model, seq_len=64)
+    full = replace(config, activation_checkpoint=ActivationCheckpoint("full"))
+    drafted = draft(full, device_memory=lambda: None)
+    memory = drafted.memory()
+    deferred = max(memory.of_ranks(drafted.recomputed.blocks))
+    together = max(memory.deferring(()).of_ranks(drafted.recomputed.blocks))
+    assert together < deferred
+    limit = FitActivationCheckpoint(memory=(deferred + together) // 2)
+    return replace(config, activation_checkpoint=limit)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    slow(ZeroBubbleSchedule("zbvzerobubble", 8), LoopedZeroBubbleSchedule(microbatches=8)),
+)
+def test_weight_gradients_wait_only_where_their_queue_fits(
+    schedule: object, tmp_path: Path
+) -> None:
+    config = squeezed(schedule)
+    drafted = draft(config)
+    stages = frozenset(range(drafted.order.stages))
+    assert drafted.deferred < stages and "together" in drafted.why_together
+    assert max(drafted.recomputed.memory) <= config.activation_checkpoint.memory
+    assert draft(config).deferred == drafted.deferred  # as on a resume
+    for stage in stages - drafted.deferred:  # as few as needed
+        rank = drafted.order.place[stage]
+        memory = drafted.memory().deferring(drafted.deferred | {stage})
+        assert memory.of_rank(rank, drafted.recomputed.blocks) > config.activation_checkpoint.memory
+    assert_proven(config, tmp_path)

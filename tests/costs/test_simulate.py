@@ -1,0 +1,104 @@
+"""The simulated step of an order: bubbles, messages and waits as they are known by closed forms."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from support.message_streams import a_pair, makespan, order_of
+from titanlike.costs.overlap import backward_seconds, forward_seconds
+from titanlike.costs.simulate import Duration, StageTimes, equal_stages, simulate
+from titanlike.pipeline.schedules import LOOPED, SCHEDULES
+from titanlike.torch_private.pipeline_runtime import _lower
+
+
+@pytest.mark.parametrize("p", [1, 2, 4, 8])
+def test_bubbles_are_the_closed_forms(p: int) -> None:
+    """(p - 1) / (v m + p - 1): arXiv 1811.06965, 2104.04473 section 2.2. With F = I = W all that is left
+    of it is a third where backwards are split, also of dualpipev as torch runs it: a pair of a forward
+    and a backward is one after the other.
+    """
+    whole = {"gpipe": [1], "1f1b": [1], "interleaved1f1b": [2, 4], "loopedbfs": [2, 4]}
+    split = {"interleavedzerobubble": [2, 3], "zbvzerobubble": [2], "dualpipev": [2]}
+    for name, chunks in {**whole, **split}.items():
+        for v in chunks:
+            for m in (2 * p, 4 * p):
+                order = order_of(name, p, m, v)
+                shared = 3 if name in split else 1
+                expected = (p - 1) / (shared * v * m + p - 1)
+                found = simulate(order, equal_stages(order)).bubble
+                assert found == pytest.approx(expected), (name, p, m, v)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from(sorted(SCHEDULES)),
+    st.sampled_from([1, 2, 4, 8]),
+    st.integers(1, 20),
+    st.integers(2, 3),
+    st.sampled_from([0.0, 0.1, 0.5]),
+)
+def test_events_are_those_of_the_lists_that_torch_runs(
+    name: str, pp: int, microbatches: int, stages_per_rank: int, message: float
+) -> None:
+    """By the longest path through torch's own lists, computed another way."""
+    assume(order := order_of(name, pp, microbatches, stages_per_rank if name in LOOPED else 2))
+    unit = pp / order.stages
+    times = StageTimes(
+        Duration(unit), Duration(2 * unit), Duration(unit), Duration(unit), message, message
+    )
+    lists = _lower(order, order.stages)
+    expected = makespan(lists, order.place, a_pair, message, waits_for_sends=False)
+    simulated = simulate(order, [times] * order.stages)
+    assert simulated.pipeline == pytest.approx(expected)
+    for acts, events in zip(order.ranks, simulated.events, strict=True):
+        assert [event[:3] for event in events] == [tuple(act) for act in acts]
+
+
+def test_gathers_reductions_and_updates_hold_up_their_rank() -> None:
+    order = order_of("gpipe", 2, 2)
+    base = {"forward": Duration(1), "backward": Duration(2)}
+    half = {"input_gradient": Duration(1), "weight_gradient": Duration(1)}
+    plain = StageTimes(**base, **half)
+    more = StageTimes(**base, **half, gather=5, reduce=7, update=3)
+    without = simulate(order, [plain, plain])
+    assert (without.pipeline, without.step) == (9, 9)
+    first = simulate(order, [more, plain])
+    # the second rank waits for the gather of the first, and nobody for its reduction
+    assert (first.pipeline, first.step) == (9 + 5 + 7, 9 + 5 + 7 + 3)
+    assert first.waits[1, 0] == pytest.approx(5 + 1)
+    second = simulate(order, [plain, more], agree=0.5)
+    assert second.pipeline == pytest.approx(max(5, 1) + 2 + 4 + 7) and second.step == 18 + 3.5
+    # of split backwards: behind the last W
+    split = order_of("zbh1", 2, 2)
+    both = [simulate(split, [times, plain]) for times in (plain, more)]
+    assert both[1].exchanges == [12, 0] and both[1].pipeline == both[0].pipeline + 12
+
+
+def test_what_a_link_does_beside_the_computation_ends_behind_it() -> None:
+    """By hand: gathers of the unit that runs next, reductions of the one that has ended, in one stream."""
+    assert forward_seconds([2, 2], []) == 4
+    assert forward_seconds([2, 2], [1, 3]) == 1 + 3 + 2  # the second unit waits for its own
+    assert forward_seconds([5, 2], [1, 3]) == 7
+    assert backward_seconds([4, 4], [], []) == 8
+    assert backward_seconds([4, 4], [], [1, 3]) == 8 + 3  # nothing is left to hide the last
+    assert backward_seconds([4, 4], [], [6, 3]) == 4 + 6 + 3
+    assert backward_seconds([4, 4], [1, 2], [1, 1]) == 9
+
+
+def test_a_host_that_is_slower_than_the_device_holds_it_up() -> None:
+    order = order_of("1f1b", 1, 4)
+    quick, slow_host = Duration(1, 0.5), Duration(1, 2.0)
+    times = StageTimes(quick, quick, quick, quick)
+    assert simulate(order, [times]).step == pytest.approx(8)
+    assert simulate(order, [times], runs_ahead=False).step == pytest.approx(12)
+    late = StageTimes(slow_host, slow_host, quick, quick)
+    assert simulate(order, [late]).step == pytest.approx(16)
+
+
+def test_jitter_makes_steps_longer_and_is_repeatable() -> None:
+    order = order_of("1f1b", 4, 16)
+    exact = simulate(order, equal_stages(order)).step
+    steps = [simulate(order, equal_stages(order), jitter=0.1, seed=n).step for n in (1, 2, 1)]
+    assert steps[0] == steps[2] != steps[1] and min(steps) > exact

@@ -1,0 +1,120 @@
+"""What the ranks of a plan exchange, beside arithmetic by hand: bytes that one of them sends in a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from support.models import tiny
+from support.plans import planned
+from titanlike.config.schema import Fsdp, Schedule
+from titanlike.costs.known_hardware import shipped
+from titanlike.costs.links import link, sharded
+from titanlike.costs.plan import make_plan
+
+# 4 microbatches of 2 sequences of 128 tokens a rank, in fp32; 4 heads, 2 of keys and values, of 32
+WORDS = "data=synthetic device=cpu hardware=h100_sxm seq_len=128 schedule.microbatches=4"
+SIZES = "model.dim=128 model.layers=2 model.heads=4 model.kv_heads=2"
+MICROBATCHES, ROWS, LAYERS, HEAD, HEADS, KV_HEADS, DIM = 4, 2, 2, 32, 4, 2, 128
+
+
+def test_context_parallel_ranks_exchange_what_attention_needs() -> None:
+    words = f"{WORDS} {SIZES} batch_size=8 cp=4".split()
+    plans = {method: planned(*words, f"context_parallel={method}") for method in EXCHANGED}
+    for method, each in EXCHANGED.items():
+        assert plans[method].traffic(0).cp == MICROBATCHES * LAYERS * each, method
+        assert plans[method].times.parts[0]["cp exchanges"] > 0
+    # a block that is recomputed exchanges its forward again
+    words += ["context_parallel=gather", "activation_checkpoint=full"]
+    assert 2 * planned(*words).traffic(0).cp == 3 * plans["gather"].traffic(0).cp
+
+
+TOKENS = 128 // 4 * ROWS  # of a rank
+KEYS_AND_VALUES = 2 * TOKENS * KV_HEADS * HEAD
+EXCHANGED = {  # bytes of a layer and a microbatch
+    "gather": 4 * 3 * KEYS_AND_VALUES * 2,  # of those of 3 others; and the sums of their gradients
+    "ring": 4 * (3 + 3 + 4) * KEYS_AND_VALUES,  # 3 times, 3 times again, and gradients all round
+    # 3 of 4 parts of queries, of keys and values (each twice: 4 heads for 4 ranks), of results
+    "ulysses": 4 * (HEADS + 2 * KV_HEADS * 2 + HEADS) * HEAD * TOKENS * 3 // 4 * 2,
+}
+
+
+def test_stages_send_to_other_ranks_alone() -> None:
+    """Activations to the next stage, their gradients back; the turn of a V stays on its rank."""
+    words = f"{WORDS} {SIZES} model.layers=4 batch_size=8 pp=2"
+    message = 4 * ROWS * 128 * DIM
+    for schedule, count in (("1f1b", 1), ("vhalf", 2)):
+        plan = planned(*words.split(), f"schedule={schedule}")
+        sent = [plan.traffic(rank).messages for rank in (0, 1)]
+        assert sent == [MICROBATCHES * message * count] * 2, schedule
+
+
+def test_tokens_go_to_experts_and_experts_are_sharded_over_fewer_ranks() -> None:
+    """8 experts of 176, 2 of them a token; ep=2 of 4 ranks."""
+    words = f"{WORDS} model=moe_tiny model.layers=2 batch_size=32 dp=4 ep=2 fsdp.zero=1".split()
+    plan = planned(*words)
+    sent = 128 * ROWS * 2 * DIM * 4 // 2  # half of the tokens, twice, to other ranks
+    assert plan.traffic(0).ep == MICROBATCHES * LAYERS * sent * 4  # there and back, twice
+    words.append("activation_checkpoint=selective")  # which keeps what was exchanged
+    kept, again = planned(*words), planned(*words, "activation_checkpoint.save=[aten.*mm]")
+    for recomputed, times in ((kept, 4), (again, 6)):
+        assert recomputed.traffic(0).ep == MICROBATCHES * LAYERS * sent * times
+    times = [found.times.parts[0]["recomputation"] for found in (again, kept)]
+    assert times[0] - times[1] > plan.times.parts[0]["ep exchanges"] / 2
+    words.pop()
+    held = LAYERS * 4 * 3 * 176 * DIM  # parameters of 4 experts
+    assert plan.traffic(0).expert_gathered == 4 * held // 2
+    assert plan.traffic(0).expert_reduced == 4 * held // 2
+    others = plan.draft.stage_numel(0) - held
+    assert plan.traffic(0).gathered == 4 * others * 3 // 4
+    alone = planned(*words, "ep=1")
+    assert alone.traffic(0).ep == alone.traffic(0).expert_gathered == 0
+    assert alone.traffic(0).gathered == 4 * (others + 2 * held) * 3 // 4
+    assert max(plan.memory_bytes) < max(alone.memory_bytes)
+
+
+@pytest.mark.slow
+def test_measured_collectives_count_inside_a_node_alone() -> None:
+    """A profile that was measured knows what collectives and FSDP reach, which is not what messages do."""
+    plan = planned(*f"{WORDS} {SIZES} batch_size=64 dp=2 tp=2".split())
+    config = plan.config
+    slow = replace(plan.hardware, collective_bandwidth=1e9, gather_bandwidth=1e8)
+    for nodes, hardware in ((1, slow), (2, replace(slow, devices_per_node=2))):
+        tp, shard = (link(config, axis, hardware) for axis in ("tp", "shard"))
+        assert (tp.nodes, shard.nodes) == (1, nodes)
+        assert tp.bandwidth == pytest.approx(hardware.link_efficiency * 1e9)
+        gathers = sharded(shard, hardware.gather_bandwidth)
+        assert (gathers.bandwidth == 1e8) == (nodes == 1)
+    # each of two ranks sends its half of what it gathers
+    numel = plan.draft.stage_numel(0)
+    other = make_plan(config, slow).times.stages[0]
+    assert other.gather == pytest.approx(numel * 4 / 2 / 1e8)
+    whole = make_plan(config, replace(slow, gather_bandwidth=None)).times.stages[0]
+    assert other.reduce == whole.reduce > plan.times.stages[0].reduce
+
+
+def test_a_core_that_computes_sends_too() -> None:
+    """Of a device that does not work by itself: ZeRO 3's gathers are not hidden."""
+    hardware = replace(shipped("cpu"), gather_bandwidth=1e8, reduce_bandwidth=1e8)
+    config = tiny(1, 2, Schedule("1f1b", 2), fsdp=Fsdp(3), layers=2)
+    plan = make_plan(config, hardware)
+    free = make_plan(config, replace(hardware, gather_bandwidth=1e15, reduce_bandwidth=1e15))
+    one = plan.draft.stage_numel(0) * 4 / 2 / 1e8
+    for kind, count in (("F", 1), ("B", 2)):
+        both = [each.times.stages[0].of(kind).device for each in (plan, free)]
+        assert both[0] - both[1] == pytest.approx(count * one)
+
+
+def test_links_are_those_of_neighbours_first() -> None:
+    """Of 64 GPUs in nodes of 8: those of tp are together, of cp and ep next to them."""
+    config, hardware = tiny(1, 16, cp=4, tp=4), shipped("h100_sxm")
+    tp, cp, shard = (link(config, axis, hardware) for axis in ("tp", "cp", "shard"))
+    assert (tp.nodes, cp.nodes, shard.nodes) == (1, 2, 32)
+    reached = hardware.link_efficiency
+    assert tp.bandwidth == pytest.approx(reached * hardware.node_bandwidth)
+    # a ring of 2 nodes leaves each over the links of two ranks; its slowest step is one of them
+    assert cp.bandwidth == pytest.approx(reached * 2 * hardware.network_bandwidth)
+    assert cp.to_next == pytest.approx(reached * hardware.network_bandwidth)
+    # of what goes to three others, two are elsewhere
+    assert cp.to_all == pytest.approx(reached * hardware.network_bandwidth * 3 / 2)

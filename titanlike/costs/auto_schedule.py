@@ -1,0 +1,333 @@
+"""`schedule=auto`: the order for the costs of this model's stages, found before a run starts.
+
+1. The model's units are counted (or, with hardware=measure, timed) once; times and activations of the
+   stages of any split and placement follow.
+2. Each placement that `schedule.search` allows is searched (`order_search.py`). With search=split
+   where stages begin is searched as well (`split_search.py`).
+3. What is found is written to run_dir/order.csv, and run from there; beside it what it was found for, in
+   order.json: a run that resumes, or starts again, with the same settings has the same order.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titanlike.config import files, schema
+from titanlike.config.errors import ConfigError
+from titanlike.config.errors import Problem as ConfigProblem
+from titanlike.config.hardware import Hardware
+from titanlike.config.parse import to_plain
+from titanlike.config.schema import AutoSchedule, AutoSplit, Config, PointSplit
+from titanlike.costs.best_split import best_split
+from titanlike.costs.closed_form import UnitTable, rows_of
+from titanlike.costs.known_hardware import likely_hardware, planned_hardware
+from titanlike.costs.list_scheduling import Problem
+from titanlike.costs.order_search import (
+    Found,
+    Known,
+    best_known,
+    best_order,
+    lower_bound,
+    trials_for,
+)
+from titanlike.costs.plan import seconds_of_units
+from titanlike.costs.split_search import Cut, FoundCut, best_cut
+from titanlike.costs.stage_costs import StageCosts
+from titanlike.costs.stage_times import Layout, stage_times
+from titanlike.costs.unit_costs import CostError
+from titanlike.costs.unit_times import as_measured
+from titanlike.graph.partition import SplitError, partition
+from titanlike.pipeline.from_config import (
+    build_order,
+    declared_microbatches,
+    derive_microbatches,
+    microbatch_problem,
+)
+from titanlike.pipeline.order import Order
+from titanlike.pipeline.schedules import LOOPED, SCHEDULES, V_SCHEDULES, loop, one_f_one_b, vee
+
+ORDER, WHY = "order.csv", "order.json"
+# keys of a config that an order is made for
+_MATTERS = (
+    *("pp", "dp", "replicate", "tp", "cp", "ep", "batch_size", "seq_len", "model", "schedule"),
+    *("split", "loss", "precision", "activation_checkpoint", "fsdp", "hardware", "compile"),
+)
+Stages = list[list[str]]  # names of the units of each stage
+
+
+@dataclass(frozen=True)
+class FoundSchedule:
+    """What schedule=auto found."""
+
+    order: Order
+    stages: Stages
+    seconds: float  # of a step, simulated
+    bound: float  # below which no order of these stages can be
+    known: Found | None  # the fastest schedule that keeps within the memory, as config.split cuts
+
+    @property
+    def text(self) -> str:
+        """A line for the console."""
+        chunks = self.order.stages // len(self.order.ranks)
+        placed = "a V" if self.order.place[-1] == 0 < len(self.order.ranks) - 1 else "a loop"
+        text = (
+            f"schedule=auto: {chunks} stages a rank in {placed}" if chunks > 1 else "schedule=auto"
+        )
+        text += f": a step of {self.seconds:.4g} s by simulation, {self.bound:.4g} s at the least"
+        if self.known is None:
+            return text + "; no other schedule keeps within this memory"
+        faster = self.known.seconds / self.seconds - 1
+        return text + f"; {faster:.1%} faster than {self.known.name}"
+
+
+def with_found_order(config: Config, say: Any = lambda _: None) -> Config:
+    """The config with the order of schedule=auto, of run_dir or searched now; others as they are.
+
+    say: called with a line about what was found. Raises ConfigError.
+    """
+    schedule = config.schedule
+    if not isinstance(schedule, AutoSchedule) or schedule.path is not None:
+        return config
+    path, why = Path(config.run_dir) / ORDER, Path(config.run_dir) / WHY
+    wanted = json.loads(json.dumps({key: to_plain(getattr(config, key)) for key in _MATTERS}))
+    try:
+        kept = files.read_object(why)
+        if kept["for"] == wanted and path.exists():
+            return _with_order(config, path, kept["points"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # missing, or another's
+    found = find(config)
+    points = None
+    if schedule.search == "split" or isinstance(config.split, AutoSplit):
+        points = [names[0] for names in found.stages[1:]]
+    text = json.dumps({"for": wanted, "points": points, "found": found.text}, indent=1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.atomic_write_text(path, found.order.to_csv())
+    files.atomic_write_text(why, text + "\n")
+    say(found.text)
+    return _with_order(config, path, points)
+
+
+def _with_order(config: Config, path: Path, points: list[str] | None) -> Config:
+    schedule: Any = config.schedule
+    config = replace(config, schedule=replace(schedule, path=str(path)))
+    return config if points is None else replace(config, split=PointSplit(points=points))
+
+
+def find(config: Config) -> FoundSchedule:
+    """The best order for a config with schedule=auto. Raises ConfigError."""
+    schedule = config.schedule
+    assert isinstance(schedule, AutoSchedule)
+    try:
+        search = _Search(config)
+    except CostError as error:
+        fix = "schedule=zbvzerobubble"
+        raise ConfigError([ConfigProblem("schedule", "auto", str(error), fix)]) from error
+    except ValueError as error:
+        raise ConfigError([ConfigProblem.parse("schedule", str(error))]) from error
+    return search.run()
+
+
+class _Search:
+    """The units of a model, and what is tried with them."""
+
+    def __init__(self, config: Config) -> None:
+        """Raises ConfigError, CostError and ValueError."""
+        self.config, schedule = config, config.schedule
+        assert isinstance(schedule, AutoSchedule)
+        self.schedule = schedule
+        self.hardware = _hardware(config)
+        rows = config.batch_size // config.dp
+        self.microbatches = (
+            declared_microbatches(schedule) or (derive_microbatches(schedule, config.pp, rows)[0])
+        )
+        rows = rows_of(config, self.microbatches)
+        self.table = UnitTable(config, self.hardware, rows).recomputing(config)
+        self.deferred = schedule.weight_gradients == "deferred"
+        drafted = self.table.draft
+        deferred = range(len(drafted.stages)) if self.deferred else ()
+        seconds = seconds_of_units(config, drafted, deferred)
+        if seconds is not None:
+            self.table.times = as_measured(self.table.times, seconds)
+        self.limits: dict[str, float] = {}  # bytes that each key allows
+        self._bytes: dict[object, tuple[int, int]] = {}
+        self._orders: dict[tuple[int, ...], list[Known]] = {}
+        whole = self._given(loop(config.pp)) or self._given(loop(config.pp), even=True)
+        if whole is None:
+            raise ValueError(f"schedule=auto: the model has fewer units than pp={config.pp}; pp=1")
+        first = self.problem(whole)
+        order = one_f_one_b(config.pp, self.microbatches)
+        most = max(first.peak(order, rank) for rank in range(config.pp))
+        share, size = schedule.memory, schedule.memory_bytes
+        if share is None and size is None and schedule.in_flight is None:
+            share = 1.0
+        self.limits |= {} if share is None else {"memory": share * most}
+        self.limits |= {} if size is None else {"memory_bytes": size}
+
+    def run(self) -> FoundSchedule:
+        """Raises ConfigError."""
+        cuts, given = [], []
+        for place in _placements(self.schedule, self.config.pp):
+            own: list[Cut | None] = [self._given(place)]
+            given += [cut for cut in own if cut is not None]
+            if self.schedule.search == "split":  # whose stages are not empty
+                own = [cut for cut in own if cut is not None and len({*cut.starts}) == len(place)]
+                own += [self._balanced(place), self._balanced(place, by_memory=True)]
+            cuts += [cut for at, cut in enumerate(own) if cut is not None and cut not in own[:at]]
+        if not cuts:
+            reason = "no placement that schedule=auto may choose has so many stages"
+            fix = "split=even, or schedule.search=placement"
+            raise ConfigError([ConfigProblem("split", self.config.split.name, reason, fix)])
+        problems = [self.problem(cut) for cut in cuts]
+        seed = self.config.seed
+        # placements that are searched, each with as many
+        trials = trials_for(problems[:3] if self.schedule.search == "split" else problems)
+        if self.schedule.search == "split":
+            best = best_cut(self.problem, self._known, cuts, len(self.table.units), trials, seed)
+        else:
+            each = [
+                FoundCut(cut, found)
+                for cut, problem in zip(cuts, problems, strict=True)
+                if (found := best_order(problem, self._known(problem), trials, seed)) is not None
+            ]
+            best = min(each, key=lambda one: one.found.seconds, default=None)
+        if best is None:
+            raise ConfigError(self._too_little(problems))
+        known = [best_known(problem := self.problem(cut), self._known(problem)) for cut in given]
+        fastest = min(filter(None, known), key=lambda one: one.seconds, default=None)
+        found = best.found
+        bound = lower_bound(found.problem)
+        return FoundSchedule(
+            found.order.check(), self.names(best.cut), found.seconds, bound, fastest
+        )
+
+    def _too_little(self, problems: Sequence[Problem]) -> list[ConfigProblem]:
+        """Of the keys that allow less than any order needs."""
+        schedule, found = self.schedule, []
+        least = min(problem.least_memory for problem in problems)
+        reason = "a rank holds at least a microbatch of all its stages, which takes more"
+        for name, limit in self.limits.items():
+            if limit >= least:
+                continue
+            value: float | None = schedule.memory_bytes
+            fix = f"{math.ceil(least / 2**20)}MiB"
+            if name == "memory":
+                value = 1.0 if schedule.memory is None else schedule.memory
+                fix = f"{math.ceil(100 * least / limit * value) / 100:g}"
+            key = f"schedule.{name}"
+            found.append(ConfigProblem(key, value, reason, f"{key}={fix}"))
+        return found
+
+    def names(self, cut: Cut) -> list[list[str]]:
+        """Of the units of each stage."""
+        names = [unit.name for unit in self.table.units]
+        return [names[a:b] for a, b in pairwise([*cut.starts, len(names)])]
+
+    def _given(self, place: tuple[int, ...], even: bool = False) -> Cut | None:
+        """As config.split cuts; None where it has another number of stages."""
+        split = schema.EvenSplit() if even else self.config.split
+        if isinstance(split, AutoSplit):
+            return self._balanced(place)
+        try:
+            stages = partition(self.table.units, split, len(place))
+        except SplitError:
+            return None
+        starts = [0, *accumulate(map(len, stages))][:-1]
+        return Cut(place, tuple(starts))
+
+    def _balanced(self, place: tuple[int, ...], by_memory: bool = False) -> Cut | None:
+        """With ranks that take the same time, or the same memory, as far as can be."""
+        names = [unit.name for unit in self.table.units]
+        if by_memory:
+            each = [self._held([name], False)[0] for name in names]
+        else:
+            times = [self.table.times[name] for name in names]
+            whole = [t.forward + t.input_gradient + t.weight_gradient for t in times]
+            each = [round(seconds.device * 1e9) for seconds in whole]
+        none = np.zeros((len(names) + 1, len(names) + 1), dtype=np.int64)
+        starts = best_split(StageCosts(none, each, [1] * len(place)), place).starts
+        return Cut(place, tuple(starts)) if len(names) >= len(place) else None
+
+    def problem(self, cut: Cut) -> Problem:
+        """What an order of such stages is made for."""
+        config, table, stages = self.config, self.table, self.names(cut)
+        recomputed = [frozenset(name for name in own if self._again(name)) for own in stages]
+        between, numel = [table.message] * (len(stages) - 1), table.memory.unit_parameters()
+        layout = Layout(
+            stages,
+            recomputed,
+            range(len(stages)) if self.deferred else (),
+            cut.place,
+            1,
+            self.microbatches,
+            [sum(numel[name][0] for name in own) for own in stages],
+            [0, *between],
+            [*between, 0],
+            [sum(numel[name][1] for name in own) for own in stages],
+        )
+        times = stage_times(config, layout, self.hardware, table.times).stages
+        held, queued = zip(*(self._held(own) for own in stages), strict=True)
+        ahead = self.hardware.runs_ahead
+        limit = min(self.limits.values(), default=math.inf)
+        most = math.inf if self.schedule.in_flight is None else self.schedule.in_flight
+        return Problem(cut.place, self.microbatches, times, held, queued, limit, ahead, most)
+
+    def _held(self, names: Sequence[str], sends: bool = True) -> tuple[int, int]:
+        """Bytes of a microbatch of a stage of these units, and of what waits between I and W."""
+        key = tuple(names), sends
+        if key not in self._bytes:
+            order = Order(((),), (0,), self.microbatches)
+            deferred, message = (range(1) if self.deferred else ()), self.table.message * sends
+            memory = self.table.memory.arranged(self.config, order, 1, [names], deferred, message)
+            self._bytes[key] = memory.activations(0, [n for n in names if self._again(n)])
+        return self._bytes[key]
+
+    def _again(self, name: str) -> bool:
+        """Whether a unit is recomputed; of `fit`, which asks for the order, none is here."""
+        how, blocks = self.config.activation_checkpoint, self.table.blocks
+        if name not in blocks:
+            return False
+        if isinstance(how, schema.EveryActivationCheckpoint):
+            ordered = [unit.name for unit in self.table.units if unit.block]
+            return ordered.index(name) % how.every == 0
+        return how.name in ("full", "selective")
+
+    def _known(self, problem: Problem) -> list[Known]:
+        """Schedules of a problem's placement."""
+        key = problem.place
+        if key in self._orders:
+            return self._orders[key]
+        found = self._orders[key] = []
+        pp, m, chunks = problem.ranks, problem.microbatches, len(problem.place) // problem.ranks
+        for name in SCHEDULES:
+            looped = name in LOOPED
+            if looped:
+                schedule: Any = schema.LoopedSchedule(name, m, chunks)
+            else:
+                schedule = schema.Schedule(name, m)
+            of = vee(pp) if name in V_SCHEDULES else loop(pp, chunks if looped else 1)
+            if of == problem.place and microbatch_problem(schedule, pp, m) is None:
+                found.append(Known(name, build_order(schedule, pp, m)))
+        return found
+
+
+def _placements(schedule: AutoSchedule, pp: int) -> list[tuple[int, ...]]:
+    if schedule.search == "order":
+        return [vee(pp) if schedule.placement == "v" else loop(pp, schedule.stages_per_rank)]
+    counts = range(1, schedule.stages_per_rank + 1)
+    return [*([vee(pp)] if 2 in counts and pp > 1 else []), *(loop(pp, count) for count in counts)]
+
+
+def _hardware(config: Config) -> Hardware:
+    """The planned hardware, or what is likely here."""
+    if config.hardware.name == "none":
+        return likely_hardware(config)
+    return planned_hardware(config)

@@ -1,0 +1,138 @@
+"""`split=auto`: stages by the costs of the units, and the source of measured times.
+
+Every rank of a run must find the same stages. Parameters, FLOPs and memory are computed by each
+rank, with equal results. Times are measured by rank 0, broadcast, and stored in
+run_dir/split.json, so that a resumed run has the same stages.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titanlike.config.errors import ConfigError, Problem
+from titanlike.config.files import atomic_write_text, read_object
+from titanlike.config.schema import AutoSplit, Config, EvenSplit
+from titanlike.costs.best_split import CostedSplit, best_split, cost_of_split
+from titanlike.costs.run_costs import seconds_of_units
+from titanlike.costs.stage_costs import StageCosts
+from titanlike.costs.unit_costs import CostError, UnitCosts, memory_costs
+from titanlike.device import accelerator
+from titanlike.graph.model_graph import ModelGraph
+from titanlike.graph.partition import partition
+from titanlike.graph.unit import Unit
+from titanlike.optim.loss import Loss
+from titanlike.parallel.mesh import Mesh
+from titanlike.pipeline.order import Order
+
+MeasureTimes = Callable[[UnitCosts], list[int]]  # nanoseconds of each unit
+TIMES_FILE = "split.json"
+
+
+@dataclass(frozen=True)
+class AutoSplitResult:
+    """The split that was chosen, and that of split=even."""
+
+    cost: str  # that was balanced: params, flops, time or memory
+    chosen: CostedSplit
+    even: CostedSplit
+    scale: int  # of the costs in both
+
+    def stages(self, units: list[Unit]) -> list[list[str]]:
+        """Names of the units of each stage."""
+        names = [unit.name for unit in units]
+        return [names[start:stop] for start, stop in pairwise([*self.chosen.starts, len(names)])]
+
+
+def find_auto_split(
+    config: Config,
+    forward: tuple[ModelGraph, Tensor, Loss],
+    order: Order,
+    zero: int,
+    measure_times: MeasureTimes | None,
+) -> AutoSplitResult:
+    """The best split by `split.cost`; without `measure_times` FLOPs replace times.
+
+    forward: the recorded model, targets of a microbatch on meta, the loss.
+
+    Raises ConfigError where a unit's cost cannot be found.
+    """
+    assert isinstance(config.split, AutoSplit)
+    unit_costs, units, cost = UnitCosts(*forward), forward[0].units, config.split.cost
+    if cost == "time" and measure_times is None:
+        cost = "flops"
+    ones = [1] * order.stages
+    zeros = np.zeros((len(units) + 1, len(units) + 1), dtype=np.int64)
+    try:
+        match cost:
+            case "params":
+                sizes = unit_costs.parameter_table(lambda p: p.numel())
+                costs = StageCosts(sizes, [0] * len(units), ones)
+            case "memory":
+                costs = memory_costs(unit_costs, config, order, zero)
+            case "run":
+                times = [round(1e9 * sum(each)) for each in of_run(config, unit_costs, units)]
+                costs = StageCosts(zeros, times, ones)
+            case "time":
+                assert measure_times is not None
+                costs = StageCosts(zeros, measure_times(unit_costs), ones)
+            case _:
+                costs = StageCosts(zeros, unit_costs.flops(), ones)
+    except CostError as error:
+        others = {"params": "split=even", "time": "split.cost=flops", "run": "split.cost=time"}
+        fix = others.get(config.split.cost, "split.cost=params")
+        problem = Problem("split.cost", config.split.cost, str(error), fix)
+        raise ConfigError([problem]) from error
+    sizes = map(len, partition(units, EvenSplit(), order.stages))
+    even = cost_of_split(costs, order.place, [*accumulate(sizes, initial=0)][:-1])
+    return AutoSplitResult(cost, best_split(costs, order.place), even, costs.scale)
+
+
+def of_run(config: Config, unit_costs: UnitCosts, units: list[Unit]) -> Sequence[Sequence[float]]:
+    """Seconds of each unit, as a run has measured them. Raises CostError."""
+    assert isinstance(config.split, AutoSplit)
+    run = config.split.run or ""
+    names = [unit.name for unit in units]
+    return seconds_of_units(run, names, unit_costs.flops(), config, unit_costs.microbatch_size)
+
+
+def measured_times(config: Config, mesh: Mesh, unit_costs: UnitCosts) -> list[int]:
+    """Nanoseconds of each unit, measured by rank 0 or read from run_dir. Collective.
+
+    Raises CostError on every rank.
+    """
+    result: list[list[int] | str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            result = [_read_or_measure(config, mesh.device, unit_costs)]
+        except Exception as error:  # sent to the other ranks, which wait
+            result = [f"{error}"]
+    if mesh.world_size > 1:
+        dist.broadcast_object_list(result, src=0, device=torch.device("cpu"))
+    (found,) = result
+    if not isinstance(found, list):
+        raise CostError(str(found))
+    return found
+
+
+def _read_or_measure(config: Config, device: torch.device, unit_costs: UnitCosts) -> list[int]:
+    key = {"device": accelerator.name(device), "calls": unit_costs.signature}
+    path = Path(config.run_dir) / TIMES_FILE
+    try:
+        stored = read_object(path)
+        if {name: stored[name] for name in key} == key:
+            return [int(time) for time in stored["nanoseconds"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # missing, or of other calls
+    times = unit_costs.nanoseconds(device)
+    accelerator.empty_cache()
+    atomic_write_text(path, json.dumps({**key, "nanoseconds": times}) + "\n")
+    return times

@@ -1,0 +1,135 @@
+"""The layouts of a model on so many ranks: meshes, schedules, stages and microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+from titanlike.config.keys import Bytes
+from titanlike.config.overrides import key_of
+from titanlike.config.schema import Config, CsvSchedule, LoopedSchedule
+from titanlike.costs.tensor_sizes import TensorSizes
+from titanlike.pipeline.from_config import derive_microbatches, microbatch_problem
+from titanlike.pipeline.schedules import SCHEDULES
+
+Compose = Callable[[list[str]], Config]  # overrides -> config; raises ConfigError
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """Which layouts are listed and run: the keys of hydra.sweeper. None = derived."""
+
+    ranks: int | None = None  # None: GPUs, or cores of the CPU, that may be used
+    schedules: list[str] = field(default_factory=lambda: list(SCHEDULES))
+    microbatches: list[int] | None = None  # None: see `_microbatches`
+    stages_per_rank: list[int] = field(default_factory=lambda: [2])
+    memory: Bytes | None = None  # of a rank, "80GiB"; None: what is free
+    most: int = 24  # layouts that are run
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout: a job's overrides, and the config that they give."""
+
+    overrides: list[str]
+    config: Config
+    refused: str = ""  # why it cannot be
+
+
+def candidates(
+    combination: list[str],
+    compose: Compose,
+    ranks: int,
+    space: SearchSpace,
+    sizes: TensorSizes = lambda _: {1: ""},
+) -> Iterator[Candidate]:
+    """Every layout of so many ranks that agrees with the overrides in `combination`.
+
+    Without a pipeline there is one schedule, 1f1b, whose microbatches are gradient accumulation.
+    What the command line fixes is kept, even where it is invalid: a check gives the reason. A tp that
+    `sizes` refuses is one candidate.
+    Raises ConfigError where the overrides alone are invalid.
+    """
+    given = {key_of(text) for text in combination}
+    base = compose(combination)
+    composed = cache(lambda name: compose([*combination, f"schedule={name}"]))
+    own_schedule = bool(given & {"schedule", "schedule.name"})
+    tensor = {base.tp: ""} if "tp" in given else sizes(base)
+    for tp in (tp for tp, refused in tensor.items() if refused):
+        yield Candidate([*combination, f"tp={tp}"], replace(base, tp=tp), tensor[tp])
+    for pp, dp, tp in _meshes(
+        base, given, ranks, [n for n, refused in tensor.items() if not refused]
+    ):
+        mesh = [f"{key}={size}" for key, size in (("pp", pp), ("dp", dp)) if key not in given]
+        mesh += [f"tp={tp}"] if tp != base.tp else []
+        names = [None] if own_schedule else ["1f1b"] if pp == 1 else space.schedules
+        for name in dict.fromkeys(names):
+            config = replace(base if name is None else composed(name), pp=pp, dp=dp, tp=tp)
+            words = [*combination, *mesh, *([] if name is None else [f"schedule={name}"])]
+            for schedule, more in _schedules(config, given, space):
+                yield Candidate([*words, *more], replace(config, schedule=schedule))
+
+
+def _meshes(
+    base: Config, given: Collection[str], ranks: int, tensor: Iterable[int]
+) -> Iterator[tuple[int, int, int]]:
+    """(pp, dp, tp) with pp * dp * cp * tp = ranks, as far as they are not given; tensor: tp to try."""
+    ranks //= base.cp
+    for tp in tensor:
+        left = max(1, ranks // max(1, tp))
+        match "pp" in given, "dp" in given:
+            case True, True:
+                meshes = [(base.pp, base.dp)]
+            case True, False:
+                meshes = [(base.pp, max(1, left // max(1, base.pp)))]
+            case False, True:
+                meshes = [(max(1, left // max(1, base.dp)), base.dp)]
+            case _:
+                meshes = [(pp, left // pp) for pp in range(1, left + 1) if left % pp == 0]
+        for pp, dp in meshes:
+            if tp == base.tp or pp * dp * tp == ranks:
+                yield pp, dp, tp
+
+
+def _schedules(
+    config: Config, given: Collection[str], space: SearchSpace
+) -> Iterator[tuple[Any, list[str]]]:
+    """The config's schedule with each number of stages and microbatches, as overrides, too."""
+    schedules: list[tuple[Any, list[str]]] = [(config.schedule, list[str]())]
+    if isinstance(config.schedule, LoopedSchedule) and "schedule.stages_per_rank" not in given:
+        schedules = [
+            (replace(config.schedule, stages_per_rank=n), [f"schedule.stages_per_rank={n}"])
+            for n in dict.fromkeys(space.stages_per_rank)
+        ]
+    for schedule, words in schedules:
+        counts = None
+        if not isinstance(schedule, CsvSchedule) and "schedule.microbatches" not in given:
+            counts = _microbatches(replace(config, schedule=schedule), space)
+        if not counts:
+            yield schedule, words
+        for count in counts or []:
+            if hasattr(schedule, "microbatches"):
+                changed = replace(schedule, microbatches=count)
+            else:  # a user's function
+                changed = replace(schedule, args={**schedule.args, "microbatches": count})
+            yield changed, [*words, f"schedule.microbatches={count}"]
+
+
+def _microbatches(config: Config, space: SearchSpace) -> list[int]:
+    """Valid numbers of microbatches to try: those given, or what a run derives, 1, 2 and 4 per
+    pipeline rank, and microbatches of one sequence, which take the least memory."""
+    batch, schedule, pp = config.batch_size // config.dp, config.schedule, config.pp
+    if batch < 1 or config.batch_size % config.dp:
+        return []
+    wanted = space.microbatches
+    if wanted is None:
+        wanted = [pp, 2 * pp, 4 * pp, batch]
+        try:
+            wanted.append(derive_microbatches(schedule, pp, batch)[0])
+        except ValueError:
+            return []  # the check gives the reason
+    return sorted(
+        n for n in set(wanted) if batch % n == 0 and microbatch_problem(schedule, pp, n) is None
+    )

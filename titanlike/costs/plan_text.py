@@ -1,0 +1,268 @@
+"""A plan as text for a terminal, and as plain data for programs."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+from titanlike.costs import links
+from titanlike.costs.advice import Advice
+from titanlike.costs.plan import Plan
+from titanlike.metrics import units
+
+_GIB = 2**30
+_FEW = 8  # pipeline ranks that each have a line
+_PARTS = {  # of MemoryParts -> title
+    "weights": "weights",
+    "optimizer": "optim",
+    "gradients": "grads",
+    "activations": "activ",
+    "queued": "queued",
+    "messages": "msgs",
+    "gathered": "gather",
+    "temporary": "peak",
+}
+_AXES = {  # kind of traffic -> what it is called, its axis
+    "messages": ("pipeline messages", "pp"),
+    "gathered": ("all-gathers of parameters", "shard"),
+    "reduced": ("reduce-scatters of gradients", "shard"),
+    "replicated": ("all-reduces of gradients", "replicate"),
+    "expert_gathered": ("all-gathers of experts", "expert_shard"),
+    "expert_reduced": ("reduce-scatters of experts", "expert_shard"),
+    "tp": ("activations of tp", "tp"),
+    "cp": ("keys, values, heads of cp", "cp"),
+    "ep": ("tokens of experts", "ep"),
+}
+
+
+def as_data(plan: Plan, advice: Sequence[Advice] = (), warning: str = "") -> dict[str, Any]:
+    """One JSON object. Seconds, bytes, shares of 1."""
+    config = plan.config
+    ranks = range(config.pp)
+    return {
+        "step_seconds": plan.step_seconds,
+        "tokens_per_second_per_gpu": plan.tokens_per_second_per_gpu,
+        "mfu": plan.mfu,
+        "bubble": plan.simulation.bubble,
+        "memory_bytes": plan.memory_bytes,
+        "memory_counted": [rank in plan.counted for rank in ranks],
+        "not_counted": plan.not_counted,
+        "fits": plan.fits,
+        "device_memory_bytes": plan.hardware.usable,
+        "seconds": plan.seconds,
+        "gpu_hours": plan.seconds * config.world_size / 3600,
+        "hardware": plan.hardware.title,
+        "mesh": {**links.axes(config), "cp": config.cp, "ep": config.ep},
+        "schedule": config.schedule.name,
+        "microbatches": plan.draft.microbatches,
+        "zero": plan.draft.zero,
+        "recomputed_blocks": plan.draft.recomputed.count,
+        "ranks": [
+            {
+                "rank": rank,
+                "stages": list(plan.order.local(rank)),
+                "parameters": sum(map(plan.draft.stage_numel, plan.order.local(rank))),
+                "memory": vars(plan.memory[rank]),
+                "shares": plan.shares(rank),
+                "traffic_bytes": vars(plan.traffic(rank)),
+            }
+            for rank in ranks
+        ],
+        "stages": [
+            {
+                "stage": stage,
+                "rank": plan.order.place[stage],
+                "forward_seconds": times.forward.device,
+                "backward_seconds": times.backward.device,
+                "input_gradient_seconds": times.input_gradient.device,
+                "weight_gradient_seconds": times.weight_gradient.device,
+                "units": plan.draft.stages[stage],
+                "recomputed": plan.draft.recomputed.blocks[stage],
+            }
+            for stage, times in enumerate(plan.times.stages)
+        ],
+        "waits": [
+            {"rank": rank, "stage": stage, "share": seconds / plan.step_seconds}
+            for (rank, stage), seconds in sorted(plan.simulation.waits.items())
+        ],
+        "advice": [{"overrides": one.overrides, "gain": one.gain} for one in advice],
+        "warning": warning,
+        "estimated": plan.times.estimated or plan.memory_unknown,
+    }
+
+
+def as_text(plan: Plan, advice: Sequence[Advice] = (), warning: str = "", width: int = 80) -> str:
+    parts = [_summary(plan, warning, width), _memory_table(plan, width), _time_table(plan, width)]
+    parts += [_traffic_table(plan, width), _bounds(plan, advice, width)]
+    if reason := plan.times.estimated or plan.memory_unknown:
+        text = f"guessed by the number of parameters, and without activations: {reason}"
+        parts.append("\n".join(textwrap.wrap(text, width)))
+    return "\n\n".join(part for part in parts if part)
+
+
+def mesh_text(plan: Plan) -> str:
+    config = plan.config
+    names = ("pp", "dp", "cp", "tp", "ep", "replicate")
+    sizes = [(n, getattr(config, n)) for n in names]
+    return " ".join(f"{n}={size}" for n, size in sizes if size > 1) or "one device"
+
+
+def _summary(plan: Plan, warning: str, width: int) -> str:
+    config, drafted = plan.config, plan.draft
+    rows = drafted.memory().tokens // config.seq_len
+    blocks = sum(unit.block for unit in drafted.model_graph.units)
+    again = f", {drafted.recomputed.count} of {blocks} blocks recomputed"
+    again = again if drafted.recomputed.count else ""
+    many = f"{drafted.microbatches} microbatch" + ("es" if drafted.microbatches > 1 else "")
+    layout = f"{many} of {rows} x {config.seq_len} tokens, ZeRO {drafted.zero}{again}"
+    if config.pp > 1:
+        layout = f"{config.schedule.name}, {layout}"
+    mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
+    speed = f"{plan.tokens_per_second_per_gpu:,.0f} tokens/s a device{mfu}"
+    fullest = max(plan.memory_bytes)
+    room = f"{units.size(fullest)} of {units.size(plan.hardware.usable)} on the fullest rank"
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    hours = plan.seconds * config.world_size / 3600
+    count = units.count(drafted.whole_numel)
+    lines = [
+        f"{config.model.name}, {count} parameters, on {config.world_size:,} x "
+        f"{plan.hardware.title}: {mesh_text(plan)}",
+        layout,
+        "",
+        f"step    {_seconds(plan.step_seconds)}, {units.count(plan.tokens)} tokens; {speed}",
+        f"bubble  {plan.simulation.bubble:.1%}",
+        f"memory  {room}: {verdict}",
+        f"run     {config.last_step:,} steps: {_days(plan.seconds)}, {hours:,.0f} device hours",
+    ]
+    lines += [warning] if warning else []
+    if plan.not_counted:
+        lines.append(f"the memory is estimated, as a step could not be counted: {plan.not_counted}")
+    wrapped = (textwrap.wrap(line, width, subsequent_indent="        ") or [""] for line in lines)
+    return "\n".join(line for found in wrapped for line in found)
+
+
+def _memory_table(plan: Plan, width: int) -> str:
+    used = [name for name in _PARTS if any(getattr(parts, name) for parts in plan.memory)]
+    biggest = max(plan.memory_bytes)
+    unit, scale = ("GiB", _GIB) if biggest >= _GIB else ("MiB", 2**20)
+    counted = ["exact"] if plan.counted else []
+    header = ["rank", "stages", *(_PARTS[name] for name in used), "total", *counted, "of"]
+    rows = [
+        [
+            str(rank),
+            _stages(plan.order.local(rank)),
+            *(f"{getattr(parts, name) / scale:.1f}" for name in used),
+            f"{parts.total / scale:.1f}",
+            *(f"{plan.counted[rank] / scale:.1f}" if rank in plan.counted else "" for _ in counted),
+            f"{plan.hardware.usable / scale:.1f}",
+        ]
+        for rank, parts in enumerate(plan.memory)
+    ]
+    what = (
+        "activ: of microbatches in flight; queued: for weight gradients that wait; msgs: between "
+    )
+    what += "stages; gather: whole parameters; peak: while a block runs"
+    what += "; exact: counted in a step" if counted else ""
+    title = f"memory at the fullest moment, {unit}"
+    return "\n".join([title, *textwrap.wrap(what, width), table(header, rows, width)])
+
+
+def _time_table(plan: Plan, width: int) -> str:
+    header = ["rank", "stages", "parameters", "forward", "backward", "computes", "moves", "waits"]
+    few = plan.config.pp <= _FEW
+    header += ["mostly for"] if few else []
+    rows = []
+    for rank in range(plan.config.pp):
+        local = plan.order.local(rank)
+        times = [plan.times.stages[stage] for stage in local]
+        simulated, step = plan.simulation, plan.step_seconds
+        own = {s: t for (r, s), t in simulated.waits.items() if r == rank}
+        stage = max(own, key=lambda s: own[s], default=None)
+        idle = step - simulated.computes[rank] - simulated.exchanges[rank]
+        rows.append(
+            [
+                str(rank),
+                _stages(local),
+                units.count(sum(map(plan.draft.stage_numel, local))),
+                _seconds(sum(t.forward.device for t in times)),
+                _seconds(sum(t.backward.device for t in times)),
+                f"{simulated.computes[rank] / step:.1%}",
+                f"{simulated.exchanges[rank] / step:.1%}",
+                f"{idle / step:.1%}",
+                *(["" if stage is None else f"stage {stage}"] if few else []),
+            ]
+        )
+    return "time: of a microbatch, and of the step\n" + table(header, rows, width)
+
+
+def _traffic_table(plan: Plan, width: int) -> str:
+    rows = []
+    ranks = [plan.traffic(rank) for rank in range(plan.config.pp)]
+    for kind, (what, axis) in _AXES.items():
+        most = max(getattr(traffic, kind) for traffic in ranks)
+        if most:
+            found = links.link(plan.config, axis, plan.hardware)
+            inside = "in a node" if found.inside else f"over {found.nodes} nodes"
+            rate = units.size(most / plan.step_seconds)
+            rows.append([what, axis, inside, units.size(most), f"{rate}/s"])
+    if not rows:
+        return ""
+    header = ["what a rank sends in a step", "axis", "link", "bytes", "on average"]
+    return table(header, rows, width)
+
+
+def _bounds(plan: Plan, advice: Sequence[Advice], width: int) -> str:
+    shares = sorted(plan.shares(plan.slowest).items(), key=lambda pair: -pair[1])
+    text = ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005)
+    lines = textwrap.wrap(f"rank {plan.slowest} has the most to do: {text}", width)
+    waits = plan.simulation.waits
+    if waits:
+        (rank, stage), seconds = max(waits.items(), key=lambda pair: pair[1])
+        share = seconds / plan.step_seconds
+        lines.append(f"rank {rank} waits {share:.0%} of the step for stage {stage}")
+    if advice:
+        lines += ["what would help", *(f"  {one}" for one in advice[:5])]
+    return "\n".join(lines)
+
+
+def table(header: list[str], rows: list[list[str]], width: int) -> str:
+    """Equal rows that follow each other are one."""
+    merged: list[list[str]] = []
+    for _, equal in groupby(rows, key=lambda row: row[2:] if header[0] == "rank" else row):
+        same = list(equal)
+        first = same[0]
+        if len(same) > 2:
+            first = [f"{same[0][0]}-{same[-1][0]}", f"{same[0][1]} ..", *first[2:]]
+            merged.append(first)
+        else:
+            merged += same
+    columns = list(zip(header, *merged, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    gap = 2 if sum(widths) + 2 * len(widths) <= width else 1
+    left = {0} if header[0] != "rank" else set()
+    lines = []
+    for row in [header, ["─" * size for size in widths], *merged]:
+        cells = [
+            cell.ljust(size)
+            if at in left or (at == 1 and header[0] == "rank")
+            else cell.rjust(size)
+            for at, (cell, size) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append((" " * gap).join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _stages(stages: Sequence[int]) -> str:
+    return ",".join(map(str, stages)) if len(stages) <= 3 else f"{stages[0]},{stages[1]},.."
+
+
+def _seconds(seconds: float) -> str:
+    return units.short_time(seconds)
+
+
+def _days(seconds: float) -> str:
+    if seconds < 2 * 86400:
+        return units.duration(seconds)
+    return f"{seconds / 86400:.1f} days"

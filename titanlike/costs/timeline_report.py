@@ -1,0 +1,276 @@
+"""A timeline beside the plan: where each rank's time went, and what would make the step shorter.
+
+The same order is simulated twice: with the times that a plan has for these stages, and with those that
+were measured. What the second leaves of the bubble is the schedule's; the rest is jitter, messages and
+the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from titanlike.config.errors import ConfigError, Problem
+from titanlike.config.parse import parse
+from titanlike.config.schema import BalanceSplit, Config
+from titanlike.config.timeline import TIMELINE
+from titanlike.costs.known_hardware import likely_hardware
+from titanlike.costs.plan import Plan, make_plan
+from titanlike.costs.roofline import Roofline
+from titanlike.costs.simulate import Duration, Simulation, StageTimes, simulate
+from titanlike.costs.unit_times import unit_times
+from titanlike.graph.partition import SplitError, partition
+from titanlike.metrics import timeline_file
+from titanlike.metrics.timeline_file import RankStep, Timeline
+from titanlike.pipeline.order import Act, Order
+from titanlike.training.anomalies import slow_ranks
+
+_COMPUTED = ("F", "B", "I", "W")
+_UNEVEN, _SLOW, _LEAST = 0.05, 0.1, 0.01  # shares that are worth a sentence
+_MOVES = 24  # of blocks between stages that are tried
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Of a rank, seconds of a step: medians over the recorded ones."""
+
+    rank: int
+    pp_rank: int
+    step: float
+    computing: float
+    exchanging: float
+    waiting: float  # for messages
+    agreeing: float  # for all ranks
+    host: float  # all else: between actions, update, data
+    waits_for: int | None  # pipeline rank whose messages it waited for most
+
+
+class TimelineReport:
+    """Of a timeline, and of what a plan says of the same run."""
+
+    def __init__(self, timeline: Timeline, plan: Plan | None) -> None:
+        """plan: None where none can be made."""
+        self.timeline, self.plan = timeline, plan
+        self.config: Config = parse(timeline.config)[0]
+
+    @cached_property
+    def order(self) -> Order:
+        ranks = tuple(tuple(map(Act.parse, acts)) for acts in self.timeline.order)
+        microbatches = len({act.mb for acts in ranks for act in acts})
+        return Order(ranks, tuple(self.timeline.place), microbatches)
+
+    @cached_property
+    def ranks(self) -> list[RankTimes]:
+        by_rank = zip(*self.timeline.steps, strict=True)
+        return [self._rank(steps) for steps in by_rank]
+
+    def _rank(self, steps: Sequence[RankStep]) -> RankTimes:
+        spent = [step.spent() for step in steps]
+
+        def median(*kinds: str) -> float:
+            return statistics.median(sum(each.get(kind, 0.0) for kind in kinds) for each in spent)
+
+        waits: dict[int, float] = defaultdict(float)
+        for sender, seconds in chain.from_iterable(map(self._senders, steps)):
+            waits[sender] += seconds
+        total = statistics.median(step.end - step.begin for step in steps)
+        parts = median(*_COMPUTED), median("gather", "reduce"), median("wait"), median("agree")
+        most = max(waits, key=waits.__getitem__, default=None)
+        return RankTimes(
+            steps[0].rank, steps[0].pp_rank, total, *parts, max(0.0, total - sum(parts)), most
+        )
+
+    def _senders(self, step: RankStep) -> Iterator[tuple[int, float]]:
+        """(pipeline rank whose message was waited for, seconds) of each wait for a message."""
+        for at, wait in enumerate(step.events):
+            if wait.kind == "wait" and wait.stage >= 0:
+                own = (e.kind for e in step.events[at:] if e[1:3] == wait[1:3])
+                kind = next((kind for kind in own if kind in _COMPUTED), "")
+                if kind:  # else the run ended meanwhile
+                    sender = wait.stage + (-1 if kind == "F" else 1)
+                    yield self.timeline.place[sender], wait.end - wait.start
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of a step."""
+        return statistics.median(max(r.end for r in step) for step in self.timeline.steps)
+
+    @cached_property
+    def bubble(self) -> float:
+        pipelines = [self.timeline.first_pipeline(step) for step in self.timeline.steps]
+        return statistics.median(map(timeline_file.bubble, pipelines))
+
+    @cached_property
+    def measured(self) -> list[StageTimes]:
+        """What each stage took, of its first ranks; the exchanges within an action are part of it."""
+        return [_stage_times(self.timeline, stage) for stage in range(self.order.stages)]
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """Of the same order with measured times."""
+        return simulate(self.order, self.measured)
+
+    @cached_property
+    def stage_seconds(self) -> list[float]:
+        """Forward and backward of a microbatch, of each stage."""
+        return [*map(_whole, self.measured)]
+
+    def slow_copies(self) -> list[tuple[RankTimes, float]]:
+        """Ranks that compute longer than those with the same stages, and by which share."""
+        busy = {rank.rank: rank.computing for rank in self.ranks}
+        groups: dict[int, list[int]] = defaultdict(list)
+        for rank in self.ranks:
+            groups[rank.pp_rank].append(rank.rank)
+        several = [group for group in groups.values() if len(group) > 1]
+        found = slow_ranks(busy, several, _SLOW)
+        return [(rank, found[rank.rank]) for rank in self.ranks if rank.rank in found]
+
+    def heaviest(self) -> tuple[int, float]:
+        """(pipeline rank, by which share its stages take longer than the mean)"""
+        each = [
+            sum(self.stage_seconds[stage] for stage in self.order.local(rank))
+            for rank in range(len(self.order.ranks))
+        ]
+        worst = max(range(len(each)), key=each.__getitem__)
+        mean = sum(each) / len(each)
+        return worst, each[worst] / mean - 1 if mean else 0.0
+
+    @cached_property
+    def better_split(self) -> tuple[list[int], float] | None:
+        """(blocks of each stage, share of the step that simulation says is gained); None where moving
+        blocks gains nothing, or it is not known what they take."""
+        return _better_split(self)
+
+    def sentences(self) -> list[str]:
+        """What to change, the most important first."""
+        found = []
+        for rank, share in self.slow_copies():
+            place = self.timeline.ranks[[p.rank for p in self.timeline.ranks].index(rank.rank)]
+            found.append(
+                f"rank {rank.rank} ({place.host}, {place.device}) computes {share:.0%} longer than the "
+                "ranks with the same stages: look at that machine"
+            )
+        worst, share = self.heaviest()
+        if len(self.order.ranks) > 1 and share > _UNEVEN:
+            name = f"rank {worst}"
+            if len(self.order.local(worst)) == 1:
+                name = f"stage {self.order.local(worst)[0]}"
+            text = f"{name} is {share:.0%} heavier than the mean"
+            if self.better_split is not None:
+                balance, gain = self.better_split
+                blocks = ",".join(map(str, balance))
+                text += (
+                    f": split=balance split.balance=[{blocks}] is {gain:.0%} faster by simulation"
+                )
+            found.append(text)
+        waiting = max(self.ranks, key=lambda rank: rank.waiting)
+        if waiting.waits_for is not None and waiting.waiting > _SLOW * waiting.step:
+            found.append(
+                f"rank {waiting.rank} waits {waiting.waiting / waiting.step:.0%} of the step for messages, "
+                f"most for those of pipeline rank {waiting.waits_for}"
+            )
+        exchanging = max(self.ranks, key=lambda rank: rank.exchanging)
+        if exchanging.exchanging > _SLOW * exchanging.step:
+            found.append(
+                f"rank {exchanging.rank} gathers and reduces for {exchanging.exchanging / exchanging.step:.0%} "
+                "of the step: more microbatches, or another fsdp.zero"
+            )
+        host = max(self.ranks, key=lambda rank: rank.host)
+        if host.host > _SLOW * host.step:
+            found.append(
+                f"rank {host.rank} spends {host.host / host.step:.0%} of the step outside of actions: "
+                "in its data, its update, or its host"
+            )
+        return found
+
+
+def report_of(run: Path) -> TimelineReport:
+    """Of a run's directory. Raises ConfigError where it has no timeline that can be read."""
+    path = run / TIMELINE
+    try:
+        report = TimelineReport(timeline_file.read_timeline(path), None)
+    except OSError as error:
+        reason = f"{path} cannot be read: {error.strerror}"
+    except (ValueError, KeyError, TypeError) as error:
+        reason = f"{path} is no timeline: {type(error).__name__} {error}"
+    else:
+        # no plan where its model or its data are not here any more
+        with contextlib.suppress(ConfigError, ValueError):
+            report.plan = make_plan(report.config, likely_hardware(report.config))
+        return report
+    fix = "train with timeline=true, and write the directory of that run"
+    raise ConfigError([Problem("timeline", str(run), reason, fix)])
+
+
+def _whole(times: StageTimes) -> float:
+    split = times.input_gradient.device + times.weight_gradient.device
+    return times.forward.device + max(times.backward.device, split)
+
+
+def _stage_times(timeline: Timeline, stage: int) -> StageTimes:
+    seconds = timeline_file.stage_seconds(timeline, stage)
+    forward, backward, inputs, weights = (Duration(seconds[kind]) for kind in "FBIW")
+    exchanges = {"gather": seconds["gather"], "reduce": seconds["reduce"]}
+    return StageTimes(forward, backward, inputs, weights, **exchanges)
+
+
+def _better_split(report: TimelineReport) -> tuple[list[int], float] | None:
+    plan, order = report.plan, report.order
+    if plan is None or plan.times.estimated or len(order.ranks) == 1:
+        return None
+    units = plan.draft.model_graph.units
+    blocks = {unit.name for unit in units if unit.block}
+    now = [sum(name in blocks for name in stage) for stage in plan.draft.stages]
+    roofline = Roofline.of(plan.config, plan.hardware)
+    weight = {
+        name: (unit.forward + unit.input_gradient + unit.weight_gradient).device
+        for name, unit in unit_times(plan.config, plan.draft, roofline).items()
+    }
+    of_unit: dict[str, tuple[float, StageTimes]] = {}  # share of its stage's time, by the plan
+    for names, times in zip(plan.draft.stages, report.measured, strict=True):
+        total = sum(weight[name] for name in names) or 1.0
+        of_unit |= {name: (weight[name] / total, times) for name in names}
+
+    def simulated(balance: list[int]) -> float | None:
+        try:
+            stages = partition(units, BalanceSplit("balance", balance), order.stages)
+        except SplitError:
+            return None
+        moved = []
+        for names, before in zip(stages, report.measured, strict=True):
+            parts: dict[str, Any] = {}
+            for kind in ("forward", "backward", "input_gradient", "weight_gradient"):
+                of = [
+                    (share, getattr(times, kind).device)
+                    for share, times in map(of_unit.__getitem__, names)
+                ]
+                parts[kind] = Duration(sum(share * seconds for share, seconds in of))
+            moved.append(replace(before, **parts))
+        return simulate(order, moved).step
+
+    best, balance = simulated(now), now
+    if best is None:
+        return None
+    before = best
+    for _ in range(_MOVES):
+        tried = []
+        for giver in range(order.stages):
+            for taker in range(order.stages):
+                if giver != taker and balance[giver] > 0:
+                    other = [*balance]
+                    other[giver] -= 1
+                    other[taker] += 1
+                    if (seconds := simulated(other)) is not None:
+                        tried.append((seconds, other))
+        if not tried or min(tried)[0] >= best * (1 - 1e-3):
+            break
+        best, balance = min(tried)
+    gain = before / best - 1
+    return (balance, gain) if gain > _LEAST else None
