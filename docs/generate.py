@@ -148,7 +148,7 @@ def closures() -> str:
     """How much of titanlike each command imports, at most."""
     import yaml
 
-    rows = yaml.safe_load((ROOT / "tests/command/closures.yaml").read_text(encoding="utf-8"))
+    rows = yaml.safe_load((ROOT / "tests/driver/closures.yaml").read_text(encoding="utf-8"))
     told = [(f"`{r['command']}`", str(r["files"]), f"{r['lines']:,}") for r in rows]
     return _table(("command", "files", "lines"), told)
 

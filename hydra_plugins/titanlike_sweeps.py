@@ -26,10 +26,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from titanlike.config.overrides import to_hydra
 
 if TYPE_CHECKING:
-    from titanlike.command.hydra_run import Task
     from titanlike.config.schema import Config
-    from titanlike.sweeps.plan import Job
-    from titanlike.sweeps.sweep_run import SweepRun
+    from titanlike.driver.drive import Task
+    from titanlike.driver.sweep import SweepRun
+    from titanlike.driver.sweep_plan import Job
 
 
 # defaults of hydra.sweeper and hydra.launcher; `params` are the overrides of a sweep written in a
@@ -98,8 +98,8 @@ class LayoutSweeper(GridSweeper):
         }
 
     def _todo(self, sweep_run: SweepRun, combinations: list[list[str]]) -> list[Job]:
+        from titanlike.driver.layout_search import search
         from titanlike.launch.failures import JobFailed
-        from titanlike.sweeps.layout_search import search
 
         def compose(overrides: list[str]) -> tuple[Config, list[Any]]:
             assert self.hydra_context is not None and self.config is not None
@@ -126,10 +126,10 @@ class JobLauncher(Launcher):
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
         """Run a batch of jobs; a failed one's return_value raises."""
-        from titanlike.command.override_errors import one_line
         from titanlike.config.errors import ConfigError, Problem
+        from titanlike.driver.override_errors import one_line
+        from titanlike.driver.sweep_jobs import Prepared, run_jobs
         from titanlike.launch.failures import JobFailed
-        from titanlike.sweeps.run_jobs import Prepared, run_jobs
 
         setup_globals()
         sweep_run = self.task.sweep_run

@@ -84,9 +84,9 @@ JOBS = {
     ),
 }
 TOOLS = {
-    "plan": Command("titanlike.command.plan.main", "what a run will cost, before it is paid for"),
+    "plan": Command("titanlike.driver.tools.main", "what a run will cost, before it is paid for"),
     "timeline": Command(
-        "titanlike.command.timeline.main", "what a run did, beside what its plan says"
+        "titanlike.driver.timeline.main", "what a run did, beside what its plan says"
     ),
     "checkpoint": Command(
         "titanlike.checkpoint.commands.main", "list, verify, convert checkpoints"
@@ -102,12 +102,12 @@ TOOLS = {
         "titanlike.generation.evaluate.main", "perplexity, bits a byte, and lm-evaluation-harness"
     ),
     "report": Command("titanlike.metrics.report.main", "runs as one page: report.html"),
-    "sweep": Command("titanlike.sweeps.report.main", "print and draw the table of a sweep"),
+    "sweep": Command("titanlike.driver.sweep_report.main", "print and draw the table of a sweep"),
     "bench-data": Command("titanlike.proof.benchmark_data.main", "measure input"),
     "gpu-check": Command(
         "titanlike.proof.gpu_check.main", "check the GPUs of this machine, and write a report"
     ),
-    "scripts": Command("titanlike.command.scripts.main", "copy the job scripts of a cluster"),
+    "scripts": Command("titanlike.driver.scripts.main", "copy the job scripts of a cluster"),
 }
 LISTED = {  # in --help
     "plan and train": ("train", "verify", "plan", "tokenize", "scripts"),
@@ -171,7 +171,7 @@ def _drive_or_follow(
     function: str, folder: str, result_dir: str | None, checked: bool
 ) -> int | str | None:
     """This process' part of a job; its exit code."""
-    from titanlike.job.run import JobRunner
+    from titanlike.driver.job import JobRunner
     from titanlike.launch.environment import is_restart
     from titanlike.launch.external import ExternalRanks
     from titanlike.launch.restart_state import RestartState
@@ -188,7 +188,7 @@ def _drive_or_follow(
     ranks = None if alone else ExternalRanks()
     if ranks is not None and ranks.rank > 0:
         return ranks.follow()
-    from titanlike.command.hydra_run import drive  # Hydra, which the followers do not need
+    from titanlike.driver.drive import drive  # Hydra, which the followers do not need
 
     if ranks is None:
         restart_state = RestartState.load()

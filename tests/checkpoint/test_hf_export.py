@@ -28,7 +28,7 @@ from titanlike.checkpoint.tensor_index import MODEL, read_entries
 from titanlike.checkpoint.tensor_rows import TensorRows
 from titanlike.config.schema import Config, Model
 from titanlike.data.tokenizer import ByteTokenizer
-from titanlike.job.check import _export_problem, problems
+from titanlike.driver.checks import _export_problem, problems
 from titanlike.models.hf_config import FAMILIES
 from titanlike.models.registry import build_model, resolve_model
 

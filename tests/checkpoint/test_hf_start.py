@@ -17,7 +17,7 @@ from support.saved_runs import a_run, events, train_all
 from titanlike.checkpoint.hf_export import export
 from titanlike.config.schema import Config, Model, Validation
 from titanlike.data.loader import batches, open_data
-from titanlike.job.check import problems
+from titanlike.driver.checks import problems
 from titanlike.metrics.sinks import read_jsonl
 
 SIZES = {"vocab_size": None, "dim": 32, "layers": 4, "heads": 4}

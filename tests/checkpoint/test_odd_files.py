@@ -27,6 +27,9 @@ from titanlike.checkpoint.integrity import MARKER, DamagedCheckpoint, checksum, 
 from titanlike.checkpoint.resume import select_resume
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.schema import Config
+from titanlike.driver import sweep_report as report
+from titanlike.driver.sweep_plan import FILE as PLAN
+from titanlike.driver.sweep_plan import Job, Plan, read_plan, write_plan
 from titanlike.launch.failures import root_cause
 from titanlike.launch.heartbeat import read_beats
 from titanlike.launch.restart_state import RestartState
@@ -36,9 +39,6 @@ from titanlike.metrics.events import Events
 from titanlike.metrics.result import read_result
 from titanlike.metrics.sinks import JsonlSink
 from titanlike.metrics.summary import summarize
-from titanlike.sweeps import report
-from titanlike.sweeps.plan import FILE as PLAN
-from titanlike.sweeps.plan import Job, Plan, read_plan, write_plan
 
 saved, run = saved_runs.saved, saved_runs.run
 

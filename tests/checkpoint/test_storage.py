@@ -22,7 +22,7 @@ from titanlike.checkpoint.integrity import check_all, checksum, commit
 from titanlike.checkpoint.storage import Storage
 from titanlike.checkpoint.writer import Saved, superseded
 from titanlike.config.schema import Checkpoint, Config
-from titanlike.job import check
+from titanlike.driver import checks as check
 from titanlike.launch.worker import Worker
 from titanlike.parallel.mesh import close_mesh
 

@@ -24,7 +24,7 @@ from titanlike.checkpoint.commands import main
 from titanlike.checkpoint.integrity import DAMAGED_MARKER, MARKER
 from titanlike.checkpoint.storage import Storage, UnreadableFile
 from titanlike.config.schema import Config
-from titanlike.job import check
+from titanlike.driver import checks as check
 from titanlike.launch.worker import Worker
 
 Fault = tuple[int, str, int, int]  # rank, part of a path, errno, how many times

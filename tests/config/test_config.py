@@ -39,7 +39,7 @@ from titanlike.config.schema import (
 from titanlike.config.validate import problems
 from titanlike.config.write import write_config
 from titanlike.data import checks
-from titanlike.sweeps.sweep_run import SweepRun
+from titanlike.driver.sweep import SweepRun
 
 SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text())
 NAMES = st.from_regex(r"[a-z_]{1,8}", fullmatch=True).filter(lambda name: name != "name")

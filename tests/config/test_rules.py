@@ -19,7 +19,7 @@ from titanlike.config.errors import Problem
 from titanlike.config.parse import parse, to_plain
 from titanlike.config.schema import Config, Schedule, SyntheticData
 from titanlike.config.validate import placement_warning, problems
-from titanlike.job import check
+from titanlike.driver import checks as check
 
 
 def numeric_keys(plain: dict[str, Any], prefix: str = "") -> list[str]:

@@ -27,7 +27,7 @@ from titanlike.config.credentials import (
 from titanlike.config.errors import Problem, quoted
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import VARIANTS, Checkpoint, Config, Custom
-from titanlike.job.check import problems, secret_problems, secrets_in_command
+from titanlike.driver.checks import problems, secret_problems, secrets_in_command
 
 VALUE = "pa ss/w\"ord%\\'1"
 TEXTS = {  # with a credential -> how it may be shown

@@ -13,7 +13,6 @@ import pytest
 from support.cells import cells, slow
 from support.models import tiny
 from support.proven import assert_proven
-from titanlike.command.plan import main as plan
 from titanlike.config.errors import ConfigError
 from titanlike.config.hardware import MeasuredHardware
 from titanlike.config.parse import bytes_of
@@ -30,6 +29,7 @@ from titanlike.costs.auto_schedule import find, with_found_order
 from titanlike.costs.known_hardware import planned_hardware, shipped
 from titanlike.costs.plan import make_plan
 from titanlike.costs.simulate import in_flight
+from titanlike.driver.tools import main as plan
 from titanlike.pipeline.from_config import build_order, microbatch_problem
 from titanlike.training.draft import Draft, draft
 

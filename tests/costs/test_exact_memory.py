@@ -16,7 +16,6 @@ from support.command_lines import examined
 from support.live_memory import measured
 from support.memory_layouts import LAYOUTS, MODEL, estimated_and_measured, layout
 from support.world import run_world
-from titanlike.command.plan import main
 from titanlike.config.groups import FitActivationCheckpoint, Schedule, SelectiveActivationCheckpoint
 from titanlike.config.schema import (
     Config,
@@ -33,6 +32,7 @@ from titanlike.costs.known_hardware import shipped
 from titanlike.costs.plan import Plan, make_plan
 from titanlike.costs.plan_search import search, search_text
 from titanlike.costs.plan_text import as_data, as_text
+from titanlike.driver.tools import main
 from titanlike.training.draft import draft
 
 

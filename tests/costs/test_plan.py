@@ -10,13 +10,13 @@ import pytest
 
 from support.commands import command
 from support.plans import planned
-from titanlike.command import plan as plan_command
 from titanlike.costs.advice import advise
 from titanlike.costs.closed_form import simulated_seconds
 from titanlike.costs.known_hardware import shipped
 from titanlike.costs.plan_chart import chart_of
 from titanlike.costs.plan_text import as_text
 from titanlike.costs.roofline import Roofline
+from titanlike.driver import tools as plan_command
 from titanlike.metrics.chart_picture import draw
 from titanlike.metrics.chart_trace import write_trace
 

@@ -24,7 +24,7 @@ from titanlike.config.schema import (
 )
 from titanlike.data.example_batch import example_batch
 from titanlike.data.loader import batches, open_data
-from titanlike.job.check import problems
+from titanlike.driver.checks import problems
 
 
 def text(folder: Path, **changes: Any) -> TextData:

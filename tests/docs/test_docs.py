@@ -37,7 +37,7 @@ NOT_RUN = {
     r"^titanlike bench": "measures: tests/proof/test_overhead.py runs it",
     r"constraints\.txt": "prepares an environment",
     r"plan\.py search": "half a minute: tests/costs/test_plan.py searches",
-    r"experiment=throughput": "costs every layout: tests/sweeps/test_layouts_search.py runs it",
+    r"experiment=throughput": "costs every layout: tests/driver/test_layouts_search.py runs it",
 }
 # What is added to runs of the default model, so that they take a second and not ten.
 SMALLER = " model.dim=32 model.ffn_dim=64 seq_len=16 validation.batches=1"

@@ -33,7 +33,7 @@ from titanlike.config.groups import ActivationCheckpoint, EveryActivationCheckpo
 from titanlike.config.groups import FitActivationCheckpoint as Fit
 from titanlike.config.groups import SelectiveActivationCheckpoint as Selective
 from titanlike.config.schema import Config, Custom, TraceSplit
-from titanlike.job.check import problems
+from titanlike.driver.checks import problems
 from titanlike.launch.worker import Worker
 from titanlike.models.llama import Block
 from titanlike.parallel.activation_checkpoint import checkpoint_blocks

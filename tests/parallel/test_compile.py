@@ -22,7 +22,7 @@ from support.proven import assert_proven
 from support.world import run_world
 from titanlike.config.errors import ConfigError
 from titanlike.config.schema import Custom, Schedule
-from titanlike.job.check import problems
+from titanlike.driver.checks import problems
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.parallel import compiled_blocks
 from titanlike.parallel.activation_checkpoint import checkpoint_blocks

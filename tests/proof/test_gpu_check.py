@@ -10,7 +10,7 @@ import torch
 from support.cells import GRID, slow
 from support.command_lines import examined
 from support.commands import command
-from titanlike.job.check import problems
+from titanlike.driver.checks import problems
 from titanlike.proof import gpu_cells, gpu_check
 from titanlike.proof.gpu_cells import run_cell
 from titanlike.proof.gpu_plan import KINDS, Cell, plan

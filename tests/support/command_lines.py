@@ -6,12 +6,12 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from titanlike.command.hydra_overrides import CheckedOverrides, check_overrides, complete_args
-from titanlike.command.words import parse_words
 from titanlike.config import validate
 from titanlike.config.errors import Problem
 from titanlike.config.overrides import key_of
 from titanlike.data import checks as data
+from titanlike.driver.argv import parse_words
+from titanlike.driver.overrides import CheckedOverrides, check_overrides, complete_args
 
 
 def examined(*words: str) -> CheckedOverrides:

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from titanlike.driver.sweep_plan import Job, Plan, write_plan
 from titanlike.metrics.result import write_result
 from titanlike.metrics.sinks import JsonlSink
-from titanlike.sweeps.plan import Job, Plan, write_plan
 
 COMMAND = "python train.py -m steps=40 schedule=gpipe,1f1b,interleaved1f1b pp=1,2 seed=0,1"
 

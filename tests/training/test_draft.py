@@ -24,8 +24,8 @@ from titanlike.config.schema import (
     Schedule,
     SyntheticData,
 )
+from titanlike.driver.checks import problems
 from titanlike.graph.cut import message
-from titanlike.job.check import problems
 from titanlike.training import tensor_draft
 from titanlike.training.draft import draft, preflight
 from titanlike.training.report import epochs, tensor_parallel, warmup

@@ -15,7 +15,7 @@ from support.models import LLAMA, tiny
 from support.proven import assert_proven
 from titanlike.config.keys import Model
 from titanlike.config.schema import Config, Custom, Schedule
-from titanlike.job.check import problems
+from titanlike.driver.checks import problems
 from titanlike.torch_private.known_code import own_code
 
 SIZES = {**LLAMA, "layers": 2, "vocab_size": 64}

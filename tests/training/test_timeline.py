@@ -17,13 +17,13 @@ from support.live_memory import Live
 from support.models import tiny
 from support.saved_runs import events
 from support.world import RankError, run_world
-from titanlike.command.timeline import main
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import Checkpoint, Config, Fsdp, Schedule, Validation
 from titanlike.config.timeline import Timeline, timeline_problems
 from titanlike.costs.simulate import Simulation, StageTimes, equal_stages, simulate
 from titanlike.costs.timeline_report import TimelineReport, report_of
 from titanlike.data.loader import batches, open_data
+from titanlike.driver.timeline import main
 from titanlike.launch.worker import Worker
 from titanlike.metrics.chart import Box
 from titanlike.metrics.timeline_file import Place, RankStep, read_timeline, write_timeline

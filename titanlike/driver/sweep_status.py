@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.config.files import open_regular
+from titanlike.driver.sweep_plan import Job, Plan, read_plan
 from titanlike.launch.run_dir_owner import is_locked
 from titanlike.metrics.result import ended_by_max_time, read_result
 from titanlike.metrics.starts import flat
 from titanlike.metrics.summary import OBJECTIVES, Summary, objective_value, summarize
-from titanlike.sweeps.plan import Job, Plan, read_plan
 
 DONE = ("completed", "skipped")
 SUBMITTED = "submitted"  # a file in a job's folder: what the submit command said

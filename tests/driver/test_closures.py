@@ -54,7 +54,7 @@ def check(row: dict, folder: Path) -> dict[str, int]:
     files, lines = len(found), sum(found.values())
     told = f"{row['command']}: {files} files, {lines} lines"
     assert files <= row["files"] and lines <= row["lines"], f"{told}: {sorted(found)}"
-    assert row["lines"] < 1.1 * lines, f"{told}: less, which tests/command/closures.yaml should say"
+    assert row["lines"] < 1.1 * lines, f"{told}: less, which tests/driver/closures.yaml should say"
     return found
 
 

@@ -19,7 +19,7 @@ from titanlike.checkpoint.resume import resumed_config
 from titanlike.config import validate
 from titanlike.config.errors import Problem
 from titanlike.config.schema import Config
-from titanlike.job.check import problems as check
+from titanlike.driver.checks import problems as check
 from titanlike.launch.restart_state import RestartState
 from titanlike.metrics.events import Events
 

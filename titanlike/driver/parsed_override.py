@@ -15,9 +15,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from titanlike.command.override_errors import flat_keys
 from titanlike.config.overrides import ADDED
 from titanlike.config.schema import OPEN_GROUPS
+from titanlike.driver.override_errors import flat_keys
 
 
 def parse_override(text: str, loader: ConfigLoaderImpl | None = None) -> Override | None:

@@ -25,10 +25,10 @@ from titanlike.config.schema import Config
 from titanlike.costs.estimate import estimate
 from titanlike.costs.layouts import SearchSpace
 from titanlike.costs.machine import Machine
-from titanlike.job.run import JobRunner, config_problems
+from titanlike.driver.job import JobRunner, config_problems
+from titanlike.driver.layout_search import filter_layouts, read_space
+from titanlike.driver.sweep_plan import read_plan
 from titanlike.pipeline.schedules import SCHEDULES
-from titanlike.sweeps.layout_search import filter_layouts, read_space
-from titanlike.sweeps.plan import read_plan
 from titanlike.training.draft import draft
 
 RUNNER = JobRunner("titanlike.training.loop:train", "")

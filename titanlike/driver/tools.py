@@ -14,14 +14,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from titanlike.command.hydra_overrides import check_overrides, complete_args
-from titanlike.command.words import parse_words
 from titanlike.config import validate
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.help import command_help
 from titanlike.config.program import program
 from titanlike.config.schema import Config
-from titanlike.job.report import print_problems
+from titanlike.driver.argv import parse_words
+from titanlike.driver.overrides import check_overrides, complete_args
+from titanlike.driver.report import print_problems
 
 _DESCRIPTION = (
     "Says what a run will cost before anything is paid for: memory of each rank, time of a step, "

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from support.paths import ROOT
 from support.sweep_folders import COMMAND, STATUSES, config, done, every_status, log, steps
+from titanlike.driver.sweep_picture import draw
+from titanlike.driver.sweep_plan import Job, Plan, write_plan
+from titanlike.driver.sweep_report import main, report, write_csv, write_markdown
+from titanlike.driver.sweep_status import JobRow
+from titanlike.driver.sweep_table import job_command, read_table, terminal_lines
 from titanlike.metrics.summary import Summary
-from titanlike.sweeps.job_status import JobRow
-from titanlike.sweeps.picture import draw
-from titanlike.sweeps.plan import Job, Plan, write_plan
-from titanlike.sweeps.report import main, report, write_csv, write_markdown
-from titanlike.sweeps.table import job_command, read_table, terminal_lines
 
 
 def csv_rows(folder: Path) -> list[dict[str, str]]:
@@ -72,7 +72,7 @@ def test_the_tool_tells_what_became_of_every_job_and_what_is_left(tmp_path):
     """One line a job, each error, the best job's command, and the command that runs the rest."""
     every_status(tmp_path)
     code = (  # as tools/sweep.py, and answers at once: without torch and what draws
-        "import sys; from titanlike.sweeps.report import main; code = main(sys.argv[1:]);"
+        "import sys; from titanlike.driver.sweep_report import main; code = main(sys.argv[1:]);"
         "print({'torch', 'matplotlib', 'wandb', 'hydra'} & set(sys.modules)); sys.exit(code)"
     )
     command = [sys.executable, "-c", code, str(tmp_path), "--no-picture"]

@@ -11,12 +11,12 @@ import pytest
 
 from support.paths import ROOT
 from support.sweep_folders import COMMAND, age, config, done, log, steps
+from titanlike.driver.sweep_picture import draw
+from titanlike.driver.sweep_plan import Job, Plan, add_jobs, read_plan, write_plan
+from titanlike.driver.sweep_table import read_table
 from titanlike.launch.heartbeat import Beat, Heartbeat
 from titanlike.metrics.events import Events
 from titanlike.metrics.summary import OBJECTIVES, Summary, objective_value, summarize
-from titanlike.sweeps.picture import draw
-from titanlike.sweeps.plan import Job, Plan, add_jobs, read_plan, write_plan
-from titanlike.sweeps.table import read_table
 
 
 def test_a_job_is_running_as_long_as_its_heart_beats(tmp_path):
@@ -146,7 +146,7 @@ def test_the_tasks_of_an_array_add_jobs_at_once_and_none_is_lost_or_twice(tmp_pa
         file.write('{"number": 7, "fol')
     add_jobs(tmp_path, [Job(41, "41", ["a=" + "y" * 5000], [])])
     code = (
-        "import sys; from pathlib import Path; from titanlike.sweeps.plan import *\n"
+        "import sys; from pathlib import Path; from titanlike.driver.sweep_plan import *\n"
         "for i in range(1, 41):\n"
         "    add_jobs(Path(sys.argv[1]), [Job(i, str(i), ['a=' + 'x' * 5000], [])])"
     )

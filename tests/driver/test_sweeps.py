@@ -22,12 +22,12 @@ from support.waiting import until
 from support.wandb_file import read_wandb_file
 from titanlike.config.schema import Sweep
 from titanlike.device import accelerator
+from titanlike.driver import processes
+from titanlike.driver.processes import Command, Processes
+from titanlike.driver.sweep import SweepRun
 from titanlike.launch.run_dir_owner import lock_run_dir
 from titanlike.metrics.result import write_result
 from titanlike.metrics.sinks import read_jsonl
-from titanlike.sweeps import processes
-from titanlike.sweeps.processes import Command, Processes
-from titanlike.sweeps.sweep_run import SweepRun
 
 JOBS = ROOT / "tests" / "support" / "sweep_jobs.py"
 TINY = "data=synthetic logger=none model.layers=2 model.dim=16 model.heads=2 model.kv_heads=1"

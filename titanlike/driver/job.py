@@ -14,7 +14,7 @@ from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.parse import parse
 from titanlike.config.schema import Config, Wandb
 from titanlike.config.write import write_config
-from titanlike.job.report import ResultReporter, print_problems
+from titanlike.driver.report import ResultReporter, print_problems
 from titanlike.launch.environment import available_cores, will_restart
 from titanlike.launch.external import ExternalRanks, record_for_torchrun
 from titanlike.launch.failures import JobFailed, describe
@@ -120,7 +120,7 @@ class JobRunner:
     ) -> Config:
         """The config to run, written to config.yaml. Raises ConfigError."""
         from titanlike.checkpoint.resume import resumed_config
-        from titanlike.job import elastic
+        from titanlike.driver import elastic
 
         if self.restart:
             config, _ = resumed_config(config)
@@ -189,7 +189,7 @@ def config_problems(config: Config, world_size: int | None, known: list[Problem]
 
     Raises JobFailed if a function of the user's own fails in a check.
     """
-    from titanlike.job.check import problems
+    from titanlike.driver.checks import problems
 
     try:
         found = problems(config, world_size, _warn)

@@ -21,11 +21,11 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from titanlike.config import files
+from titanlike.driver.sweep_status import JobRow
+from titanlike.driver.sweep_table import PICTURE, Table
 from titanlike.metrics import units
 from titanlike.metrics.console import shorten
 from titanlike.metrics.summary import OBJECTIVES, parse_records
-from titanlike.sweeps.job_status import JobRow
-from titanlike.sweeps.table import PICTURE, Table
 
 BARS = 60  # of more jobs, the fastest and the slowest are shown
 _SLOWEST = 15

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from titanlike.config.errors import ConfigError
 from titanlike.config.program import program
-from titanlike.job.report import print_problems
+from titanlike.driver.report import print_problems
 
 if TYPE_CHECKING:
     from titanlike.costs.timeline_report import TimelineReport

@@ -15,8 +15,8 @@ from titanlike.config.credentials import REDACTED
 from titanlike.config.errors import Problem, quoted
 from titanlike.config.program import program
 from titanlike.config.schema import Config
+from titanlike.driver.sweep import SweepRun
 from titanlike.metrics.summary import OBJECTIVES
-from titanlike.sweeps.sweep_run import SweepRun
 
 
 @dataclass(frozen=True)

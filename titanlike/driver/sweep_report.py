@@ -14,10 +14,10 @@ from pathlib import Path
 
 from titanlike.config import files
 from titanlike.config.program import program
+from titanlike.driver import sweep_table
+from titanlike.driver.sweep_status import is_sweep
+from titanlike.driver.sweep_table import CSV, MARKDOWN, PICTURE, Column, Table, counts, read_table
 from titanlike.metrics.console import LOG_WIDTH, Console
-from titanlike.sweeps import table as sweep_table
-from titanlike.sweeps.job_status import is_sweep
-from titanlike.sweeps.table import CSV, MARKDOWN, PICTURE, Column, Table, counts, read_table
 
 DONE, LEFT, INVALID = 0, 1, 2  # exit codes
 
@@ -128,7 +128,7 @@ def _escaped(text: str) -> str:
 
 
 def _draw(table: Table) -> Path | None:
-    from titanlike.sweeps.picture import draw  # matplotlib takes a second to import
+    from titanlike.driver.sweep_picture import draw  # matplotlib takes a second to import
 
     return draw(table)
 

@@ -17,14 +17,14 @@ from titanlike.config.errors import ConfigError, Problem, quoted
 from titanlike.config.imports import outside
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config, Wandb
-from titanlike.job.report import ResultReporter
-from titanlike.job.run import JobRunner, config_problems, with_run_name
+from titanlike.driver.job import JobRunner, config_problems, with_run_name
+from titanlike.driver.processes import Command, EndedJob, Processes
+from titanlike.driver.report import ResultReporter
+from titanlike.driver.sweep import SweepRun
+from titanlike.driver.sweep_plan import Job
+from titanlike.driver.sweep_status import SUBMITTED
 from titanlike.launch.failures import JobFailed
 from titanlike.metrics.result import ended_by_max_time, read_result
-from titanlike.sweeps.job_status import SUBMITTED
-from titanlike.sweeps.plan import Job
-from titanlike.sweeps.processes import Command, EndedJob, Processes
-from titanlike.sweeps.sweep_run import SweepRun
 
 _CHECK_TIME = 60.0  # seconds for checking jobs before the first begins
 _SUBMIT_TIMEOUT = 120.0  # seconds

@@ -32,20 +32,6 @@ from hydra.core.utils import setup_globals
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from titanlike.command import override_errors
-from titanlike.command.override_errors import Advice, one_line
-from titanlike.command.own_choices import complete_choices
-from titanlike.command.parsed_override import (
-    environment,
-    mapping_kept,
-    may_set,
-    parse_override,
-    plain_config,
-    single_overrides,
-    values_of,
-)
-from titanlike.command.sweep_settings import SweepSettings
-from titanlike.command.words import NoOverride
 from titanlike.config import validate
 from titanlike.config.aliases import aliases_problem
 from titanlike.config.errors import Problem, override_text, quoted
@@ -54,6 +40,20 @@ from titanlike.config.overrides import from_hydra, in_full, key_of, to_hydra
 from titanlike.config.parse import parse
 from titanlike.config.program import conf_dir
 from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config
+from titanlike.driver import override_errors
+from titanlike.driver.argv import NoOverride
+from titanlike.driver.override_errors import Advice, one_line
+from titanlike.driver.own_choices import complete_choices
+from titanlike.driver.parsed_override import (
+    environment,
+    mapping_kept,
+    may_set,
+    parse_override,
+    plain_config,
+    single_overrides,
+    values_of,
+)
+from titanlike.driver.sweep_settings import SweepSettings
 
 
 def complete_args(args: argparse.Namespace) -> None:

@@ -30,23 +30,23 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from titanlike.command.hydra_overrides import CheckedOverrides, check_overrides, complete_args
-from titanlike.command.override_errors import one_line
-from titanlike.command.sweep_settings import open_sweep
-from titanlike.command.words import parse_words, parser
 from titanlike.config import files, validate
 from titanlike.config.credentials import redact
 from titanlike.config.errors import ConfigError, Problem, quoted
 from titanlike.config.overrides import from_hydra
 from titanlike.config.validate import sweep_problems
-from titanlike.job.report import ResultReporter, print_problems
-from titanlike.job.run import JobEnd, JobRunner, config_problems
+from titanlike.driver.argv import parse_words, parser
+from titanlike.driver.job import JobEnd, JobRunner, config_problems
+from titanlike.driver.override_errors import one_line
+from titanlike.driver.overrides import CheckedOverrides, check_overrides, complete_args
+from titanlike.driver.report import ResultReporter, print_problems
+from titanlike.driver.sweep import SweepRun
+from titanlike.driver.sweep_plan import FILE as PLAN_FILE
+from titanlike.driver.sweep_settings import open_sweep
 from titanlike.launch.external import ExternalRanks, record_for_torchrun
 from titanlike.launch.failures import JobFailed
 from titanlike.launch.slurm import adopt_slurm
 from titanlike.metrics.result import Status
-from titanlike.sweeps.plan import FILE as PLAN_FILE
-from titanlike.sweeps.sweep_run import SweepRun
 
 ExitCode = int | str | None  # as sys.exit takes it
 _OF_STORAGE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO}
@@ -182,8 +182,8 @@ def _problems(
 ) -> list[Problem]:
     """Every problem of the command; the configs of a sweep's jobs are checked later, each by itself."""
     from titanlike.checkpoint.resume import resumed_config
-    from titanlike.job import elastic
-    from titanlike.job.check import secrets_in_command
+    from titanlike.driver import elastic
+    from titanlike.driver.checks import secrets_in_command
 
     typed = [*args.overrides, *(f"{words.key}={words.value}" for words in args.no_overrides)]
     if secrets := secrets_in_command(typed, checked.config):

@@ -13,9 +13,9 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 from support.sweep_folders import COMMAND, done, log, steps
-from titanlike.sweeps.picture import COLOURS, GREY, draw
-from titanlike.sweeps.plan import Job, Plan, write_plan
-from titanlike.sweeps.table import read_table
+from titanlike.driver.sweep_picture import COLOURS, GREY, draw
+from titanlike.driver.sweep_plan import Job, Plan, write_plan
+from titanlike.driver.sweep_table import read_table
 
 
 @pytest.mark.parametrize("jobs", [2, 12])

@@ -16,10 +16,10 @@ from titanlike.config.errors import Problem, quoted
 from titanlike.config.overrides import from_hydra, key_of
 from titanlike.config.schema import Sweep
 from titanlike.config.validate import parse_share
+from titanlike.driver.sweep_plan import FILE as PLAN_FILE
+from titanlike.driver.sweep_plan import Job, Plan, add_jobs, read_plan, write_plan
+from titanlike.driver.sweep_status import SUBMITTED, read_job_rows
 from titanlike.launch.run_dir_owner import claim
-from titanlike.sweeps.job_status import SUBMITTED, read_job_rows
-from titanlike.sweeps.plan import FILE as PLAN_FILE
-from titanlike.sweeps.plan import Job, Plan, add_jobs, read_plan, write_plan
 
 _RESTART_PATIENCE = 60.0  # seconds for the start before this one to end
 
@@ -207,7 +207,7 @@ class SweepRun:
 
     def close(self, code: int | str | None) -> int | str | None:
         """Print and write the table; the exit code, given the one so far."""
-        from titanlike.sweeps.report import report
+        from titanlike.driver.sweep_report import report
 
         if self.check:
             if not code and not self.refused:

@@ -13,11 +13,11 @@ from typing import Any, TypeGuard
 
 from titanlike.config.credentials import REDACTED
 from titanlike.config.program import program_length, train_program
+from titanlike.driver.sweep_plan import Plan, read_plan
+from titanlike.driver.sweep_status import JobRow, read_job_rows
 from titanlike.metrics import units
 from titanlike.metrics.console import table_lines
 from titanlike.metrics.summary import OBJECTIVES
-from titanlike.sweeps.job_status import JobRow, read_job_rows
-from titanlike.sweeps.plan import Plan, read_plan
 
 CSV, MARKDOWN, PICTURE = "sweep.csv", "sweep.md", "sweep.png"
 _FRACTION = re.compile(r"-?\d*\.\d+(e[-+]?\d+)?", re.IGNORECASE)

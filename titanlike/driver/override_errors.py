@@ -14,11 +14,11 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from titanlike.command.words import NoOverride
 from titanlike.config.errors import Problem, nearest, override_text, quoted
 from titanlike.config.other_frameworks import Context, translate
 from titanlike.config.overrides import SHORT, from_hydra, in_full
 from titanlike.config.schema import VARIANTS
+from titanlike.driver.argv import NoOverride
 
 # overrides -> what works of them: the same, or with values of the right type; [] = nothing
 Applied = Callable[[list[str]], list[str]]

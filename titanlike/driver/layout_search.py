@@ -22,11 +22,11 @@ from titanlike.costs.estimate import estimate, least_memory
 from titanlike.costs.layouts import Candidate, Compose, SearchSpace, candidates
 from titanlike.costs.machine import Machine, find_machine
 from titanlike.costs.tensor_sizes import tensor_sizes
-from titanlike.job.run import JobRunner, config_problems
+from titanlike.driver.job import JobRunner, config_problems
+from titanlike.driver.sweep import SweepRun
 from titanlike.launch.failures import JobFailed
 from titanlike.metrics import units
 from titanlike.models.registry import build_model, resolve_model
-from titanlike.sweeps.sweep_run import SweepRun
 from titanlike.training.draft import draft
 
 INVALID, TOO_LARGE, UNPROMISING = "invalid", "too large", "less promising"
