@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from titanlike.config.schema import Config
     from titanlike.driver.drive import Task
     from titanlike.driver.sweep import SweepRun
-    from titanlike.driver.sweep_plan import Job
+    from titanlike.driver.sweep_status import Job
 
 
 # defaults of hydra.sweeper and hydra.launcher; `params` are the overrides of a sweep written in a

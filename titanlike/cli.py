@@ -84,9 +84,9 @@ JOBS = {
     ),
 }
 TOOLS = {
-    "plan": Command("titanlike.driver.tools.main", "what a run will cost, before it is paid for"),
+    "plan": Command("titanlike.driver.tools.plan", "what a run will cost, before it is paid for"),
     "timeline": Command(
-        "titanlike.driver.timeline.main", "what a run did, beside what its plan says"
+        "titanlike.driver.tools.timeline", "what a run did, beside what its plan says"
     ),
     "checkpoint": Command(
         "titanlike.checkpoint.commands.main", "list, verify, convert checkpoints"
@@ -102,12 +102,12 @@ TOOLS = {
         "titanlike.generation.evaluate.main", "perplexity, bits a byte, and lm-evaluation-harness"
     ),
     "report": Command("titanlike.metrics.report.main", "runs as one page: report.html"),
-    "sweep": Command("titanlike.driver.sweep_report.main", "print and draw the table of a sweep"),
+    "sweep": Command("titanlike.driver.sweep_table.main", "print and draw the table of a sweep"),
     "bench-data": Command("titanlike.proof.benchmark_data.main", "measure input"),
     "gpu-check": Command(
         "titanlike.proof.gpu_check.main", "check the GPUs of this machine, and write a report"
     ),
-    "scripts": Command("titanlike.driver.scripts.main", "copy the job scripts of a cluster"),
+    "scripts": Command("titanlike.driver.tools.scripts", "copy the job scripts of a cluster"),
 }
 LISTED = {  # in --help
     "plan and train": ("train", "verify", "plan", "tokenize", "scripts"),

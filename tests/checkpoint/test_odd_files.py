@@ -27,9 +27,9 @@ from titanlike.checkpoint.integrity import MARKER, DamagedCheckpoint, checksum, 
 from titanlike.checkpoint.resume import select_resume
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.schema import Config
-from titanlike.driver import sweep_report as report
-from titanlike.driver.sweep_plan import FILE as PLAN
-from titanlike.driver.sweep_plan import Job, Plan, read_plan, write_plan
+from titanlike.driver import sweep_table as report
+from titanlike.driver.sweep_status import FILE as PLAN
+from titanlike.driver.sweep_status import Job, SweepSpec, read_spec, write_spec
 from titanlike.launch.failures import root_cause
 from titanlike.launch.heartbeat import read_beats
 from titanlike.launch.restart_state import RestartState
@@ -210,7 +210,7 @@ RECORDS: dict[str, Callable[[Path], Any]] = {
     "logs/rank0.heartbeat": lambda folder: read_beats(folder, 1),
     "logs/rank0.error.json": lambda folder: root_cause(folder),
     "restart.json": lambda folder: RestartState(folder / "restart.json").count_start(),
-    PLAN: lambda folder: read_plan(folder),
+    PLAN: lambda folder: read_spec(folder),
 }
 NAMED = ("result.json", PLAN)  # a reader needs what is in these
 
@@ -267,7 +267,7 @@ def test_the_table_of_a_sweep_survives_an_odd_file_of_a_job(
 
 def a_sweep(folder: Path) -> Path:
     (folder / "0").mkdir(parents=True)
-    write_plan(folder, Plan("train", "loss", jobs=[Job(0, "0", ["lr=1"], ["lr=1"])]))
+    write_spec(folder, SweepSpec("train", "loss", jobs=[Job(0, "0", ["lr=1"], ["lr=1"])]))
     return folder
 
 

@@ -29,7 +29,7 @@ from titanlike.costs.auto_schedule import find, with_found_order
 from titanlike.costs.known_hardware import planned_hardware, shipped
 from titanlike.costs.plan import make_plan
 from titanlike.costs.simulate import in_flight
-from titanlike.driver.tools import main as plan
+from titanlike.driver.tools import plan
 from titanlike.pipeline.from_config import build_order, microbatch_problem
 from titanlike.training.draft import Draft, draft
 

@@ -32,7 +32,7 @@ from titanlike.costs.known_hardware import shipped
 from titanlike.costs.plan import Plan, make_plan
 from titanlike.costs.plan_search import search, search_text
 from titanlike.costs.plan_text import as_data, as_text
-from titanlike.driver.tools import main
+from titanlike.driver.tools import plan as main
 from titanlike.training.draft import draft
 
 

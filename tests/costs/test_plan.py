@@ -16,7 +16,7 @@ from titanlike.costs.known_hardware import shipped
 from titanlike.costs.plan_chart import chart_of
 from titanlike.costs.plan_text import as_text
 from titanlike.costs.roofline import Roofline
-from titanlike.driver import tools as plan_command
+from titanlike.driver import tools
 from titanlike.metrics.chart_picture import draw
 from titanlike.metrics.chart_trace import write_trace
 
@@ -24,7 +24,7 @@ TINY = ["data=synthetic", "device=cpu", "hardware=h100_sxm", "model.layers=4", "
 
 
 def run(capsys: pytest.CaptureFixture, *words: str) -> tuple[int, str, str]:
-    code = plan_command.main([*words])
+    code = tools.plan([*words])
     return code, *capsys.readouterr()
 
 

@@ -1,4 +1,4 @@
-"""What became of each job of a sweep, its numbers, and the plan, from the files that it left."""
+"""What became of each job of a sweep, its numbers, and the spec, from the files that it left."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from support.paths import ROOT
 from support.sweep_folders import COMMAND, age, config, done, log, steps
 from titanlike.driver.sweep_picture import draw
-from titanlike.driver.sweep_plan import Job, Plan, add_jobs, read_plan, write_plan
+from titanlike.driver.sweep_status import Job, SweepSpec, add_jobs, read_spec, write_spec
 from titanlike.driver.sweep_table import read_table
 from titanlike.launch.heartbeat import Beat, Heartbeat
 from titanlike.metrics.events import Events
@@ -24,7 +24,7 @@ def test_a_job_is_running_as_long_as_its_heart_beats(tmp_path):
     run_dir = tmp_path / "0"
     config(run_dir)
     log(run_dir, steps(5))
-    write_plan(tmp_path, Plan(COMMAND, "loss", "", [Job(0, "0", [], [])]))
+    write_spec(tmp_path, SweepSpec(COMMAND, "loss", "", [Job(0, "0", [], [])]))
 
     def look() -> Beat:
         return Beat(0, 0, 0.0, "host", 1, 5, "step", "", 0.0, 0.0)
@@ -50,7 +50,7 @@ def test_a_job_that_was_not_started_waits_and_one_with_a_result_has_ended(
 ):
     """A tool's jobs keep their files in a folder of their own."""
     jobs = [Job(i, str(i), [f"seed={i}"], [f"seed={i}"]) for i in range(3)]
-    write_plan(tmp_path, Plan(COMMAND, "tokens_per_second", "bench", jobs))
+    write_spec(tmp_path, SweepSpec(COMMAND, "tokens_per_second", "bench", jobs))
     done(tmp_path / "0" / "bench", value=512.0)
     (tmp_path / "1").mkdir()
     done(tmp_path / "1", value=9e9)  # of a training run in the same place: not the tool's
@@ -73,7 +73,7 @@ def test_jobs_are_found_that_no_plan_names(tmp_path):
     for number in range(2):
         (tmp_path / str(number) / "result.json").unlink()
     assert [row.settings for row in read_table(tmp_path).rows] == settings
-    write_plan(tmp_path, Plan(COMMAND, "loss", "", [Job(0, "0", ["optimizer.lr=0.1"], [])]))
+    write_spec(tmp_path, SweepSpec(COMMAND, "loss", "", [Job(0, "0", ["optimizer.lr=0.1"], [])]))
     assert [row.job.folder for row in read_table(tmp_path).rows] == ["0", "1", "2"]
     add_jobs(tmp_path, [Job(3, ".", ["optimizer.lr=1"], [])])  # in the sweep's own directory
     assert [row.job.folder for row in read_table(tmp_path).rows] == ["0", "1", "2", "."]
@@ -130,7 +130,7 @@ def test_the_best_job_is_the_one_that_the_objective_says(tmp_path, value):
     """The most tokens a second, or the least of a loss. A loss that is nan, or of a job that did
     not complete, is never the best."""
     jobs = [Job(i, str(i), [f"seed={i}"], []) for i in range(4)]
-    write_plan(tmp_path, Plan(COMMAND, value, "", jobs))
+    write_spec(tmp_path, SweepSpec(COMMAND, value, "", jobs))
     for number, size in enumerate((math.nan, 2.0, 3.0, 1.0 if not OBJECTIVES[value] else 9.0)):
         names = [name for name in OBJECTIVES if name != "memory_bytes" or math.isfinite(size)]
         log(tmp_path / str(number), [{"step": 1, **{name: size for name in names}}])
@@ -141,12 +141,14 @@ def test_the_best_job_is_the_one_that_the_objective_says(tmp_path, value):
 
 def test_the_tasks_of_an_array_add_jobs_at_once_and_none_is_lost_or_twice(tmp_path):
     """Nor does a line that a killed task has torn take another with it."""
-    write_plan(tmp_path, Plan("python train.py -m", "loss", "", [Job(0, "0", ["pp=1"], ["pp=1"])]))
+    write_spec(
+        tmp_path, SweepSpec("python train.py -m", "loss", "", [Job(0, "0", ["pp=1"], ["pp=1"])])
+    )
     with (tmp_path / "sweep.jsonl").open("a") as file:
         file.write('{"number": 7, "fol')
     add_jobs(tmp_path, [Job(41, "41", ["a=" + "y" * 5000], [])])
     code = (
-        "import sys; from pathlib import Path; from titanlike.driver.sweep_plan import *\n"
+        "import sys; from pathlib import Path; from titanlike.driver.sweep_status import *\n"
         "for i in range(1, 41):\n"
         "    add_jobs(Path(sys.argv[1]), [Job(i, str(i), ['a=' + 'x' * 5000], [])])"
     )
@@ -154,24 +156,24 @@ def test_the_tasks_of_an_array_add_jobs_at_once_and_none_is_lost_or_twice(tmp_pa
         subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT) for _ in range(3)
     ]
     assert [task.wait(60) for task in tasks] == [0, 0, 0]
-    plan = read_plan(tmp_path)
-    assert [job.number for job in plan.jobs] == list(range(42))
-    assert plan.jobs[0] == Job(0, "0", ["pp=1"], ["pp=1"], None)
-    assert {len(job.overrides[0]) for job in plan.jobs[1:]} == {5002}
+    spec = read_spec(tmp_path)
+    assert [job.number for job in spec.jobs] == list(range(42))
+    assert spec.jobs[0] == Job(0, "0", ["pp=1"], ["pp=1"], None)
+    assert {len(job.overrides[0]) for job in spec.jobs[1:]} == {5002}
 
 
 def test_a_plan_comes_back_as_it_was_but_for_its_credentials(tmp_path):
     """They are in no file of a sweep."""
-    assert read_plan(tmp_path) is None
+    assert read_spec(tmp_path) is None
     with pytest.raises(FileNotFoundError):
         add_jobs(tmp_path, [])
     secret = "hf_" + "a1B2" * 8
     jobs = [Job(0, "0", [f"model.hf_token={secret}", "pp=1"], ["pp=1"], f"no {secret}")]
-    plan = Plan(f"python train.py -m pp=1 model.hf_token={secret}", "mfu", "verify", jobs)
-    write_plan(tmp_path, plan)
+    spec = SweepSpec(f"python train.py -m pp=1 model.hf_token={secret}", "mfu", "verify", jobs)
+    write_spec(tmp_path, spec)
     add_jobs(tmp_path, [Job(1, "1", [f"model.hf_token={secret}"], [])])
     assert secret not in (tmp_path / "sweep.jsonl").read_text()
-    back = read_plan(tmp_path)
+    back = read_spec(tmp_path)
     assert (back.value, back.inner) == ("mfu", "verify")
     assert back.command == "python train.py -m pp=1 model.hf_token=***"
     assert back.jobs[0] == Job(0, "0", ["model.hf_token=***", "pp=1"], ["pp=1"], "no ***")

@@ -27,7 +27,7 @@ from titanlike.costs.layouts import SearchSpace
 from titanlike.costs.machine import Machine
 from titanlike.driver.job import JobRunner, config_problems
 from titanlike.driver.layout_search import filter_layouts, read_space
-from titanlike.driver.sweep_plan import read_plan
+from titanlike.driver.sweep_status import read_spec
 from titanlike.pipeline.schedules import SCHEDULES
 from titanlike.training.draft import draft
 
@@ -96,8 +96,8 @@ def test_a_model_that_fits_in_no_layout_is_refused_before_anything_is_started(tm
     assert "no layout can be run" in ended.stderr
     assert re.search(r"\d+ layouts: 0 to run, \d+ left out \(\d+ too large\)", ended.stdout)
     assert re.search(r"skipped: needs more than \d\.\d TiB on a rank, of ", ended.stdout)
-    plan = read_plan(tmp_path)
-    assert plan is not None and len(plan.jobs) > 20 and all(job.skipped for job in plan.jobs)
+    spec = read_spec(tmp_path)
+    assert spec is not None and len(spec.jobs) > 20 and all(job.skipped for job in spec.jobs)
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
 
 

@@ -14,7 +14,7 @@ from matplotlib.image import imread
 
 from support.sweep_folders import COMMAND, done, log, steps
 from titanlike.driver.sweep_picture import COLOURS, GREY, draw
-from titanlike.driver.sweep_plan import Job, Plan, write_plan
+from titanlike.driver.sweep_status import Job, SweepSpec, write_spec
 from titanlike.driver.sweep_table import read_table
 
 
@@ -23,8 +23,8 @@ def test_the_picture_shows_every_jobs_curve(tmp_path: Path, jobs: int) -> None:
     """Few have a colour each; of many, grey is left to those that did not complete. It says
     nothing on standard error, and changes nothing of the program's own pictures. Made again, it
     replaces the old one."""
-    plan = [Job(i, str(i), [f"optimizer.lr={0.001 * i + 0.001}"], []) for i in range(jobs)]
-    write_plan(tmp_path, Plan(COMMAND, "loss", "", plan))
+    spec = [Job(i, str(i), [f"optimizer.lr={0.001 * i + 0.001}"], []) for i in range(jobs)]
+    write_spec(tmp_path, SweepSpec(COMMAND, "loss", "", spec))
     for i in range(jobs):
         records = steps(40, 2 + i / jobs)
         if i == 1:
@@ -52,7 +52,7 @@ def test_the_picture_shows_every_jobs_curve(tmp_path: Path, jobs: int) -> None:
 def test_curves_that_coincide_are_all_seen(tmp_path: Path) -> None:
     """Layouts of one model have the same losses to the last bit: none hides the others."""
     jobs = [Job(i, str(i), [f"pp={2**i}"], []) for i in range(4)]
-    write_plan(tmp_path, Plan(COMMAND, "loss", "", jobs))
+    write_spec(tmp_path, SweepSpec(COMMAND, "loss", "", jobs))
     for i in range(4):
         log(tmp_path / str(i), steps(40, val_every=0))
         done(tmp_path / str(i))

@@ -22,9 +22,9 @@ from support.waiting import until
 from support.wandb_file import read_wandb_file
 from titanlike.config.schema import Sweep
 from titanlike.device import accelerator
-from titanlike.driver import processes
-from titanlike.driver.processes import Command, Processes
+from titanlike.driver import sweep_jobs
 from titanlike.driver.sweep import SweepRun
+from titanlike.driver.sweep_jobs import Command, Processes
 from titanlike.launch.run_dir_owner import lock_run_dir
 from titanlike.metrics.result import write_result
 from titanlike.metrics.sinks import read_jsonl
@@ -163,10 +163,10 @@ def test_jobs_share_the_devices_and_get_them_back(
     monkeypatch.setenv("RANK", "3")  # of an outer launcher
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(accelerator, "visible_variable", lambda: "CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(processes, "available_cores", lambda: 12)
-    monkeypatch.setattr(processes, "devices", lambda device, parallel: ["0", "2", "3"])
+    monkeypatch.setattr(sweep_jobs, "available_cores", lambda: 12)
+    monkeypatch.setattr(sweep_jobs, "devices", lambda device, parallel: ["0", "2", "3"])
     monkeypatch.setattr(
-        processes, "_program", lambda command: PROGRAM.format(code=int(command.name == "1"))
+        sweep_jobs, "_program", lambda command: PROGRAM.format(code=int(command.name == "1"))
     )
     (tmp_path / "3").mkdir()
     write_result(tmp_path / "3", status="completed", value=7.0, error=None, seconds=1, overrides=[])

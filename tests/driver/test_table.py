@@ -13,10 +13,16 @@ from pathlib import Path
 from support.paths import ROOT
 from support.sweep_folders import COMMAND, STATUSES, config, done, every_status, log, steps
 from titanlike.driver.sweep_picture import draw
-from titanlike.driver.sweep_plan import Job, Plan, write_plan
-from titanlike.driver.sweep_report import main, report, write_csv, write_markdown
-from titanlike.driver.sweep_status import JobRow
-from titanlike.driver.sweep_table import job_command, read_table, terminal_lines
+from titanlike.driver.sweep_status import Job, JobRow, SweepSpec, write_spec
+from titanlike.driver.sweep_table import (
+    job_command,
+    main,
+    read_table,
+    report,
+    terminal_lines,
+    write_csv,
+    write_markdown,
+)
 from titanlike.metrics.summary import Summary
 
 
@@ -34,7 +40,9 @@ def two_by_two(folder: Path, invalid: set[int]) -> list[str]:
         (folder / str(number)).mkdir(parents=True)
         done(folder / str(number), "invalid" if number in invalid else "failed", "it is wrong")
     done(folder / "0")
-    write_plan(folder, Plan("python train.py -m schedule=gpipe,dualpipev pp=1,2", "loss", "", jobs))
+    write_spec(
+        folder, SweepSpec("python train.py -m schedule=gpipe,dualpipev pp=1,2", "loss", "", jobs)
+    )
     return terminal_lines(read_table(folder), 120)[-2:]
 
 
@@ -58,7 +66,7 @@ def test_the_line_that_runs_what_is_left_leaves_out_invalid_values(tmp_path):
 def test_of_jobs_that_are_equally_good_the_fastest_is_the_best(tmp_path):
     """Equal up to rounding, as layouts of one model are; then the earlier one."""
     jobs = [Job(n, str(n), [f"seed={n}"], [f"seed={n}"]) for n in range(4)]
-    write_plan(tmp_path, Plan("python train.py -m seed=0,1,2,3", "loss", "", jobs))
+    write_spec(tmp_path, SweepSpec("python train.py -m seed=0,1,2,3", "loss", "", jobs))
     for number, (level, speed) in enumerate([(2.0, 1e4), (2 + 1e-8, 3e4), (2.0, 3e4), (2.01, 9e4)]):
         log(tmp_path / str(number), steps(20, level, speed))
         done(tmp_path / str(number))
@@ -72,7 +80,7 @@ def test_the_tool_tells_what_became_of_every_job_and_what_is_left(tmp_path):
     """One line a job, each error, the best job's command, and the command that runs the rest."""
     every_status(tmp_path)
     code = (  # as tools/sweep.py, and answers at once: without torch and what draws
-        "import sys; from titanlike.driver.sweep_report import main; code = main(sys.argv[1:]);"
+        "import sys; from titanlike.driver.sweep_table import main; code = main(sys.argv[1:]);"
         "print({'torch', 'matplotlib', 'wandb', 'hydra'} & set(sys.modules)); sys.exit(code)"
     )
     command = [sys.executable, "-c", code, str(tmp_path), "--no-picture"]
@@ -149,7 +157,7 @@ AWKWARD = [
 def test_any_override_is_written_so_that_it_can_be_read_again(tmp_path):
     """Commas, quotes, pipes, dollars, unicode and lines: in CSV, in Markdown, as a command."""
     jobs = [Job(0, "0", ["pp=1"], []), Job(1, "1", ["pp=1", *AWKWARD], AWKWARD)]
-    write_plan(tmp_path, Plan("python train.py -m pp=1", "loss", "", jobs))
+    write_spec(tmp_path, SweepSpec("python train.py -m pp=1", "loss", "", jobs))
     log(tmp_path / "0", steps(3))
     done(tmp_path / "0")
     log(tmp_path / "1", steps(3, 1.0))
@@ -168,7 +176,7 @@ def test_any_override_is_written_so_that_it_can_be_read_again(tmp_path):
     assert len(rows) == 4
     assert len({len(re.findall(r"(?<!\\)\|", line)) for line in rows}) == 1
     assert "größe\\_\\*\\_\\`x\\`" in rows[3] and "\\<b>" in rows[3] and "字" in rows[3]
-    assert shlex.split(job_command(table.plan, table.rows[1])) == [
+    assert shlex.split(job_command(table.spec, table.rows[1])) == [
         *("python", "train.py", "pp=1"),
         *AWKWARD,
     ]
@@ -205,7 +213,7 @@ def _many_settings(folder: Path) -> None:
         Job(i, str(i), [f"group{k}.key{k}=/a/long/path/{k}/{i}/file.txt" for k in range(9)], [])
         for i in range(12)
     ]
-    write_plan(folder, Plan(COMMAND, "val_loss", "", jobs))
+    write_spec(folder, SweepSpec(COMMAND, "val_loss", "", jobs))
     for i in range(12):
         log(folder / str(i), steps(10, 1 + i / 10))
         done(folder / str(i))
@@ -215,7 +223,7 @@ def test_the_csv_has_every_digit_and_the_terminal_few(tmp_path):
     """A search's 0.00031622776601683795 is 0.0003162 to the eye; keys lose their group's name."""
     lrs = ["0.00031622776601683795", "0.002"]
     jobs = [Job(i, str(i), [f"optimizer.lr={lr}"], []) for i, lr in enumerate(lrs)]
-    write_plan(tmp_path, Plan(COMMAND, "loss", "", jobs))
+    write_spec(tmp_path, SweepSpec(COMMAND, "loss", "", jobs))
     records = steps(10, 2 + 1 / 3)
     log(tmp_path / "0", records)
     done(tmp_path / "0", seconds=3725.125)
@@ -236,7 +244,7 @@ def test_the_csv_has_every_digit_and_the_terminal_few(tmp_path):
 def test_a_thousand_jobs_end_in_a_few_lines(tmp_path):
     """Equal errors are told once, and numbers of jobs as ranges."""
     jobs = [Job(i, str(i), [f"seed={i}"], []) for i in range(1000)]
-    write_plan(tmp_path, Plan(COMMAND, "loss", "", jobs))
+    write_spec(tmp_path, SweepSpec(COMMAND, "loss", "", jobs))
     for i in (0, *range(100, 130)):
         done(tmp_path / str(i), "failed", "out of memory")
     lines = terminal_lines(read_table(tmp_path), 100)
@@ -257,4 +265,4 @@ def test_the_best_jobs_command_is_the_sweeps_with_its_own_overrides(monkeypatch)
         "python -m titanlike -m pp=1,2": "python -m titanlike pp=2",
         "": "titanlike train pp=2",
     }.items():
-        assert job_command(Plan(command, "loss"), row) == alone
+        assert job_command(SweepSpec(command, "loss"), row) == alone

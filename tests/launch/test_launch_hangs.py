@@ -25,7 +25,7 @@ from support.run_files import result
 from support.waiting import until
 from support.world import RankError, run_world
 from titanlike.config.schema import Config, Launch
-from titanlike.driver.report import ResultReporter
+from titanlike.driver.job import ResultReporter
 from titanlike.launch import external, peer_failure
 from titanlike.launch.device_queue import DeviceQueue
 from titanlike.launch.failures import (

@@ -21,7 +21,7 @@ from support.run_files import config_of, last_step
 from support.waiting import until
 from support.world import run_world
 from titanlike.config.schema import Config, Custom, Launch, Schedule, SyntheticData
-from titanlike.driver.elastic import available_ranks, fit_mesh
+from titanlike.driver.checks import available_ranks, fit_mesh
 from titanlike.launch.restart_state import RestartState
 from titanlike.training.loop import train
 

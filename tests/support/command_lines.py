@@ -10,13 +10,13 @@ from titanlike.config import validate
 from titanlike.config.errors import Problem
 from titanlike.config.overrides import key_of
 from titanlike.data import checks as data
-from titanlike.driver.argv import parse_words
-from titanlike.driver.overrides import CheckedOverrides, check_overrides, complete_args
+from titanlike.driver.argv import complete_args, parse_argv
+from titanlike.driver.overrides import CheckedOverrides, check_overrides
 
 
 def examined(*words: str) -> CheckedOverrides:
     """What the driver finds in a command line's words, before the values are checked together."""
-    args = parse_words(words)
+    args = parse_argv(words)
     complete_args(args)
     return check_overrides(args)
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from titanlike.driver.sweep_plan import Job, Plan, write_plan
+from titanlike.driver.sweep_status import Job, SweepSpec, write_spec
 from titanlike.metrics.result import write_result
 from titanlike.metrics.sinks import JsonlSink
 
@@ -72,7 +72,7 @@ def every_status(folder: Path) -> None:
         ]
         skipped = "pp=2 cannot fit: 90 GiB a rank, 80 GiB are there" if number == 10 else None
         jobs.append(Job(number, str(number), ["steps=40", *swept], swept, skipped))
-    write_plan(folder, Plan(COMMAND, "val_loss", "", jobs))
+    write_spec(folder, SweepSpec(COMMAND, "val_loss", "", jobs))
     for number in (0, 1, 2, 11):
         log(folder / str(number), steps(40, 2 + number / 7, 1e4 + number))
         done(folder / str(number), overrides=jobs[number].overrides)

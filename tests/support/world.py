@@ -29,7 +29,6 @@ PRELOADED = [
     "titanlike.driver.drive",
     "titanlike.checkpoint.resume",
     "titanlike.driver.checks",
-    "titanlike.driver.elastic",
     "titanlike.driver.job",
     "titanlike.models.gpt2",
     "titanlike.models.llama",

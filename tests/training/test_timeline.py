@@ -23,7 +23,7 @@ from titanlike.config.timeline import Timeline, timeline_problems
 from titanlike.costs.simulate import Simulation, StageTimes, equal_stages, simulate
 from titanlike.costs.timeline_report import TimelineReport, report_of
 from titanlike.data.loader import batches, open_data
-from titanlike.driver.timeline import main
+from titanlike.driver.tools import timeline as main
 from titanlike.launch.worker import Worker
 from titanlike.metrics.chart import Box
 from titanlike.metrics.timeline_file import Place, RankStep, read_timeline, write_timeline

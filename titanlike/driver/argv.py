@@ -1,4 +1,10 @@
-"""The words of a command line: flags, overrides, and what is neither (`--max-steps 100`, `pp 2`)."""
+"""A command line: flags, overrides, and what is neither (`--max-steps 100`, `pp 2`); and what need not be typed.
+
+`GROUP=own` is added where GROUP.name is an import path, and so are the choice that an experiment's file
+names, and choices of a finished run. The config of a run folder is complete, without a defaults list. So
+that a group's choice replaces the group there, the config is given to Hydra without that group, which is
+added to its defaults.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +12,29 @@ import argparse
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
 
+import yaml
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import get_args_parser
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from titanlike.config.aliases import aliases_problem
+from titanlike.config.errors import quoted
+from titanlike.config.overrides import in_full, key_of, to_hydra
+from titanlike.config.program import conf_dir
+from titanlike.config.schema import OPEN_GROUPS, VARIANTS
 
 _CONFIG_FILE = re.compile(r".*\.(py|toml|ya?ml|json|sh)")
 
 
 @dataclass(frozen=True)
-class NoOverride:
+class InvalidOverride:
     """Words that are not of the form key=value, and what they seem to set."""
 
     typed: str
@@ -28,8 +49,8 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def parse_words(words: Sequence[str]) -> argparse.Namespace:
-    """The flags, with `overrides` and, as `no_overrides`, the words that are neither.
+def parse_argv(words: Sequence[str]) -> argparse.Namespace:
+    """The flags, with `overrides` and, as `invalid_overrides`, the words that are neither.
 
     Exits with 2 where a flag has a wrong value or none.
     """
@@ -48,46 +69,48 @@ def parse_words(words: Sequence[str]) -> argparse.Namespace:
     args = made.parse_args(flags)
     found = [*_overrides(others)]
     args.overrides = [item for item in found if isinstance(item, str)]
-    args.no_overrides = [item for item in found if isinstance(item, NoOverride)]
+    args.invalid_overrides = [item for item in found if isinstance(item, InvalidOverride)]
     return args
 
 
-def _overrides(words: list[str]) -> Iterator[str | NoOverride]:
+def _overrides(words: list[str]) -> Iterator[str | InvalidOverride]:
     while words:
         word = words.pop(0)
         if re.match(r"-+[A-Za-z]", word):  # a flag of another program
             key, equals, value = word.lstrip("-").partition("=")
             if not equals and words and _is_value(words[0]):
                 word, value = f"{word} {words[0]}", words.pop(0)
-            yield NoOverride(word, key.replace("-", "_"), value or "true")
+            yield InvalidOverride(word, key.replace("-", "_"), value or "true")
         elif (count := _unclosed(word, words)) or re.search(r"\s", word.partition("=")[0]):
             # [a, b] without quotes is two words; "steps = 3" in quotes is one
             typed = " ".join([word, *words[:count]])
             del words[:count]
             key, value, *_ = [*re.split(r"\s*=\s*|\s+", typed.strip(), maxsplit=1), "true"]
-            yield NoOverride(typed, key, re.sub(r"\s+", "", value))
+            yield InvalidOverride(typed, key, re.sub(r"\s+", "", value))
         elif word.startswith("~") or re.match(r"[+]*[A-Za-z][^=]*=.", word):
             yield word
         else:
             yield _spaced(word, words)
 
 
-def _spaced(word: str, words: list[str]) -> str | NoOverride:
+def _spaced(word: str, words: list[str]) -> str | InvalidOverride:
     """`steps 3`, `steps = 3`, `steps =3`, `steps= 3`, `steps: 3`, or a word by itself."""
     typed, key = [word], word.rstrip("=:")
     if words and (words[0] == "=" or re.fullmatch(r"=\S+", words[0])):
         typed.append(words.pop(0))
     elif not word.endswith((":", "=")) and ":" in word:
         key, _, value = word.partition(":")
-        return NoOverride(word, key, value)
+        return InvalidOverride(word, key, value)
     if typed[-1] in ("=", word) and words and _is_value(words[0]) and _is_key(key):
         typed.append(words.pop(0))
     if len(typed) == 1:
         if word.endswith("=") and key:
             return word
         is_file = _CONFIG_FILE.fullmatch(word) is not None
-        return NoOverride(word, "config_file" if is_file else word, word if is_file else "true")
-    return NoOverride(" ".join(typed), key, typed[-1].removeprefix("="))
+        return InvalidOverride(
+            word, "config_file" if is_file else word, word if is_file else "true"
+        )
+    return InvalidOverride(" ".join(typed), key, typed[-1].removeprefix("="))
 
 
 def _is_value(word: str) -> bool:
@@ -105,3 +128,137 @@ def _unclosed(word: str, following: list[str]) -> int:
         if sum(map(text.count, "[{(")) <= sum(map(text.count, "]})")):
             return count
     return 0
+
+
+_GROUPS = {*VARIANTS, *OPEN_GROUPS}
+
+
+def complete_args(args: argparse.Namespace) -> None:
+    """Fill in what need not be typed: search path, primary config, the `+` of some overrides."""
+    # config folders of installed packages
+    modules = [entry.load() for entry in entry_points(group="titanlike.plugins")]
+    extra = [str(module.CONF) for module in modules if hasattr(module, "CONF")]
+    if args.config_path is None:
+        args.config_path = str(conf_dir())
+    else:
+        args.config_path = str(Path(args.config_path).absolute())
+        extra.append(str(conf_dir()))
+    args.config_name = args.config_name or "config"
+    overrides, given = [], []
+    for text in args.overrides:
+        if text.startswith("hydra.searchpath=") and (override := parse_override(text)):
+            value: Any = override.value()
+            extra = [*map(str, value if isinstance(value, list) else [value]), *extra]
+        else:
+            given.append(text)
+    args.overrides = given
+    own = _complete_choices(args, extra)
+    for text in args.overrides:
+        if text.startswith("+experiment="):
+            overrides.append(text[1:])  # it is in the defaults list; both spellings are common
+        else:
+            overrides += [to_hydra(each, own) for each in in_full(text)]
+    if extra:
+        overrides.append(f"hydra.searchpath=[{','.join(map(quoted, extra))}]")
+    args.overrides = overrides
+
+
+def _complete_choices(args: argparse.Namespace, searched: list[str]) -> set[str]:
+    """Complete args.overrides, and args.config_name; returns the groups that name the user's code.
+
+    searched: folders in which there may be more choices.
+    """
+    shipped = args.config_path == str(conf_dir())
+    finished = None if shipped else _finished(args)
+    named = {
+        found[1]
+        for text in args.overrides
+        if (found := re.match(r"[+]*(\w+)\.name=.*\w\.\w", text)) and found[1] in OPEN_GROUPS
+    }
+    chosen = {key_of(text) for text in args.overrides} & _GROUPS
+    by_file = {} if finished is not None else _of_experiments(args, searched)
+    typed = {key_of(text): text.partition("=")[2] for text in args.overrides}
+    for group, choice in by_file.items():
+        if group not in typed:
+            args.overrides = [f"{group}={choice}", *args.overrides]
+        elif typed[group] != choice and typed[group] in VARIANTS.get(group, ()):
+            args.overrides.append(f"{group}.name={typed[group]}")  # else the file's would win
+    own = {
+        group
+        for group in OPEN_GROUPS
+        if finished is not None and "." in str((finished.get(group) or {}).get("name"))
+    }
+    if finished is not None or (shipped and "experiment" not in map(key_of, args.overrides)):
+        added = sorted(named - chosen - own)
+        args.overrides = [*(f"{group}=own" for group in added), *args.overrides]
+        chosen |= set(added)
+    if finished is not None and chosen:
+        _without(finished, chosen, args)
+    owned = {key_of(text) for text in args.overrides if text.partition("=")[2] == "own"}
+    return (own - chosen) | named | (owned & set(OPEN_GROUPS))
+
+
+def _of_experiments(args: argparse.Namespace, searched: list[str]) -> dict[str, str]:
+    """The choice of each group to which an experiment gives a `name`, but no `override /GROUP`: the
+    keys that it sets are that choice's, not those of the default one."""
+    found: dict[str, str] = {}
+    folders = [args.config_path, args.config_dir, *searched]
+    for text in args.overrides:
+        name = text.partition("=")[2]
+        if key_of(text) != "experiment" or not re.fullmatch(r"[\w./-]+", name):
+            continue
+        for folder in filter(None, folders):
+            path = Path(folder.removeprefix("file://"), "experiment", f"{name}.yaml")
+            try:
+                config = yaml.safe_load(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError, yaml.YAMLError):
+                continue
+            found |= _named_choices(config) if isinstance(config, dict) else {}
+    return found
+
+
+def _named_choices(config: dict[str, Any]) -> dict[str, str]:
+    defaults = config.get("defaults")
+    entries = [entry for entry in defaults if isinstance(entry, dict)] if defaults else []
+    overridden = {re.split("[ /]", str(key))[-1] for entry in entries for key in entry}
+    choices = {}
+    for group in _GROUPS - overridden:
+        values = config.get(group)
+        name = str(values.get("name")) if isinstance(values, dict) else ""
+        if "." in name and group in OPEN_GROUPS:
+            choices[group] = "own"
+        elif name in VARIANTS.get(group, ()):
+            choices[group] = name
+    return choices
+
+
+def _finished(args: argparse.Namespace) -> dict[str, Any] | None:
+    """The complete config of a run that args.config_path holds; None if it is another config."""
+    path = Path(args.config_path) / f"{args.config_name}.yaml"
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        defaults = [*config["defaults"]]
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return None
+    if aliases_problem(path):
+        return None  # told when it is checked
+    complete = all(isinstance(config.get(group), dict) for group in _GROUPS)
+    return config if complete and "_self_" in defaults else None
+
+
+def _without(config: dict[str, Any], chosen: set[str], args: argparse.Namespace) -> None:
+    """Let Hydra compose `config` with the files of the chosen groups in place of these."""
+    kept = {key: value for key, value in config.items() if key not in chosen}
+    at = config["defaults"].index("_self_") + 1
+    choices = [{group: None} for group in sorted(chosen)]
+    kept["defaults"] = [*config["defaults"][:at], *choices, *config["defaults"][at:]]
+    args.config_name = "finished_run"
+    ConfigStore.instance().store(args.config_name, kept)
+
+
+def parse_override(text: str, loader: ConfigLoaderImpl | None = None) -> Override | None:
+    """The override, or None for a syntax error."""
+    try:  # parse_override() does not pass the loader on, which glob() needs
+        return OverridesParser.create(config_loader=loader).parse_overrides([text])[0]
+    except HydraException:
+        return None

@@ -35,14 +35,12 @@ from titanlike.config.credentials import redact
 from titanlike.config.errors import ConfigError, Problem, quoted
 from titanlike.config.overrides import from_hydra
 from titanlike.config.validate import sweep_problems
-from titanlike.driver.argv import parse_words, parser
-from titanlike.driver.job import JobEnd, JobRunner, config_problems
+from titanlike.driver.argv import complete_args, parse_argv, parser
+from titanlike.driver.job import JobEnd, JobRunner, ResultReporter, config_problems, print_problems
 from titanlike.driver.override_errors import one_line
-from titanlike.driver.overrides import CheckedOverrides, check_overrides, complete_args
-from titanlike.driver.report import ResultReporter, print_problems
-from titanlike.driver.sweep import SweepRun
-from titanlike.driver.sweep_plan import FILE as PLAN_FILE
-from titanlike.driver.sweep_settings import open_sweep
+from titanlike.driver.overrides import CheckedOverrides, check_overrides
+from titanlike.driver.sweep import SweepRun, open_sweep
+from titanlike.driver.sweep_status import FILE as PLAN_FILE
 from titanlike.launch.external import ExternalRanks, record_for_torchrun
 from titanlike.launch.failures import JobFailed
 from titanlike.launch.slurm import adopt_slurm
@@ -57,7 +55,7 @@ def drive(runner: JobRunner, result_dir: str | None) -> ExitCode:
 
     result_dir: where a sweep's job leaves result.json if it is refused before it has a run_dir.
     """
-    args = parse_words(sys.argv[1:])
+    args = parse_argv(sys.argv[1:])
     modes = [flag for flag in ("run", "multirun", "cfg", "info") if getattr(args, flag)]
     if len(modes) > 1:
         print(f"only one of --{', --'.join(modes)} can be given", file=sys.stderr)
@@ -182,11 +180,10 @@ def _problems(
 ) -> list[Problem]:
     """Every problem of the command; the configs of a sweep's jobs are checked later, each by itself."""
     from titanlike.checkpoint.resume import resumed_config
-    from titanlike.driver import elastic
-    from titanlike.driver.checks import secrets_in_command
+    from titanlike.driver import checks
 
-    typed = [*args.overrides, *(f"{words.key}={words.value}" for words in args.no_overrides)]
-    if secrets := secrets_in_command(typed, checked.config):
+    typed = [*args.overrides, *(f"{words.key}={words.value}" for words in args.invalid_overrides)]
+    if secrets := checks.secrets_in_command(typed, checked.config):
         return secrets
     config, known = checked.config, checked.problems
     if config is None:
@@ -203,8 +200,8 @@ def _problems(
     if runner.restart:
         config, _ = resumed_config(config)
     started = int(os.environ.get("WORLD_SIZE", "1"))  # or to be started, if this is a --check
-    ranks = elastic.available_ranks(config, started if started > 1 else None, runner.restart_state)
-    config, unfit = elastic.fit_mesh(config, ranks)
+    ranks = checks.available_ranks(config, started if started > 1 else None, runner.restart_state)
+    config, unfit = checks.fit_mesh(config, ranks)
     wrong = known or unfit or validate.out_of_bounds(config) or validate.problems(config, ranks)
     if not (wrong or args.check):
         runner.start_workers(config)  # what is checked now takes seconds

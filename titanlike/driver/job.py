@@ -14,10 +14,9 @@ from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.parse import parse
 from titanlike.config.schema import Config, Wandb
 from titanlike.config.write import write_config
-from titanlike.driver.report import ResultReporter, print_problems
 from titanlike.launch.environment import available_cores, will_restart
 from titanlike.launch.external import ExternalRanks, record_for_torchrun
-from titanlike.launch.failures import JobFailed, describe
+from titanlike.launch.failures import Failure, JobFailed, describe, root_cause
 from titanlike.launch.job import Job
 from titanlike.launch.local import run_local
 from titanlike.launch.restart_state import RestartState
@@ -26,6 +25,7 @@ from titanlike.launch.signals import Interrupted, interruptible
 from titanlike.launch.stop_request import MAX_TIME, StopRequest, stop_reason
 from titanlike.launch.worker_processes import EarlyWorkers
 from titanlike.metrics.events import Events
+from titanlike.metrics.result import Status, write_result
 
 
 @dataclass(frozen=True)
@@ -120,13 +120,13 @@ class JobRunner:
     ) -> Config:
         """The config to run, written to config.yaml. Raises ConfigError."""
         from titanlike.checkpoint.resume import resumed_config
-        from titanlike.driver import elastic
+        from titanlike.driver import checks
 
         if self.restart:
             config, _ = resumed_config(config)
         started = self.ranks.world_size if self.ranks else None
-        ranks = elastic.available_ranks(config, started, self.restart_state)
-        fitted, mesh_problems = elastic.fit_mesh(config, ranks)
+        ranks = checks.available_ranks(config, started, self.restart_state)
+        fitted, mesh_problems = checks.fit_mesh(config, ranks)
         problems += mesh_problems
         if not (single or self.checked or mesh_problems):  # a single run has been checked before
             problems += config_problems(fitted, ranks, problems)
@@ -139,7 +139,7 @@ class JobRunner:
             fitted = with_found_order(fitted, lambda line: print(f"{line}; {kept}", flush=True))
         if self.folder or not (run_dir / "config.yaml").exists():
             write_config(fitted, run_dir)  # of a resumed run: once it has resumed (session.py)
-        elastic.report_layout(fitted, config, ranks, self.restart_state)
+        checks.report_layout(fitted, config, ranks, self.restart_state)
         return fitted
 
     def _run_on_all_ranks(
@@ -221,3 +221,61 @@ def restarted_config(config: Config, failed: JobFailed, number: int) -> Config:
     text = f"{failed.error}; restart {number} of {most} {where}"
     events.log("restart", step, text, restart=number, of=most)
     return resumed
+
+
+class ResultReporter:
+    """Writes result.json when a job ends, from any thread."""
+
+    def __init__(self, run_dir: Path, overrides: list[str], world_size: int) -> None:
+        self._run_dir, self._overrides, self._world_size = run_dir, overrides, world_size
+        self._start = time.monotonic()
+        (run_dir / "result.json").unlink(missing_ok=True)  # of an earlier run
+
+    def write(
+        self,
+        status: Status,
+        value: float | None = None,
+        error: str | None = None,
+        numbers: str = "",
+    ) -> None:
+        try:
+            write_result(
+                self._run_dir,
+                status=status,
+                value=value,
+                error=error,
+                seconds=time.monotonic() - self._start,
+                overrides=self._overrides,
+                numbers=numbers,
+            )
+        except OSError as problem:  # a full disk must not hide how the job ended
+            print(f"result.json could not be written: {problem}", file=sys.stderr)
+
+    def job_failed(self, failed: JobFailed) -> None:
+        self.write("invalid" if failed.invalid else "failed", error=failed.error)
+
+    def interrupted(self, interrupted: Interrupted) -> None:
+        """Report a signal, or the failure of another rank, for which torchrun sent it."""
+        cause = root_cause(self._run_dir)
+        if cause is None or cause.transport:
+            self.write("interrupted", error=str(interrupted))
+        else:
+            self.write("failed", error=f"rank {cause.rank} failed: {cause.error}")
+            print(f"\n{cause.to_job_failed(self._run_dir, 2)}", file=sys.stderr)
+
+    def failed(self, failure: Failure) -> None:
+        """Report a hang, after which this process exits."""
+        cause = root_cause(self._run_dir) or failure
+        failed = cause.to_job_failed(self._run_dir, self._world_size)
+        self.write("failed", error=failed.error)
+        print(f"\n{failed}", file=sys.stderr, flush=True)
+
+
+def print_problems(problems: list[Problem]) -> int:
+    """Print all errors of a config; the exit code."""
+    error = ConfigError(problems)
+    count = "1 error" if len(problems) == 1 else f"{len(problems)} errors"
+    lines = "\n".join(f"  {problem}" for problem in error.problems)
+    print(f"{count} in the config; nothing was started\n{lines}", file=sys.stderr)
+    record_for_torchrun(error)
+    return 2

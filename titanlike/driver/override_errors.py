@@ -18,7 +18,7 @@ from titanlike.config.errors import Problem, nearest, override_text, quoted
 from titanlike.config.other_frameworks import Context, translate
 from titanlike.config.overrides import SHORT, from_hydra, in_full
 from titanlike.config.schema import VARIANTS
-from titanlike.driver.argv import NoOverride
+from titanlike.driver.argv import InvalidOverride
 
 # overrides -> what works of them: the same, or with values of the right type; [] = nothing
 Applied = Callable[[list[str]], list[str]]
@@ -84,7 +84,7 @@ def one_choice(group: str, choices: list[Any]) -> Problem:
     return Problem(group, choices, "one choice must be given", fix)
 
 
-def no_override(words: NoOverride, advice: Advice) -> Problem:
+def invalid_override(words: InvalidOverride, advice: Advice) -> Problem:
     """Words that are not of the form key=value."""
     reason, key, value = "a setting is written key=value", words.key, words.value
     for group, choices in advice.choices.items():

@@ -16,10 +16,11 @@ import argparse
 import contextlib
 import copy
 import itertools
+import os
 import re
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -27,63 +28,24 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, OverrideType
 from hydra.core.utils import setup_globals
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from titanlike.config import validate
 from titanlike.config.aliases import aliases_problem
-from titanlike.config.errors import Problem, override_text, quoted
+from titanlike.config.errors import Problem, override_text
 from titanlike.config.imports import outside
-from titanlike.config.overrides import from_hydra, in_full, key_of, to_hydra
+from titanlike.config.overrides import ADDED, from_hydra, key_of, to_hydra
 from titanlike.config.parse import parse
 from titanlike.config.program import conf_dir
 from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config
 from titanlike.driver import override_errors
-from titanlike.driver.argv import NoOverride
-from titanlike.driver.override_errors import Advice, one_line
-from titanlike.driver.own_choices import complete_choices
-from titanlike.driver.parsed_override import (
-    environment,
-    mapping_kept,
-    may_set,
-    parse_override,
-    plain_config,
-    single_overrides,
-    values_of,
-)
-from titanlike.driver.sweep_settings import SweepSettings
-
-
-def complete_args(args: argparse.Namespace) -> None:
-    """Fill in what need not be typed: search path, primary config, the `+` of some overrides."""
-    # config folders of installed packages
-    modules = [entry.load() for entry in entry_points(group="titanlike.plugins")]
-    extra = [str(module.CONF) for module in modules if hasattr(module, "CONF")]
-    if args.config_path is None:
-        args.config_path = str(conf_dir())
-    else:
-        args.config_path = str(Path(args.config_path).absolute())
-        extra.append(str(conf_dir()))
-    args.config_name = args.config_name or "config"
-    overrides, given = [], []
-    for text in args.overrides:
-        if text.startswith("hydra.searchpath=") and (override := parse_override(text)):
-            value: Any = override.value()
-            extra = [*map(str, value if isinstance(value, list) else [value]), *extra]
-        else:
-            given.append(text)
-    args.overrides = given
-    own = complete_choices(args, extra)
-    for text in args.overrides:
-        if text.startswith("+experiment="):
-            overrides.append(text[1:])  # it is in the defaults list; both spellings are common
-        else:
-            overrides += [to_hydra(each, own) for each in in_full(text)]
-    if extra:
-        overrides.append(f"hydra.searchpath=[{','.join(map(quoted, extra))}]")
-    args.overrides = overrides
+from titanlike.driver.argv import InvalidOverride, parse_override
+from titanlike.driver.override_errors import Advice, flat_keys, one_line
+from titanlike.driver.sweep import SweepSettings
 
 
 @dataclass
@@ -124,7 +86,7 @@ def check_overrides(args: argparse.Namespace) -> CheckedOverrides:
         search_path.prepend(provider="command-line", path=f"file://{folder}", anchor=anchor)
     loader = ConfigLoaderImpl(search_path)
     checked.environment |= environment(" ".join(args.overrides))
-    _OverrideChecker(args.config_name, loader, checked).run(args.overrides, args.no_overrides)
+    _OverrideChecker(args.config_name, loader, checked).run(args.overrides, args.invalid_overrides)
     return checked
 
 
@@ -157,7 +119,7 @@ class _OverrideChecker:
         self.compositions: dict[tuple[str, ...], DictConfig] = {}  # of choices
         self.choices: tuple[str, ...] = ()
 
-    def run(self, texts: list[str], no_overrides: list[NoOverride]) -> None:
+    def run(self, texts: list[str], invalid_overrides: list[InvalidOverride]) -> None:
         """Add what is wrong, and the config, to `checked`.
 
         Hydra raises exceptions of any class for what a user writes: all of them are his errors.
@@ -196,8 +158,8 @@ class _OverrideChecker:
                 HydraConfig.instance().cfg = None
         for text in wrong:
             self.checked.add(override_errors.syntax_error(text, self._applied))
-        for words in no_overrides:
-            self.checked.add(override_errors.no_override(words, self._advice()))
+        for words in invalid_overrides:
+            self.checked.add(override_errors.invalid_override(words, self._advice()))
 
     def _compose_first(self, lines: list[str]) -> DictConfig:
         """With the choices that are given, which most often are right, or with none of them."""
@@ -414,3 +376,75 @@ class _OverrideChecker:
         fix = problem.fix if problem.fix.startswith(f"{problem.key}=") else ""
         applied = self._applied([fix]) if "'" not in fix and fix else []
         return replace(problem, fix=applied[0]) if applied else problem
+
+
+def environment(text: str) -> dict[str, str]:
+    """The values of the environment variables that a text interpolates -> their names."""
+    names = re.findall(r"oc\.env:[\s'\"\\]*(\w+)", text)
+    return {os.environ[name]: f"${{oc.env:{name}}}" for name in names if os.environ.get(name)}
+
+
+def may_set(override: Override, composed: DictConfig) -> bool:
+    """Whether the key can be given: what no file names is an argument of the user's own, or Hydra's."""
+    key = override.key_or_group
+    group, _, rest = key.partition(".")
+    if group == "hydra":  # this program and Hydra rely on what is below its keys
+        node = OmegaConf.select(composed, key)
+        return not isinstance(node, DictConfig) or isinstance(override.value(), dict)
+    holder = _node(composed, key.rpartition(".")[0])
+    if holder is not None and not OmegaConf.is_config(holder):
+        return False  # Hydra would put a mapping in the place of a value
+    if not override.is_add() and override.type is not OverrideType.FORCE_ADD:
+        return True
+    name = str(OmegaConf.select(composed, f"{group}.name", throw_on_missing=False))
+    own = "." in name or name == "None"  # ??? is None: its problem is found when it is parsed
+    named = key in flat_keys(composed) and not override.is_add()
+    return named or f"{key}=".startswith(ADDED) or (group in OPEN_GROUPS and bool(rest) and own)
+
+
+def mapping_kept(override: Override, composed: DictConfig) -> Iterator[str]:
+    """A line where the override gives a mapping, and entries that it does not name stay."""
+    key, value = override.key_or_group, override.value()
+    node = _node(composed, key)
+    if not isinstance(value, dict) or not isinstance(node, DictConfig) or key.startswith("hydra"):
+        return
+    if kept := [str(name) for name in node if name not in value]:
+        shown = ", ".join([*kept[:4], *(["..."] if len(kept) > 4 else [])])
+        yield f"{key}: what is given is merged into the file's {len(node)}; of these stay: {shown}"
+
+
+def _node(composed: DictConfig, key: str) -> Any:
+    """What a key holds; None where there is no such key, or its value is not known yet."""
+    try:
+        return OmegaConf.select(composed, key, throw_on_missing=False) if key else None
+    except OmegaConfBaseException:
+        return None
+
+
+def plain_config(composed: DictConfig) -> dict[str, Any]:
+    """The config, without Hydra's part. Raises what OmegaConf's resolvers raise."""
+    task = copy.copy(composed)
+    OmegaConf.set_struct(task, False)
+    task.pop("hydra")
+    plain: Any = OmegaConf.to_container(task, resolve=True)
+    assert isinstance(plain, dict)
+    return plain
+
+
+def values_of(override: Override) -> list[Any]:
+    value = list(override.sweep_iterator()) if override.is_sweep_override() else override.value()
+    if not isinstance(value, list):
+        return [value]
+    return [part for item in value for part in (item if isinstance(item, list) else [item])]
+
+
+def single_overrides(override: Override) -> Iterator[str]:
+    """The override once for each value of its sweep."""
+    if not override.is_sweep_override():
+        yield str(override.input_line)
+    elif override.is_interval_sweep():
+        interval: Any = override.value()
+        yield f"{override.get_key_element()}={interval.start}"
+    else:
+        for value in override.sweep_string_iterator():
+            yield f"{override.get_key_element()}={value}"

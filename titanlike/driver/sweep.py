@@ -1,25 +1,37 @@
-"""A sweep in progress: its directory, its plan, which jobs this command runs, its exit code."""
+"""A sweep in progress: what its command line says of it, its directory, its jobs, its exit code."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
-from titanlike.config.credentials import redact_override
+from omegaconf import DictConfig
+
+from titanlike.config.credentials import REDACTED, redact_override
 from titanlike.config.errors import Problem, quoted
 from titanlike.config.overrides import from_hydra, key_of
-from titanlike.config.schema import Sweep
+from titanlike.config.program import program
+from titanlike.config.schema import Config, Sweep
 from titanlike.config.validate import parse_share
-from titanlike.driver.sweep_plan import FILE as PLAN_FILE
-from titanlike.driver.sweep_plan import Job, Plan, add_jobs, read_plan, write_plan
-from titanlike.driver.sweep_status import SUBMITTED, read_job_rows
+from titanlike.driver.sweep_status import FILE as PLAN_FILE
+from titanlike.driver.sweep_status import (
+    SUBMITTED,
+    Job,
+    SweepSpec,
+    add_jobs,
+    read_job_rows,
+    read_spec,
+    write_spec,
+)
 from titanlike.launch.run_dir_owner import claim
+from titanlike.metrics.summary import OBJECTIVES
 
 _RESTART_PATIENCE = 60.0  # seconds for the start before this one to end
 
@@ -64,7 +76,7 @@ class SweepRun:
         return self.settings.resume or self.settings.share is not None or self.restart
 
     def open(self) -> list[Problem]:
-        """Write the plan, or read the one to resume; problems with the directory."""
+        """Write the spec, or read the one to resume; problems with the directory."""
         if self.check:
             return []
 
@@ -79,27 +91,29 @@ class SweepRun:
             self.lock, who = claim(self.folder / name, patience)
             if self.lock is None:
                 return problem(f"this sweep is run by another start ({who})")
-            plan = read_plan(self.folder)
-            if plan is None and (self.folder / "config.yaml").exists():
+            spec = read_spec(self.folder)
+            if spec is None and (self.folder / "config.yaml").exists():
                 return problem("has a run, not a sweep")
-            if plan is None:
-                begun = write_plan(self.folder, Plan(self._resume_line(), self.value, self.inner))
-                plan = None if begun else read_plan(self.folder)
-            self.begun = plan is not None or not self.grid
+            if spec is None:
+                begun = write_spec(
+                    self.folder, SweepSpec(self._resume_line(), self.value, self.inner)
+                )
+                spec = None if begun else read_spec(self.folder)
+            self.begun = spec is not None or not self.grid
         except OSError as error:
             return problem(error.strerror or str(error))
         except ValueError as error:
             return problem(str(error))
-        if plan is None:
+        if spec is None:
             return []
-        if plan.inner != self.inner:
+        if spec.inner != self.inner:
             return problem("has the sweep of another program")
         if not self.resumes:
             fix = "sweep.resume=true to run what is not done, or another run_dir"
-            return problem(f"holds a sweep of {_count(len(plan.jobs))} already", fix)
-        if plan.jobs and not self.grid:
-            self.base = plan.jobs[-1].number + 1
-            self.done = sum(row.done for row in read_job_rows(self.folder, plan))
+            return problem(f"holds a sweep of {_count(len(spec.jobs))} already", fix)
+        if spec.jobs and not self.grid:
+            self.base = spec.jobs[-1].number + 1
+            self.done = sum(row.done for row in read_job_rows(self.folder, spec))
         return []
 
     def _resume_line(self) -> str:
@@ -129,14 +143,14 @@ class SweepRun:
     def jobs_to_run(
         self, combinations: list[list[str]], skipped: Mapping[tuple[str, ...], str] | None = None
     ) -> list[Job]:
-        """The jobs of a grid that this command is to run; all of them are put into the plan.
+        """The jobs of a grid that this command is to run; all of them are put into the spec.
 
         A job keeps its number and folder when the sweep is run again, also with more values, or
         with its overrides in another order. skipped: combinations that are not to be started, and
         why.
         """
-        plan = None if self.check else read_plan(self.folder)
-        known = {_identity(job.overrides): job for job in plan.jobs} if plan else {}
+        spec = None if self.check else read_spec(self.folder)
+        known = {_identity(job.overrides): job for job in spec.jobs} if spec else {}
         number = max((job.number for job in known.values()), default=-1) + 1
         jobs: dict[int, Job] = {}
         new = []
@@ -165,8 +179,8 @@ class SweepRun:
 
     def _not_done(self, jobs: dict[int, Job]) -> list[Job]:
         """Those of the jobs that are neither done, running nor submitted."""
-        plan = read_plan(self.folder)
-        rows = [row for row in read_job_rows(self.folder, plan) if row.job.number in jobs]
+        spec = read_spec(self.folder)
+        rows = [row for row in read_job_rows(self.folder, spec) if row.job.number in jobs]
         done = [row for row in rows if row.done]
         elsewhere = [row for row in rows if row.status in ("running", "submitted")]
         before = f", {len(done)} of them done before" if done else ""
@@ -191,7 +205,7 @@ class SweepRun:
         return self._add_job(str(number), number, job_overrides(overrides))
 
     def register(self, overrides: list[str], number: int, run_dir: Path) -> list[str]:
-        """Add a job to the plan if it is new; its own overrides. For any launcher."""
+        """Add a job to the spec if it is new; its own overrides. For any launcher."""
         own = job_overrides(overrides)
         folder = str(run_dir.relative_to(self.folder)) if run_dir != self.folder else "."
         if folder not in self.planned:
@@ -199,7 +213,7 @@ class SweepRun:
         return own
 
     def _add_job(self, folder: str, number: int, overrides: list[str]) -> Job:
-        """A new job, in the plan."""
+        """A new job, in the spec."""
         job = self.planned[folder] = Job(number, folder, overrides, self.swept(overrides))
         if not self.check:
             add_jobs(self.folder, [job])
@@ -207,7 +221,7 @@ class SweepRun:
 
     def close(self, code: int | str | None) -> int | str | None:
         """Print and write the table; the exit code, given the one so far."""
-        from titanlike.driver.sweep_report import report
+        from titanlike.driver.sweep_table import report
 
         if self.check:
             if not code and not self.refused:
@@ -215,7 +229,7 @@ class SweepRun:
             return 2 if self.refused else code
         if self.refused and not self.begun:
             return self._nothing_to_run()
-        if code and not ((plan := read_plan(self.folder)) and plan.jobs):
+        if code and not ((spec := read_spec(self.folder)) and spec.jobs):
             return code  # no job has been planned
         self.say("")
         waited = self.settings.submit is None or self.settings.wait is not None
@@ -231,7 +245,7 @@ class SweepRun:
         return 75 if statuses & {"stopped", "interrupted"} else 0
 
     def _nothing_to_run(self) -> int:
-        """All jobs are invalid: remove the plan and folders that this start has created."""
+        """All jobs are invalid: remove the spec and folders that this start has created."""
         print("no job is valid; nothing was started", file=sys.stderr)
         if self.created and self.settings.share is None:
             with contextlib.suppress(OSError):
@@ -264,3 +278,124 @@ def _identity(overrides: Iterable[str]) -> tuple[str, ...]:
 
 def _count(number: int) -> str:
     return "1 job" if number == 1 else f"{number} jobs"
+
+
+@dataclass(frozen=True)
+class SweepSettings:
+    """A sweep as its command line describes it."""
+
+    folder: Path  # its directory, absolute
+    sweeper: DictConfig  # hydra.sweeper
+    given: frozenset[str]  # keys of all overrides
+    fixed: frozenset[str]  # keys with the same value in all jobs
+
+    @property
+    def grid(self) -> bool:
+        """Whether all jobs are known from the start; else a search adds them."""
+        return str(self.sweeper.get("_target_")).startswith("hydra_plugins.titanlike_sweeps.")
+
+    def search_overrides(self, config: Config, value: str, done: int) -> list[str]:
+        """Overrides for a search (Optuna's), for keys that the user has not set.
+
+        It optimizes `value`, survives failed jobs, repeats itself for the same command, and is
+        stored on disk: resumed, it has `done` fewer trials left.
+        """
+        defaults = {
+            "direction": _best_direction(value),
+            "max_failure_rate": "1.0",
+            "n_jobs": str(config.sweep.parallel or 1),
+            "storage": f"'sqlite:///{self.folder}/optuna.db'",
+            "study_name": "sweep",
+        }
+        if "seed" in (self.sweeper.get("sampler") or {}):
+            defaults["sampler.seed"] = str(config.seed + done)
+        overrides = [
+            f"hydra.sweeper.{key}={text}"
+            for key, text in defaults.items()
+            if key.partition(".")[0] in self.sweeper and f"hydra.sweeper.{key}" not in self.given
+        ]
+        if done and "n_trials" in self.sweeper:
+            overrides.append(f"hydra.sweeper.n_trials={max(0, self.sweeper.n_trials - done)}")
+        return overrides
+
+    def problems(self, value: str, resume: bool) -> Iterator[Problem]:
+        """Settings of a search that contradict `value` or cannot be resumed."""
+        key, best = "hydra.sweeper.direction", _best_direction(value)
+        direction = self.sweeper.get("direction")
+        if key in self.given and getattr(direction, "name", direction) != best:
+            reason = f"the best {value} is the {'highest' if OBJECTIVES[value] else 'lowest'} one"
+            yield Problem(key, direction, reason, f"{key}={best}")
+        key = "hydra.sweeper.storage"
+        if resume and key in self.given and not self.sweeper.get("storage"):
+            reason = "a search without storage cannot be resumed"
+            yield Problem(key, "null", reason, "sweep.resume=false, and another run_dir")
+
+
+def open_sweep(
+    args: argparse.Namespace,
+    config: Config,
+    settings: SweepSettings,
+    inner: str,
+    restart: bool,
+    created: list[Path],
+) -> tuple[SweepRun, list[Problem]]:
+    """Start or resume a sweep; appends to args.overrides what its sweeper has to know.
+
+    inner: a job's subfolder of its run directory, or "". restart: whether this command was started
+    before. created: folders that exist for this sweep, removed again if no job is valid.
+    """
+    words = sys.argv[1:]
+    sweep_run = SweepRun(
+        folder=settings.folder,
+        settings=config.sweep,
+        value=config.value or ("val_loss" if config.validation.every else "loss"),
+        program=program(),
+        options=_job_options(words),
+        command=words,
+        inner=inner,
+        grid=settings.grid,
+        fixed=settings.fixed,
+        restart=restart,
+        check=args.check,
+        created=created,
+    )
+    args.overrides.append(f"hydra.sweep.dir={quoted(str(settings.folder))}")
+    if args.check:
+        args.overrides.append("hydra/launcher=jobs")  # others would start the jobs
+    problems = [
+        *_missing_secrets(config.sweep.submit),
+        *settings.problems(sweep_run.value, config.sweep.resume),
+    ] or sweep_run.open()
+    if not problems and not settings.grid:
+        args.overrides += settings.search_overrides(config, sweep_run.value, sweep_run.done)
+        if sweep_run.base:  # a resumed search adds jobs, whose launcher counts from 0 again
+            args.overrides.append(f"hydra.sweep.subdir='{sweep_run.base}+${{hydra.job.num}}'")
+    return sweep_run, problems
+
+
+def _missing_secrets(submit: str | None) -> Iterator[Problem]:
+    """*** in a submit command: it was copied from what a sweep has printed or written."""
+    if submit is not None and REDACTED in submit:
+        missing = re.findall(rf"(?:[^\s'\"]+\s+)?[^\s'\"]*{re.escape(REDACTED)}", submit)
+        reason = f"secrets are not written down; give them again: {', '.join(missing)}"
+        yield Problem("sweep.submit", submit, reason)
+
+
+def _best_direction(value: str) -> str:
+    return "maximize" if OBJECTIVES[value] else "minimize"
+
+
+def _job_options(words: list[str]) -> list[str]:
+    """The words of a sweep's command line that each job gets besides its overrides."""
+    flags = ("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd")
+    of_sweep = ("hydra.sweep", "hydra.launcher", "hydra.run.", "hydra.mode", "hydra/")
+    options, words = [], [*words]
+    while words:
+        word = words.pop(0)
+        if word.partition("=")[0] in flags:
+            options.append(word)
+            if "=" not in word and words:
+                options.append(words.pop(0))
+        elif word.lstrip("+~").startswith("hydra.") and not word.startswith(of_sweep):
+            options.append(word)
+    return options

@@ -1,4 +1,8 @@
-"""The status of each job of a sweep, read from the files in its directory. Imports no torch.
+"""sweep.jsonl, the jobs of a sweep, and the status of each, read from the files in its directory. No torch.
+
+sweep.jsonl has a header, then a line for each job. The directory may be written by several processes at
+once (the tasks of a job array, a search that adds jobs as it goes), so jobs are appended; of a number that
+is there twice, the last line counts.
 
 Whether a job without result.json is alive is derived from the age of the files that a run rewrites
 (heartbeats, metrics.jsonl): waiting for a heartbeat to change would take 10 s or more. Ages use the
@@ -7,23 +11,132 @@ file system's clock: that of the machine on which the job runs may differ.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import math
 import os
 import re
 import tempfile
 import time
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from titanlike.config import files
+from titanlike.config.credentials import redact, redact_override
 from titanlike.config.files import open_regular
-from titanlike.driver.sweep_plan import Job, Plan, read_plan
 from titanlike.launch.run_dir_owner import is_locked
 from titanlike.metrics.result import ended_by_max_time, read_result
 from titanlike.metrics.starts import flat
 from titanlike.metrics.summary import OBJECTIVES, Summary, objective_value, summarize
+
+FILE = "sweep.jsonl"
+_LOCK_TIMEOUT = 10.0  # seconds
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job of a sweep."""
+
+    number: int
+    folder: str  # relative to the sweep's directory, "3"
+    overrides: list[str]  # all of the job's
+    swept: list[str]  # those of them that the sweep varies
+    skipped: str | None = None  # why it is not started at all
+
+
+@dataclass(frozen=True)
+class SweepSpec:
+    """A sweep: the command that resumes it, its objective and its jobs."""
+
+    command: str  # shell line that runs it again, into the same directory
+    value: str  # the objective, one of `summary.OBJECTIVES`
+    inner: str = ""  # a tool's folder inside each job's, "verify"
+    jobs: list[Job] = field(default_factory=list)  # by number
+
+
+def write_spec(folder: Path, spec: SweepSpec) -> bool:
+    """Write folder/sweep.jsonl atomically. Returns False where there is a spec already.
+
+    Credentials in the command and in overrides are written as ***.
+    """
+    header = {"command": redact(spec.command), "value": spec.value, "inner": spec.inner}
+    lines = [files.dumps(header), *map(_line, spec.jobs)]
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder):
+        if (folder / FILE).exists():  # written by another task of a job array
+            return False
+        files.atomic_write_text(folder / FILE, "\n".join(lines) + "\n")
+        return True
+
+
+def add_jobs(folder: Path, jobs: list[Job]) -> None:
+    """Append jobs; several processes may. A number that exists is replaced.
+
+    Raises FileNotFoundError where there is no spec.
+    """
+    with _locked(folder), (folder / FILE).open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - 1))
+        torn = file.read(1) not in (b"\n", b"")  # by a process that was killed while it wrote
+        text = ("\n" if torn else "") + "".join(_line(job) + "\n" for job in jobs)
+        with (folder / FILE).open("ab", buffering=0) as appended:  # one write: no line is torn
+            appended.write(text.encode())
+
+
+def read_spec(folder: Path) -> SweepSpec | None:
+    """The spec of a sweep's directory; None where there is none.
+
+    Raises ValueError where the file's first line is no header of a sweep.
+    """
+    try:
+        with files.open_regular(folder / FILE, "r", encoding="utf-8", errors="replace") as file:
+            text = file.read()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except files.NotRegularFile:
+        raise ValueError(f"{folder / FILE} is not a regular file") from None
+    first, *rest = text.split("\n")
+    try:
+        spec = files.as_record(files.loads(first), SweepSpec)
+    except ValueError:
+        raise ValueError(f"{folder / FILE}: its first line is no header of a sweep") from None
+    jobs = {job.number: job for job in map(_job, rest) if job}
+    return replace(spec, jobs=[jobs[number] for number in sorted(jobs)])
+
+
+def _line(job: Job) -> str:
+    plain: dict[str, Any] = asdict(job)
+    for key in ("overrides", "swept"):
+        plain[key] = [redact_override(text) for text in plain[key]]
+    plain["skipped"] = job.skipped and redact(job.skipped)
+    return files.dumps(plain)
+
+
+def _job(line: str) -> Job | None:
+    try:
+        return files.as_record(files.loads(line), Job)
+    except ValueError:  # torn, or empty
+        return None
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One writer at a time, where the file system has locks."""
+    deadline = time.monotonic() + _LOCK_TIMEOUT
+    with open(folder / f".{FILE}.lock", "ab") as file:
+        while time.monotonic() <= deadline:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.01)
+            except OSError:
+                break
+        yield
+
 
 DONE = ("completed", "skipped")
 SUBMITTED = "submitted"  # a file in a job's folder: what the submit command said
@@ -59,17 +172,19 @@ class JobRow:
         return self.status in DONE or ended_by_max_time(self.status, self.error)
 
 
-def read_job_rows(folder: Path, plan: Plan | None, ended: Collection[int] = ()) -> list[JobRow]:
-    """A row a job: those of the plan, and others that are found in the folder, by number.
+def read_job_rows(
+    folder: Path, spec: SweepSpec | None, ended: Collection[int] = ()
+) -> list[JobRow]:
+    """A row a job: those of the spec, and others that are found in the folder, by number.
 
     ended: numbers of jobs whose processes have ended; they do not count as running.
     Raises OSError where something cannot be read.
     """
     clock = _FileSystemClock(folder)
-    value = plan.value if plan else "val_loss"
+    value = spec.value if spec else "val_loss"
     rows = []
-    for job in [*(plan.jobs if plan else ()), *_others(folder, plan)]:
-        run_dir = folder / job.folder / (plan.inner if plan else "")
+    for job in [*(spec.jobs if spec else ()), *_others(folder, spec)]:
+        run_dir = folder / job.folder / (spec.inner if spec else "")
         rows.append(_row(job, run_dir, value, clock, job.number in ended))
     rows = _with_overrides_from_configs(rows)
     return _with_settings(sorted(rows, key=lambda row: row.job.number))
@@ -109,18 +224,18 @@ def _row(job: Job, run_dir: Path, value: str, clock: _FileSystemClock, ended: bo
 
 
 def is_sweep(folder: Path) -> bool:
-    """Whether a folder holds a sweep's plan, or jobs."""
-    return read_plan(folder) is not None or any(_others(folder, None))
+    """Whether a folder holds a sweep's spec, or jobs."""
+    return read_spec(folder) is not None or any(_others(folder, None))
 
 
-def _others(folder: Path, plan: Plan | None) -> Iterator[Job]:
-    """Jobs in subfolders that are not in the plan: of an older sweep, or another sweeper."""
-    plan = plan or Plan("", "")
-    known = {job.folder.partition("/")[0] for job in plan.jobs}
-    taken = {job.number for job in plan.jobs}
+def _others(folder: Path, spec: SweepSpec | None) -> Iterator[Job]:
+    """Jobs in subfolders that are not in the spec: of an older sweep, or another sweeper."""
+    spec = spec or SweepSpec("", "")
+    known = {job.folder.partition("/")[0] for job in spec.jobs}
+    taken = {job.number for job in spec.jobs}
     with os.scandir(folder) as entries:
         names = [entry.name for entry in entries if entry.is_dir() and entry.name not in known]
-    inner = plan.inner
+    inner = spec.inner
     found = [
         n for n in names if any((folder / n / inner / file).exists() for file in _LEFT_BY_RUNS)
     ]

@@ -1,22 +1,27 @@
-"""A sweep's table: its columns, its lines on the terminal, the best job, and the jobs left."""
+"""A sweep's table, at its end and by tools/sweep.py: on the terminal, as sweep.csv and as sweep.md."""
 
 from __future__ import annotations
 
+import argparse
+import csv
+import io
 import math
 import re
 import shlex
+import shutil
+import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from titanlike.config import files
 from titanlike.config.credentials import REDACTED
-from titanlike.config.program import program_length, train_program
-from titanlike.driver.sweep_plan import Plan, read_plan
-from titanlike.driver.sweep_status import JobRow, read_job_rows
+from titanlike.config.program import program, program_length, train_program
+from titanlike.driver.sweep_status import JobRow, SweepSpec, is_sweep, read_job_rows, read_spec
 from titanlike.metrics import units
-from titanlike.metrics.console import table_lines
+from titanlike.metrics.console import LOG_WIDTH, Console, table_lines
 from titanlike.metrics.summary import OBJECTIVES
 
 CSV, MARKDOWN, PICTURE = "sweep.csv", "sweep.md", "sweep.png"
@@ -31,16 +36,16 @@ _SEARCH = "throughput"  # conf/experiment/throughput.yaml
 
 @dataclass(frozen=True)
 class Table:
-    """A sweep's jobs and plan."""
+    """A sweep's jobs and spec."""
 
     folder: Path
-    plan: Plan | None  # None: of an older sweep, or another sweeper
+    spec: SweepSpec | None  # None: of an older sweep, or another sweeper
     rows: list[JobRow]
 
     @property
     def value(self) -> str:
         """The objective's name."""
-        return self.plan.value if self.plan else "val_loss"
+        return self.spec.value if self.spec else "val_loss"
 
     @property
     def keys(self) -> list[str]:
@@ -58,7 +63,7 @@ class Table:
 
         None for a tool's sweep: whether its value is to be maximized is unknown.
         """
-        if (self.plan is not None and self.plan.inner) or self.value not in OBJECTIVES:
+        if (self.spec is not None and self.spec.inner) or self.value not in OBJECTIVES:
             return None
         sign = -1 if OBJECTIVES[self.value] else 1
         done = [(sign * row.value, row) for row in self.rows if row.done and _is_finite(row.value)]
@@ -82,10 +87,10 @@ class Table:
 def read_table(folder: Path, ended: Collection[int] = ()) -> Table:
     """The table of a sweep's directory, at any time. ended: see `read_job_rows`.
 
-    Raises ValueError where the plan is damaged, OSError where something cannot be read.
+    Raises ValueError where the spec is damaged, OSError where something cannot be read.
     """
-    plan = read_plan(folder)
-    return Table(folder, plan, read_job_rows(folder, plan, ended))
+    spec = read_spec(folder)
+    return Table(folder, spec, read_job_rows(folder, spec, ended))
 
 
 def terminal_lines(table: Table, width: int) -> list[str]:
@@ -104,7 +109,7 @@ def terminal_lines(table: Table, width: int) -> list[str]:
     if errors := _errors(table.rows, width):
         lines += ["", *errors]
     if (best := table.best) is not None:
-        lines += ["", best_line(table, best), f"  {job_command(table.plan, best)}"]
+        lines += ["", best_line(table, best), f"  {job_command(table.spec, best)}"]
     lines += ["", counts(table)]
     if again := resume_command(table):
         lines += [f"{again[0]}:", f"  {again[1]}"]
@@ -253,11 +258,11 @@ def resume_command(table: Table) -> tuple[str, str] | None:
 
     Without values with which every job is invalid; others that are invalid are named.
     """
-    plan, left = table.plan, table.left
-    if plan is None or not plan.command or all(row.status == "running" for row in left):
+    spec, left = table.spec, table.left
+    if spec is None or not spec.command or all(row.status == "running" for row in left):
         return None
     invalid = [row for row in left if row.status == "invalid"]
-    command = plan.command
+    command = spec.command
     purpose = "to run what is left"
     if invalid and len(invalid) == len(left):
         purpose += f", with other values for what is invalid ({_numbers(invalid)})"
@@ -294,11 +299,11 @@ def _without_invalid(command: str, rows: list[JobRow]) -> tuple[str, set[str]]:
     return (shlex.join(words), dropped) if dropped else (command, dropped)
 
 
-def job_command(plan: Plan | None, row: JobRow) -> str:
+def job_command(spec: SweepSpec | None, row: JobRow) -> str:
     """The shell line that runs one job by itself; of a throughput search, a full training."""
     overrides = list(_without_search(row.job.overrides))
     try:
-        words = shlex.split(plan.command if plan else "")
+        words = shlex.split(spec.command if spec else "")
     except ValueError:  # a quote that is not closed
         words = []
     count = program_length(words)
@@ -328,3 +333,130 @@ def _without_search(overrides: list[str]) -> Iterator[str]:
             yield text
         elif others := [name for name in names if name != _SEARCH]:
             yield f"experiment=[{','.join(others)}]"
+
+
+DONE, LEFT, INVALID = 0, 1, 2  # exit codes
+
+
+def report(
+    folder: Path, say: Callable[[str], None], *, ended: Collection[int] = (), picture: bool = True
+) -> Table:
+    """Print a sweep's table, and write sweep.csv, sweep.md and sweep.png into its folder.
+
+    ended: see `read_job_rows`. A file that cannot be written is reported by a line. Raises as
+    `read_table` does.
+    """
+    table = read_table(folder, ended)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else LOG_WIDTH
+    for line in terminal_lines(table, width):
+        say(line)
+    drawn = _try(say, PICTURE, lambda: _draw(table)) if picture else None
+    numbers = _try(say, CSV, lambda: write_csv(table))
+    text = _try(say, MARKDOWN, lambda: write_markdown(table, drawn is not None))
+    if written := [str(path) for path in (numbers, text, drawn) if path]:
+        say(f"written: {', '.join(written)}")
+    return table
+
+
+def main(argv: list[str] | None = None) -> int:
+    """tools/sweep.py; the exit code: 0 where all is done, 1 where something is left, 2 for a folder
+    that is no sweep's."""
+    parser = argparse.ArgumentParser(
+        prog=shlex.join(program()),
+        description="Print the table of a sweep, also while it runs, and write sweep.csv, sweep.md "
+        "and the picture sweep.png into its directory. Exit code 0 if all jobs are done, else 1.",
+    )
+    parser.add_argument("folder", metavar="DIR", type=Path, help="the sweep's run_dir")
+    parser.add_argument("--no-picture", action="store_true", help="draw nothing")
+    arguments = parser.parse_args(argv)
+    folder: Path = arguments.folder
+    try:
+        if not folder.is_dir():
+            return _fail(f"{folder} is no folder")
+        if not is_sweep(folder):
+            run = (folder / "config.yaml").exists()
+            return _fail(f"{folder} is no sweep's: {'one run' if run else 'no job is in it'}")
+        say = Console(steps=1).line
+        table = report(folder, say, picture=not arguments.no_picture)
+    except (OSError, ValueError) as error:
+        return _fail(" ".join(str(error).split()))
+    return LEFT if table.left else DONE
+
+
+def write_csv(table: Table) -> Path:
+    """Every column of every job, numbers with all their digits."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    numbers = [
+        *("last_step", "final_loss", "val_loss", "grad_norm", "tokens_per_second", "step_seconds"),
+        *("mfu", "memory_bytes", "seconds", "objective"),
+    ]
+    writer.writerow(["job", *table.keys, "status", *numbers, "error", "folder", "overrides"])
+    for row in table.rows:
+        s = row.summary
+        values = [
+            *(s.steps or None, s.loss, s.val_loss, s.grad_norm, s.tokens_per_second),
+            *(s.step_seconds, s.mfu, s.memory_bytes, row.seconds, row.value),
+        ]
+        settings = [row.settings.get(key, "") for key in table.keys]
+        rest = [row.error, row.job.folder, shlex.join(row.job.overrides)]
+        writer.writerow([row.job.number, *settings, row.status, *values, *rest])
+    files.atomic_write_text(table.folder / CSV, text.getvalue())
+    return table.folder / CSV
+
+
+def write_markdown(table: Table, picture: bool) -> Path:
+    """A GitHub table with readable numbers, the best job in bold; `picture`: link sweep.png."""
+    best = table.best
+    columns = read_columns(table, table.keys)
+    if any(row.error for row in table.rows):
+        columns.append(Column("error", [first_line(row.error) for row in table.rows]))
+    lines = [f"# Sweep {_escaped(table.folder.resolve().name)}", ""]
+    lines += [_md_line([_escaped(column.header) for column in columns])]
+    lines += [_md_line(["---:" if column.number else "---" for column in columns])]
+    for i, row in enumerate(table.rows):
+        cells = [_escaped(column.cells[i]) for column in columns]
+        lines.append(_md_line([f"**{cell}**" if row is best and cell else cell for cell in cells]))
+    lines += ["", _escaped(counts(table))]
+    if best is not None:
+        lines += [
+            "",
+            _escaped(best_line(table, best)),
+            "",
+            f"    {job_command(table.spec, best)}",
+        ]
+    if again := resume_command(table):
+        purpose, command = again
+        lines += ["", f"{purpose[0].upper()}{purpose[1:]}:", "", f"    {command}"]
+    if picture:
+        lines += ["", f"![loss curves and throughput]({PICTURE})"]
+    files.atomic_write_text(table.folder / MARKDOWN, "\n".join(lines) + "\n")
+    return table.folder / MARKDOWN
+
+
+def _md_line(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _escaped(text: str) -> str:
+    """Text that a table's cell shows as it is."""
+    return re.sub(r"([\\`*<\[\]|~]|\b_|_\b)", r"\\\1", " ".join(text.split()))
+
+
+def _draw(table: Table) -> Path | None:
+    from titanlike.driver.sweep_picture import draw  # matplotlib takes a second to import
+
+    return draw(table)
+
+
+def _try(say: Callable[[str], None], name: str, write: Callable[[], Path | None]) -> Path | None:
+    try:
+        return write()
+    except Exception as error:  # its report must not make a sweep fail
+        say(f"{name} could not be written: {type(error).__name__}: {error}")
+        return None
+
+
+def _fail(text: str) -> int:
+    print("error:", text, file=sys.stderr)
+    return INVALID

@@ -1,4 +1,4 @@
-"""`titanlike plan [search] ...`: what the run of a command line will cost. Starts nothing."""
+"""The commands that start nothing: `titanlike plan [search] ...`, `timeline RUN [RUN]`, `scripts SCHEDULER DIR`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -13,17 +14,21 @@ import textwrap
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from titanlike.config import validate
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.help import command_help
-from titanlike.config.program import program
+from titanlike.config.program import program, scripts_dir
 from titanlike.config.schema import Config
-from titanlike.driver.argv import parse_words
-from titanlike.driver.overrides import check_overrides, complete_args
-from titanlike.driver.report import print_problems
+from titanlike.driver.argv import complete_args, parse_argv
+from titanlike.driver.job import print_problems
+from titanlike.driver.overrides import check_overrides
 
-_DESCRIPTION = (
+if TYPE_CHECKING:
+    from titanlike.costs.timeline_report import TimelineReport
+
+_PLAN = (
     "Says what a run will cost before anything is paid for: memory of each rank, time of a step, "
     "tokens/s, MFU, bubble, traffic, and what would help. No GPU, process group or data are needed. "
     "hardware= names the devices. `search` tries every layout of gpus=N devices for the global batch."
@@ -38,7 +43,7 @@ _FLAGS = {
 }
 
 
-def main(argv: list[str]) -> int:
+def plan(argv: list[str]) -> int:
     """The exit code: 0; 1 if the run would not fit; 2 for errors in the config."""
     if {"-h", "--help"} & set(argv):
         print(_help())
@@ -63,7 +68,7 @@ def main(argv: list[str]) -> int:
             problems.append(
                 Problem(f"{flag} {path}", "", f"must end in {' or '.join(endings)}", fix)
             )
-    args = parse_words(words)
+    args = parse_argv(words)
     args.multirun = False
     complete_args(args)
     checked = check_overrides(args)
@@ -159,7 +164,69 @@ def _search(config: Config, words: list[str], gpus: int | None, flags: argparse.
 
 
 def _help() -> str:
-    text = command_help(program(), _DESCRIPTION)
+    text = command_help(program(), _PLAN)
     rows = [f"  {flag:<16}  {meaning}" for flag, meaning in _FLAGS.items()]
     example = "example: search experiment=llama3_8b gpus=64 hardware=h100_sxm"
     return "\n".join([text, "", *rows, "", textwrap.fill(example, 100)])
+
+
+_TIMELINE = (
+    "Prints the timeline that a run has recorded (timeline=true) beside its plan: what each rank "
+    "computed and waited for, how heavy stages are, and what would make the step shorter. Several "
+    "runs are compared."
+)
+
+
+def timeline(argv: list[str]) -> int:
+    """The exit code: 0; 2 where a run has no timeline."""
+    parser = argparse.ArgumentParser(
+        prog=shlex.join(program()), description=_TIMELINE, allow_abbrev=False
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory of a run")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a run")
+    flags = parser.parse_args(argv)
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # the user's models
+    from titanlike.costs.timeline_report import report_of
+    from titanlike.costs.timeline_text import as_data, as_text
+
+    reports: list[tuple[str, TimelineReport]] = []
+    for run in flags.runs:
+        try:
+            reports.append((str(run), report_of(run)))
+        except ConfigError as error:
+            return print_problems(error.problems)
+    if flags.json:
+        for _, report in reports:
+            print(json.dumps(as_data(report)))
+    else:
+        print(as_text(reports, max(60, shutil.get_terminal_size().columns)))
+    return 0
+
+
+def scripts(argv: list[str] | None = None) -> int:
+    """Copy the scripts. The exit code is 2 if nothing was copied."""
+    parser = argparse.ArgumentParser(
+        prog=shlex.join(program()),
+        description="Copy the job scripts of a scheduler into a folder. They need no checkout.",
+    )
+    parser.add_argument("scheduler", choices=("slurm", "kubernetes"))
+    parser.add_argument("folder", metavar="DIR", type=Path, help="made if it does not exist")
+    parser.add_argument("--force", action="store_true", help="overwrite files")
+    arguments = parser.parse_args(argv)
+    source, folder = scripts_dir() / arguments.scheduler, arguments.folder
+    files = sorted(path for path in source.iterdir() if path.is_file())
+    try:
+        existing = [path.name for path in files if (folder / path.name).exists()]
+        if existing and not arguments.force:
+            raise FileExistsError(
+                f"{folder} already has {', '.join(existing)}; --force overwrites them"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in files:
+            shutil.copy(path, folder)
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"copied to {folder}: {', '.join(path.name for path in files)}")
+    return 0
