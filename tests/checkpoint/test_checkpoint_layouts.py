@@ -17,11 +17,11 @@ from support.saved_runs import checkpoint, reseal
 from support.saved_state import checkpointer_of, fill, local, opened, tensors
 from support.world import run_world
 from titanlike.checkpoint.checkpointer import Progress
-from titanlike.checkpoint.compare import compare
+from titanlike.checkpoint.conversion import compare
 from titanlike.checkpoint.integrity import read_state
+from titanlike.checkpoint.metadata import MODEL, OPTIMIZER, RNG, read_tensors
+from titanlike.checkpoint.shard_reader import ShardReader
 from titanlike.checkpoint.storage import Storage
-from titanlike.checkpoint.tensor_index import MODEL, OPTIMIZER, RNG, read_entries
-from titanlike.checkpoint.tensor_rows import TensorRows
 from titanlike.config.schema import (
     BalanceSplit,
     Checkpoint,
@@ -68,15 +68,15 @@ def test_what_one_layout_saves_another_loads(tmp_path: Path) -> None:
     whole, parts = str(paths["V"]), str(paths["parts"])
     assert compare(Console(steps=1), whole, parts, 0.0, all_names=False)
     files: Counter[str] = Counter()
-    for entry in read_entries(Storage(parts)):
-        assert sum(math.prod(shard.sizes) for shard in entry.shards) == entry.numel, entry.name
-        for shard in entry.shards:
-            files[str(shard.file)] += math.prod(shard.sizes) * (not entry.name.startswith(RNG))
+    for name, tensor in read_tensors(Storage(parts)).items():
+        assert sum(math.prod(chunk.sizes) for chunk in tensor.chunks) == tensor.numel, name
+        for chunk in tensor.chunks:
+            files[str(chunk.file)] += math.prod(chunk.sizes) * (not name.startswith(RNG))
     assert len(files) == 4 and max(files.values()) < 1.3 * min(files.values())
-    rows = TensorRows.open("RUN", parts)  # which reads blocks of rows and columns by itself
+    rows = ShardReader.open("RUN", parts)  # which reads blocks of rows and columns by itself
     for name, entry in rows.entries(MODEL).items():
         found = torch.cat([*rows.rows(MODEL + name, most_bytes=300)])
-        assert torch.equal(found, truth(name, entry.size)), name
+        assert torch.equal(found, truth(name, entry.shape)), name
 
 
 @pytest.mark.slow
@@ -112,7 +112,7 @@ def save_and_load(config: Config, worker: Worker, sources: list[str], saves: boo
         for key, tensor, part in tensors(run):
             assert torch.equal(local(tensor), local_truth(key, tensor, part)), (source, key)
             loaded.add(key)
-        there = {entry.name for entry in read_entries(path)}
+        there = read_tensors(path).keys()
         whole = {name.removeprefix(MODEL).removeprefix(OPTIMIZER) for name in there}
         assert loaded <= whole | {f"{name}.step" for name in whole}
         if source != sources[0]:
@@ -165,7 +165,7 @@ def test_a_run_goes_on_in_other_dimensions_as_in_one_process(tmp_path: Path) -> 
     sizes = []
     for step in (1, 4):  # of tp=2, of pp=2
         folder = Storage(tmp_path / "moved" / "checkpoints" / f"model-{step:08d}")
-        sizes.append({one.name: (one.shape, one.dtype) for one in read_entries(folder)})
+        sizes.append({name: (one.shape, one.dtype) for name, one in read_tensors(folder).items()})
     assert sizes[0] == sizes[1] and {dtype for _, dtype in sizes[0].values()} == {"bfloat16"}
 
 

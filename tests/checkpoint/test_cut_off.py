@@ -13,16 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from support.campaign import campaign
 from support.cells import GRID, slow
 from support.models import tiny
 from support.world import run_world
 from titanlike.checkpoint import integrity
-from titanlike.checkpoint.dcp_storage import StorageWriter
 from titanlike.checkpoint.discovery import committed, step_name
 from titanlike.checkpoint.integrity import DAMAGED_MARKER, MARKER, check_all
+from titanlike.checkpoint.save import prepare_save, write_checkpoint
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.schema import Config
 from titanlike.launch.worker import Worker
@@ -65,8 +64,7 @@ class Moments:
 def a_save(folder: Storage, step: int) -> None:
     state = {"step": step, "progress": {}, "val_loss": None, "same": {}, "sequences": 1}
     tensors = {"model.w": torch.full((100,), float(step)), "rng.0.cpu": torch.get_rng_state()}
-    writer = StorageWriter(folder.at(step_name(step)), state, lambda _: None)
-    dcp.save(tensors, storage_writer=writer, no_dist=True)
+    write_checkpoint(folder.at(step_name(step)), state, prepare_save(tensors, None, None), None)
 
 
 def test_whenever_it_is_cut_off_a_checkpoint_is_complete_or_does_not_count(tmp_path: Path) -> None:

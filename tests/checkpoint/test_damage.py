@@ -24,15 +24,15 @@ from support.world import run_world
 from titanlike.checkpoint import checkpointer, integrity, state_dict
 from titanlike.checkpoint.checkpointer import Progress
 from titanlike.checkpoint.integrity import (
+    CHUNKS,
     DAMAGED_MARKER,
     MARKER,
     UNEQUAL,
     DamagedCheckpoint,
     check_all,
 )
-from titanlike.checkpoint.piece_sums import PIECES
+from titanlike.checkpoint.metadata import read_tensors
 from titanlike.checkpoint.storage import Storage
-from titanlike.checkpoint.tensor_index import read_entries
 from titanlike.config.schema import Config
 from titanlike.launch.worker import Worker
 
@@ -60,10 +60,9 @@ def flip(path: Path, position: int, bit: int = 6) -> None:
 
 def flip_in(folder: Path, entry_name: str) -> str:
     """Flip a bit in the middle of a tensor's bytes; in which file."""
-    [tensor] = [one for one in read_entries(Storage(folder)) if one.name == entry_name]
-    shard = tensor.shards[-1]
-    flip(folder / str(shard.file), shard.begin + shard.length // 2)
-    return str(shard.file)
+    chunk = read_tensors(Storage(folder))[entry_name].chunks[-1]
+    flip(folder / str(chunk.file), chunk.begin + chunk.length // 2)
+    return str(chunk.file)
 
 
 def cut(path: Path) -> None:
@@ -78,7 +77,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "removed": Path.unlink,
     "emptied": lambda path: os.truncate(path, 0),
 }
-FILES = [MARKER, ".metadata", "__0_0.distcp", "__1_0.distcp", "files.json", PIECES, "state.json"]
+FILES = [MARKER, ".metadata", "__0_0.distcp", "__1_0.distcp", "files.json", CHUNKS, "state.json"]
 
 
 def test_a_damaged_file_is_named_and_the_next_older_checkpoint_is_loaded(
@@ -122,13 +121,13 @@ def assert_each_byte_was_read_once(of_ranks: list[dict[str, int]], saved: Config
     sizes = {path.name: path.stat().st_size for path in folder.glob("*.distcp")}
     # what FSDP does not shard, each rank reads, and it is in one file
     again = sum(
-        entry.shards[0].length
-        for entry in read_entries(Storage(folder))
-        if len(entry.shards) == 1 and not entry.name.startswith("rng.")
+        tensor.chunks[0].length
+        for name, tensor in read_tensors(Storage(folder)).items()
+        if len(tensor.chunks) == 1 and not name.startswith("rng.")
     )
     read = sum(counts.get(name, 0) for counts in of_ranks for name in sizes)
     assert sum(sizes.values()) <= read <= sum(sizes.values()) + again
-    for name in (".metadata", PIECES):
+    for name in (".metadata", CHUNKS):
         assert of_ranks[0][name] == (folder / name).stat().st_size
 
 
@@ -224,7 +223,7 @@ def load_old_ones(config: Config, worker: Worker, runs: list[Config]) -> Any:
         update(run)
         reseal(checkpoint(worker.run_dir, step))  # without checksums of pieces
     checkpointer.state_dict.share_step = shared
-    entries = {entry.name for entry in read_entries(Storage(checkpoint(worker.run_dir, 6)))}
+    entries = read_tensors(Storage(checkpoint(worker.run_dir, 6)))
     own = "optimizer.state.head.weight.step"
     assert own in entries and state_dict.SHARED_STEP not in entries
     again = copy(config, worker.run_dir.parent / "old and damaged")

@@ -21,11 +21,11 @@ from support.cells import GRID, cells, slow
 from support.exported import GPT2, LLAMA, MOE, byte_text, trained, with_args
 from support.hf_tiny import folder_of, model_of
 from support.saved_runs import a_run, checkpoint, train_all
-from titanlike.checkpoint import tensor_rows
+from titanlike.checkpoint import shard_reader
 from titanlike.checkpoint.hf_export import export, main
+from titanlike.checkpoint.metadata import MODEL, read_tensors
+from titanlike.checkpoint.shard_reader import ShardReader
 from titanlike.checkpoint.storage import Storage
-from titanlike.checkpoint.tensor_index import MODEL, read_entries
-from titanlike.checkpoint.tensor_rows import TensorRows
 from titanlike.config.schema import Config, Model
 from titanlike.data.tokenizer import ByteTokenizer
 from titanlike.driver.checks import _export_problem, problems
@@ -37,7 +37,7 @@ CLOSE = 1e-5
 
 def ours(config: Config) -> nn.Module:
     """The model of a run's checkpoint, in this process."""
-    rows = TensorRows.open("RUN", config.run_dir)
+    rows = ShardReader.open("RUN", config.run_dir)
     model = build_model(resolve_model(config), "cpu")
     parameters = dict(model.named_parameters())
     with torch.no_grad():
@@ -120,8 +120,8 @@ def test_exporting_takes_the_memory_of_some_rows(
 ) -> None:
     export(llama.run_dir, str(tmp_path / "at once"))
     most = 2**11  # bytes at a time, of tensors of up to 32 KiB
-    monkeypatch.setattr(TensorRows.rows, "__defaults__", (most,))
-    monkeypatch.setattr(tensor_rows, "_READ", most // 3)
+    monkeypatch.setattr(ShardReader.rows, "__defaults__", (most,))
+    monkeypatch.setattr(shard_reader, "_READ", most // 3)
     with Largest() as largest:
         export(llama.run_dir, str(tmp_path / "out"))
     assert tensors(tmp_path / "out") == tensors(tmp_path / "at once")
@@ -133,9 +133,9 @@ def test_damage_is_found_while_it_is_read_and_leaves_no_folder(
 ) -> None:
     shutil.copytree(llama.run_dir, tmp_path / "run")
     [file] = checkpoint(tmp_path / "run", 1).glob("*.distcp")
-    [norm] = [e for e in read_entries(Storage(file.parent)) if e.name == "model.norm.weight"]
+    chunk = read_tensors(Storage(file.parent))["model.norm.weight"].chunks[0]
     data = bytearray(file.read_bytes())
-    data[norm.shards[0].begin + norm.shards[0].length // 2] ^= 1
+    data[chunk.begin + chunk.length // 2] ^= 1
     file.write_bytes(bytes(data))
     assert main([str(file.parent), str(tmp_path / "out")]) == 2
     assert "damaged" in capsys.readouterr().err
@@ -219,6 +219,6 @@ def test_a_family_from_scratch_is_written_in_the_form_that_transformers_writes(
     model = theirs(tmp_path / "out")
     model.save_pretrained(tmp_path / "again")
     assert tensors(tmp_path / "out") == tensors(tmp_path / "again")
-    saved = TensorRows.open("RUN", config.run_dir)
+    saved = ShardReader.open("RUN", config.run_dir)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, saved.whole(MODEL + name)), name

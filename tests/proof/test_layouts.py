@@ -299,16 +299,16 @@ def test_a_save_that_was_killed_does_not_count(tmp_path: Path) -> None:
 
 def killed_while_saving_step_4(config: Config, worker: Worker) -> None:
     """Train, and die after the tensors of step 4 are written and before they are committed."""
-    import titanlike.checkpoint.dcp_storage as dcp_storage
+    from titanlike.checkpoint import save
 
-    commit_right = dcp_storage.commit
+    commit_right = save.commit
 
     def commit(folder, files, state):
         if state["step"] == 4:
             os.kill(os.getpid(), signal.SIGKILL)
         commit_right(folder, files, state)
 
-    dcp_storage.commit = commit
+    save.commit = commit
     train(config, worker)
 
 

@@ -17,8 +17,7 @@ from safetensors.torch import load_file, save_file
 from support.models import tiny
 from support.world import run_world
 from titanlike.checkpoint.commands import main
-from titanlike.checkpoint.integrity import MANIFEST, MARKER, checksum
-from titanlike.checkpoint.piece_sums import PIECES
+from titanlike.checkpoint.integrity import CHUNKS, MANIFEST, MARKER, checksum
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.schema import Checkpoint, Config
 from titanlike.launch.worker import Worker
@@ -110,7 +109,7 @@ def checkpoint(run_dir: Path, step: int) -> Path:
 def reseal(folder: Path) -> None:
     """Make manifest and marker fit the files that are there, as whoever plants one would."""
     files = {}
-    (folder / PIECES).unlink(missing_ok=True)  # as an older version did not write it
+    (folder / CHUNKS).unlink(missing_ok=True)  # as an older version did not write it
     for path in sorted(folder.iterdir()):
         if path.name not in (MANIFEST, MARKER):
             data = path.read_bytes()

@@ -7,18 +7,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from titanlike.checkpoint.dcp_metadata import read_metadata
-from titanlike.checkpoint.state_dict import read
+from titanlike.checkpoint.metadata import open_header
+from titanlike.checkpoint.reader import read
 from titanlike.checkpoint.storage import Storage
 
 
 def saved(run_dir: Path, step: int = 6) -> dict[str, Tensor]:
     """All tensors of a checkpoint."""
-    folder = Storage(run_dir / "checkpoints" / f"step-{step:08d}")
-    metadata = read_metadata(folder)
+    header = open_header(Storage(run_dir / "checkpoints" / f"step-{step:08d}"))
     tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in metadata.state_dict_metadata.items()
+        name: torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
+        for name, saved in header.tensors.items()
     }
-    read(folder, metadata, tensors, None)
+    read(header, tensors, None)
     return tensors

@@ -27,7 +27,7 @@ PRELOADED = [
     "titanlike.cli",
     "titanlike.driver.overrides",
     "titanlike.driver.drive",
-    "titanlike.checkpoint.resume",
+    "titanlike.checkpoint.discovery",
     "titanlike.driver.checks",
     "titanlike.driver.job",
     "titanlike.models.gpt2",

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
@@ -474,30 +474,14 @@ def test_nccl_has_one_communicator_for_all_messages() -> None:
     assert dist.Backend._plugins["NCCL"].creator_fn.__name__ == "_create_nccl2_process_group"
 
 
-def test_the_place_of_a_piece_is_still_private() -> None:
-    """If torch has a public name for it, `written_piece` can use that."""
+def test_the_place_of_a_chunk_is_still_private() -> None:
+    """If torch has a public name for it, `describe_files` can use that."""
     from torch.distributed.checkpoint import filesystem
 
-    written = distributed_checkpoint.written_piece(MetadataIndex("a"), "file", 4, 8)
-    assert type(written.storage_data).__name__ == "_StorageInfo"
+    place = MetadataIndex("a"), "file", 4, 8
+    described = distributed_checkpoint.describe_files(Metadata({}), [place])
+    assert type(described.storage_data[place[0]]).__name__ == "_StorageInfo"
     assert not hasattr(filesystem, "StorageInfo")
-
-
-@pytest.mark.skipif(
-    "strides" in TensorProperties.__dataclass_fields__, reason="this torch writes that format"
-)
-def test_a_newer_checkpoint_still_needs_help_to_be_read() -> None:
-    """2.15 pickles six fields. Without the fence 2.11 and 2.13 cannot unpack them."""
-    state = TensorProperties(dtype=torch.float32).__getstate__()
-    newer = (*state, (1,))
-    blank = TensorProperties.__new__(TensorProperties)
-    if not hasattr(TensorProperties.__setstate__, "cut"):
-        with pytest.raises(ValueError, match="too many values"):
-            blank.__setstate__(newer)
-    distributed_checkpoint.read_newer_checkpoints()
-    distributed_checkpoint.read_newer_checkpoints()  # may be called again
-    blank.__setstate__(newer)
-    assert blank.dtype == torch.float32
 
 
 @pytest.mark.skipif(

@@ -19,7 +19,7 @@ from support.records import numbers
 from support.run_files import config_of, last_step, result
 from support.waiting import until
 from support.world import run_world
-from titanlike.checkpoint.resume import select_resume
+from titanlike.checkpoint.discovery import select_resume
 from titanlike.config.schema import Checkpoint, Config
 from titanlike.training.loop import train
 

@@ -1,6 +1,6 @@
 """A run's checkpoints, as training uses them: resume and roll back here; written by writer.py.
 
-To load, rank 0 selects the newest complete checkpoint (resume.py); all ranks check its files, each
+To load, rank 0 selects the newest complete checkpoint (discovery.py); all ranks check its files, each
 some of them; a damaged one is marked, and the next older one is tried.
 """
 
@@ -16,17 +16,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata
 
 from titanlike.checkpoint import discovery, integrity, state_dict
-from titanlike.checkpoint.dcp_metadata import read_metadata
-from titanlike.checkpoint.discovery import committed, step_of
+from titanlike.checkpoint.discovery import (
+    committed,
+    incompatibility,
+    run_identity,
+    select_resume,
+    step_of,
+)
 from titanlike.checkpoint.integrity import DamagedCheckpoint, read_state
-from titanlike.checkpoint.piece_sums import PIECES, PieceSums, read_pieces
-from titanlike.checkpoint.resume import incompatibility, run_identity, select_resume
+from titanlike.checkpoint.metadata import OPTIMIZER, CheckpointHeader
+from titanlike.checkpoint.reader import read_header_on_all_ranks
 from titanlike.checkpoint.storage import Storage, UnreadableFile
-from titanlike.checkpoint.tensor_index import OPTIMIZER
-from titanlike.checkpoint.warm_start import warm_start
 from titanlike.checkpoint.writer import CheckpointWriter, Save, Saved
 from titanlike.config.credentials import redact_value
 from titanlike.config.errors import ConfigError, Problem
@@ -50,15 +52,6 @@ class Progress:
     value: float | None = None  # last validation loss, or loss
     left_out: int = 0  # batches that rollbacks have skipped
     guard: dict[str, Any] = field(default_factory=dict)  # see guard.Guard.state
-
-
-@dataclass(frozen=True)
-class Opened:
-    """What a checkpoint's small files say."""
-
-    state: dict[str, Any]
-    metadata: Metadata
-    sums: PieceSums | None  # None: its tensors' files have been read and found right
 
 
 class Checkpointer:
@@ -114,6 +107,8 @@ class Checkpointer:
                 if hf_start.is_folder(self._settings.start_from):
                     text = hf_start.start_from_folder(self._config, *of_run)
                 else:
+                    from titanlike.checkpoint.warm_start import warm_start
+
                     text = warm_start(self._settings, *of_run)
                 self._events.log("warm_start", 0, text)
             return Progress()
@@ -147,16 +142,12 @@ class Checkpointer:
             if not selected[0]:
                 return None
             path = Storage(selected[0])
-            opened = self._open(path)
-            if isinstance(opened, Opened):
-                try:
-                    return self._load(path, opened)
-                except DamagedCheckpoint as error:  # on all ranks
-                    damage = str(error)
-                except UnreadableFile as error:
-                    raise discovery.unreadable(path, str(error)) from None
-            else:
-                damage = opened
+            try:
+                return self._load(read_header_on_all_ranks(path, self._group, "run_dir"))
+            except DamagedCheckpoint as error:  # on all ranks
+                damage = str(error)
+            except UnreadableFile as error:
+                raise discovery.unreadable(path, str(error)) from None
             if str(path.parent) != str(self._folder) or str(path) in rejected:
                 raise ValueError(f"{damage}; write the path of another checkpoint")
             rejected.add(str(path))
@@ -190,46 +181,6 @@ class Checkpointer:
                 self._writer.saved[step_of(path)] = Saved(step_of(path), val_loss)
         return selection.path
 
-    def _open(self, path: Storage) -> Opened | str:
-        """A checkpoint's files without the tensors, found right; or what is wrong with one.
-
-        Those of an older version have no checksums of their pieces: there the ranks read all files
-        first, each some of them. The same on all ranks, as what is raised: UnreadableFile where one
-        cannot read its part, UnsafeCheckpoint.
-        """
-        opened: Opened | None = None
-        damage, unread, unsafe = "", "", ""
-        try:
-            if self._rank > 0 and not path.exists(integrity.MARKER):
-                raise ValueError(
-                    f"rank {self._rank} does not see {path}, from which rank 0 resumes; "
-                    "write a run_dir on a file system that all machines share"
-                )
-            files = integrity.read_manifest(path)
-            whole = sorted(files) if PIECES not in files else []
-            integrity.check_sums(path, files, whole[self._rank :: self._world_size])
-            state = integrity.read_state(path, files)
-            opened = Opened(state, read_metadata(path, files), read_pieces(path, files))
-        except DamagedCheckpoint as error:
-            damage = str(error)
-        except integrity.UnsafeCheckpoint as error:
-            unsafe = str(error)
-        except UnreadableFile as error:
-            unread = str(error)
-        found = [(damage, unread, unsafe)] * self._world_size
-        dist.all_gather_object(found, (damage, unread, unsafe), group=self._group)
-        damage, unread, unsafe = (
-            next(filter(None, texts), "") for texts in zip(*found, strict=True)
-        )
-        if unread:
-            raise discovery.unreadable(path, unread)
-        if damage or unsafe:
-            if not damage:
-                raise integrity.UnsafeCheckpoint(unsafe)
-            return damage
-        assert opened is not None
-        return opened
-
     def _mark_damaged(self, path: Storage, damage: str) -> None:
         self._events.log("damaged", step_of(path), f"{damage}; trying an older one")
         if self._rank == 0:
@@ -239,14 +190,13 @@ class Checkpointer:
                 self._events.log("damaged", step_of(path), f"{path} could not be marked: {error}")
             self._writer.saved.pop(step_of(path), None)
 
-    def _load(self, path: Storage, opened: Opened) -> Progress:
-        if text := incompatibility(path, self._config):
+    def _load(self, header: CheckpointHeader) -> Progress:
+        path, state = header.folder, header.state
+        if text := incompatibility(path, state, self._config):
             raise ValueError(text)
-        state = opened.state
         self._check_data(path, state)
-        of_run = self._stage_states, self._group
         same_tp = state.get("layout", {}).get("tp", 1) == self._config.tp
-        state_dict.load_run(path, opened.metadata, *of_run, opened.sums, same_tp=same_tp)
+        state_dict.load_run(header, self._stage_states, self._group, same_tp=same_tp)
         self._writer.newest = state["step"]
         self._events.log("resume", self.newest, path=str(path), world_size=self._world_size)
         if changes := changed_keys(state.get("config", {}), self._plain_config):

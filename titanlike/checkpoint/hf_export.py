@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from titanlike.checkpoint.hf_plan import Exported, ExportPlan, plan_export
+from titanlike.checkpoint.metadata import MODEL
 from titanlike.checkpoint.safetensors_stream import Planned, ShardedSafetensors
-from titanlike.checkpoint.saved_model import SavedModel, saved_model
+from titanlike.checkpoint.shard_reader import SavedModel, ShardReader, saved_model
 from titanlike.checkpoint.state_dict import DTYPES
 from titanlike.checkpoint.storage import Storage
-from titanlike.checkpoint.tensor_index import MODEL
-from titanlike.checkpoint.tensor_rows import TensorRows
 from titanlike.config.files import read_object
 from titanlike.config.parse import bytes_of
 from titanlike.config.program import program
@@ -79,7 +78,7 @@ def export(
     """
     begin = time.monotonic()
     folder = _new_folder(out)
-    rows = TensorRows.open("RUN", location)
+    rows = ShardReader.open("RUN", location)
     saved = saved_model(rows.folder)
     entries = rows.entries(MODEL)
     kind = DTYPES[dtype] if dtype else None
@@ -118,7 +117,7 @@ def _new_folder(out: str) -> Path:
     return folder
 
 
-def _write_tensor(rows: TensorRows, tensor: Exported, writer: ShardedSafetensors) -> None:
+def _write_tensor(rows: ShardReader, tensor: Exported, writer: ShardedSafetensors) -> None:
     name, outputs = MODEL + tensor.name, tensor.outputs
     if tensor.form == "same":
         for slab in rows.rows(name):

@@ -10,7 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from titanlike.checkpoint.metadata import SavedTensor
 from titanlike.checkpoint.safetensors_stream import DTYPES, Planned
+from titanlike.checkpoint.shard_reader import dtype_of
 from titanlike.config.schema import Custom
 from titanlike.models.hf_names import FAMILIES, family_of, their_config, their_name
 from titanlike.models.registry import build_model, complete_arguments
@@ -42,15 +44,14 @@ class ExportPlan:
 
 
 def plan_export(
-    model: Custom, entries: Mapping[str, Any], seq_len: int, dtype: torch.dtype | None
+    model: Custom, entries: Mapping[str, SavedTensor], seq_len: int, dtype: torch.dtype | None
 ) -> ExportPlan:
-    """entries: of the checkpoint's model, by name, with `size` and `properties.dtype`; dtype: None =
-    as the folder from which it was started has them, else as the checkpoint.
+    """entries: of the checkpoint's model, by name; dtype: None = as the folder from which it was started has them, else as the checkpoint.
 
     Raises ValueError for a model that transformers does not have.
     """
-    dtypes = {name: dtype or entry.properties.dtype for name, entry in entries.items()}
-    shapes = {name: tuple(entry.size) for name, entry in entries.items()}
+    dtypes = {name: dtype or dtype_of(tensor) for name, tensor in entries.items()}
+    shapes = {name: tensor.shape for name, tensor in entries.items()}
     if model.name == "hf":
         found = _of_transformers(model, shapes, dtypes, dtype)
     elif model.name in FAMILIES:

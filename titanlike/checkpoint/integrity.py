@@ -2,7 +2,8 @@
 
     step-00000100/
         __R_0.distcp .metadata   tensors and their layout, names as in the whole model (DCP)
-        pieces.json              a checksum of each piece of these files (piece_sums.py)
+        pieces.json              a checksum of each chunk in these files: of what DCP calls a block
+                                 of a tensor, so that what a rank reads is checked as it is read
         state.json               step, position in the data, layout, what a resume must not change
         files.json               the manifest: size in bytes and xxh3 checksum of each file above
         COMMITTED                the checksum of files.json; written last, removed first
@@ -18,7 +19,9 @@ import json
 import os
 import re
 import shlex
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import IO, Any
 
 import xxhash
@@ -32,6 +35,7 @@ DAMAGED_MARKER = "DAMAGED"
 MANIFEST = "files.json"
 STATE = "state.json"
 METADATA = ".metadata"
+CHUNKS = "pieces.json"
 # version of these files: 1 has no pieces.json, and the step count of each parameter of its own
 FORMAT = 2
 _NUMBER = (float, int, type(None))
@@ -51,7 +55,8 @@ _OPTIONAL: dict[str, tuple[type, ...]] = {
     **{"data": (dict,), "config": (dict,), "model": (dict,)},
 }
 _STEP_IN_NAME = re.compile(r"(?:step|model)-(\d{8,})")
-_CHUNK = 2**22  # bytes read at a time
+_READ = 2**22  # bytes at a time
+_DIGEST = 16  # bytes
 UNEQUAL = "does not match the checksum that was written"
 
 Manifest = dict[str, tuple[int, str]]  # file -> bytes, checksum
@@ -179,7 +184,7 @@ def wrong_sizes(folder: Storage, files: Manifest) -> Iterator[DamagedCheckpoint]
 
 
 def check_sizes(folder: Storage, files: Manifest) -> None:
-    """Check that each file exists with its size, by one listing. Raises DamagedCheckpoint."""
+    """Check that each file exists with its size. Raises DamagedCheckpoint."""
     for damage in wrong_sizes(folder, files):
         raise damage
 
@@ -195,7 +200,7 @@ def check_sums(folder: Storage, files: Manifest, names: Iterable[str]) -> None:
 
 def _file_checksum(file: IO[bytes]) -> str:
     hasher = xxhash.xxh3_128()
-    while chunk := file.read(_CHUNK):
+    while chunk := file.read(_READ):
         hasher.update(chunk)
     return hasher.hexdigest()
 
@@ -213,8 +218,7 @@ def check_quick(folder: Storage) -> None:
     """Check everything but the contents of the tensors' files. Raises DamagedCheckpoint."""
     files = read_manifest(folder)
     check_sizes(folder, files)
-    check_sums(folder, files, [STATE])
-    read_state(folder)
+    read_state(folder, files)
 
 
 def check_all(folder: Storage) -> None:
@@ -242,23 +246,74 @@ def read_state(folder: Storage, files: Manifest | None = None) -> dict[str, Any]
             f"checkpoint {folder} has format {version}, and this version of titanlike reads "
             f"{FORMAT}: it was written by a later one"
         )
+    for reason in _state_problems(folder, state):
+        raise DamagedCheckpoint(folder, STATE, reason)
+    return state
+
+
+def _state_problems(folder: Storage, state: dict[str, Any]) -> Iterator[str]:
     if missing := [key for key in _REQUIRED if key not in state]:
-        raise DamagedCheckpoint(folder, STATE, f"lacks {', '.join(missing)}")
+        yield f"lacks {', '.join(missing)}"
     for key, types in (_REQUIRED | _OPTIONAL | {"format": (int,)}).items():
         group, _, name = key.rpartition(".")
         owner = state.get(group, {}) if group else state
         if name in owner and type(owner[name]) not in types:
-            raise DamagedCheckpoint(folder, STATE, f"has {repr(owner[name])[:40]} as {key}")
+            yield f"has {repr(owner[name])[:40]} as {key}"
     step, progress = state["step"], state["progress"]
     named = _STEP_IN_NAME.fullmatch(folder.name)
     if step < 0 or (named and int(named[1]) != step) or progress.get("step", step) != step:
-        raise DamagedCheckpoint(folder, STATE, f"is of another step, {str(step)[:40]}")
+        yield f"is of another step, {str(step)[:40]}"
     for name, kept in progress.get("guard", {}).items():
         if type(kept) is not (int if name == "nonfinite" else list):
-            raise DamagedCheckpoint(
-                folder, STATE, f"has {repr(kept)[:40]} as progress.guard.{name}"
-            )
-    return state
+            yield f"has {repr(kept)[:40]} as progress.guard.{name}"
+
+
+@dataclass(frozen=True)
+class ChunkChecksums:
+    """The checksums of all chunks of a checkpoint.
+
+    `pieces.json` is an object: file -> [[end of each chunk, in bytes, ...], "32 hexadecimal digits of
+    xxh3 a chunk"], with the chunks in the order of the file, each beginning where the one before it
+    ends; together they are the whole file.
+    """
+
+    folder: Storage
+    files: dict[str, tuple[list[int], bytes]]
+
+    def check(self, file: str, begin: int, length: int, digest: bytes) -> None:
+        """Raises DamagedCheckpoint where bytes with this checksum are not a chunk that was written."""
+        ends, sums = self.files.get(file, ([], b""))
+        at = bisect_left(ends, begin + length)
+        is_chunk = ends[at : at + 1] == [begin + length] and begin == (ends[at - 1] if at else 0)
+        if not is_chunk or digest != sums[at * _DIGEST : (at + 1) * _DIGEST]:
+            raise DamagedCheckpoint(self.folder, file, UNEQUAL)
+
+    def dump(self) -> bytes:
+        """The content of the file."""
+        return (
+            json.dumps({k: [ends, sums.hex()] for k, (ends, sums) in self.files.items()}).encode()
+            + b"\n"
+        )
+
+
+def read_chunk_checksums(folder: Storage, files: Manifest) -> ChunkChecksums | None:
+    """None for a checkpoint of an older version, which has no such file. Raises DamagedCheckpoint."""
+    if CHUNKS not in files:
+        return None
+    data = read_checked(folder, files, CHUNKS)
+    try:
+        found = {
+            name: (ends, bytes.fromhex(sums)) for name, (ends, sums) in json.loads(data).items()
+        }
+        valid = all(
+            all(type(end) is int for end in ends) and len(sums) == _DIGEST * len(ends)
+            for ends, sums in found.values()
+        )
+    except (ValueError, TypeError, AttributeError):
+        valid = False
+    if not valid:
+        raise DamagedCheckpoint(folder, CHUNKS, "is not a list of pieces")
+    return ChunkChecksums(folder, found)
 
 
 @contextlib.contextmanager

@@ -8,23 +8,16 @@ rng.RANK.cpu rng.RANK.cuda random generators, restored only in as many ranks wit
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict as dcp_state_dict
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from titanlike.checkpoint.dcp_storage import StorageReader, TensorsOnly
-from titanlike.checkpoint.integrity import DamagedCheckpoint
-from titanlike.checkpoint.piece_sums import PieceSums
-from titanlike.checkpoint.storage import Storage, UnreadableFile
-from titanlike.checkpoint.tensor_index import OPTIMIZER, RNG
+from titanlike.checkpoint.metadata import OPTIMIZER, RNG, CheckpointHeader
+from titanlike.checkpoint.reader import read
 from titanlike.device.accelerator import rng_states, set_rng_state
 from titanlike.optim.optimizer import StageState
 from titanlike.parallel.placement import Part, pieces
@@ -130,22 +123,19 @@ def sync_tied_copies(stage_states: list[StageState]) -> None:
 
 
 def load_run(
-    folder: Storage,
-    metadata: Metadata,
+    header: CheckpointHeader,
     stage_states: list[StageState],
     group: dist.ProcessGroup,
-    sums: PieceSums | None,
     *,
     same_tp: bool = True,
 ) -> None:
     """Load a checkpoint, saved in any layout. Collective.
 
-    sums: of its pieces; None where its files have been checked; same_tp: whether it was saved with
-    as many tensor-parallel ranks, which draw some random numbers together. Raises ValueError where a
-    tensor is missing or has another shape, and what `read` raises: then the state is not to be used,
-    but another checkpoint may be loaded in its place.
+    same_tp: whether it was saved with as many tensor-parallel ranks, which draw some random numbers
+    together. Raises ValueError where a tensor is missing or has another shape, and what `read` raises:
+    then the state is not to be used, but another checkpoint may be loaded in its place.
     """
-    saved = metadata.state_dict_metadata
+    saved = header.tensors
     for stage in stage_states:
         _optimizer_state(stage, stage.optimizers)  # allocates the state that is read into
     tensors = run_tensors(stage_states, copies=True)
@@ -165,14 +155,14 @@ def load_run(
         steps = [name for name in tensors if _of_optimizer(name) and name.endswith(".step")]
         counts = {name: tensors.pop(name) for name in steps if name not in saved}
         tensors[SHARED_STEP] = torch.zeros(())
-    if problems := _mismatches(tensors, metadata):
+    if problems := _mismatches(tensors, header):
         more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise ValueError(
-            f"checkpoint {folder} is from another model or optimizer: {'; '.join(problems[:3])}{more}"
+            f"checkpoint {header.folder} is from another model or optimizer: {'; '.join(problems[:3])}{more}"
             "; write the config that saved it (its config.yaml is in the run directory), "
             "another run_dir, or checkpoint.start_from to load only its weights"
         )
-    read(folder, metadata, tensors, group, sums, unread=() if random else (RNG,))
+    read(header, tensors, group, unread="" if random else RNG)
     if counts:
         shared = tensors[SHARED_STEP]
         tensors |= {name: count.copy_(shared) for name, count in counts.items()}
@@ -202,76 +192,16 @@ def load_run(
                     optimizer.state.pop(parameter, None)
 
 
-def read(
-    folder: Storage,
-    metadata: Metadata,
-    tensors: Tensors,
-    group: dist.ProcessGroup | None,
-    sums: PieceSums | None = None,
-    unread: tuple[str, ...] = (),
-) -> None:
-    """Read the entries of the same names into `tensors`. Collective where `group` is given.
-
-    sums: of the pieces; None where the files have been checked as a whole. unread: prefixes of
-    entries that no rank loads, to be checked all the same. On all ranks raises what the first rank
-    did whose reading failed: UnreadableFile, DamagedCheckpoint, OSError. Then `tensors` have parts
-    of the checkpoint, none of them damaged.
-    """
-    reader, error = StorageReader(folder, metadata, sums), None
-    try:
-        with warnings.catch_warnings():
-            # the plans of the ranks do not depend on each other: nothing to be gathered
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            options = {"storage_reader": reader, "planner": TensorsOnly()}
-            dcp.load(dict(tensors), **options, no_dist=True)
-        for prefix in unread:
-            reader.check_pieces(prefix, dist.get_rank(group), dist.get_world_size(group))
-    except CheckpointException as failure:  # a BaseException
-        error = next((wrapped[0] for wrapped in failure.failures.values()), failure)
-    except (OSError, ValueError) as failure:
-        error = failure
-    found: list[tuple[str, Any]] = [_told(error)]
-    if group is not None:
-        found *= dist.get_world_size(group)
-        dist.all_gather_object(found, _told(error), group=group)
-    told = dict(reversed(found))  # of each kind that of the first rank
-    if unreadable := told.get("unreadable"):
-        raise UnreadableFile(unreadable)
-    if damaged := told.get("damaged"):
-        raise DamagedCheckpoint(folder, *damaged)
-    if text := told.get("other"):
-        raise OSError(f"checkpoint {folder} could not be read: {text}") from error
-
-
-def _told(error: BaseException | None) -> tuple[str, Any]:
-    """An error as other ranks can be told of it: kind and content."""
-    if error is None:
-        return "", None
-    if isinstance(error, UnreadableFile):
-        return "unreadable", str(error)
-    if isinstance(error, DamagedCheckpoint):
-        return "damaged", (error.file, error.reason)
-    return "other", error_line(error)
-
-
-def error_line(error: BaseException) -> str:
-    """The first line of an error; of DCP's, that of the first rank that failed."""
-    if isinstance(error, CheckpointException):
-        error = next((wrapped[0] for wrapped in error.failures.values()), error)
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
-def _mismatches(tensors: Tensors, metadata: Metadata) -> list[str]:
-    saved = metadata.state_dict_metadata
-    found = [f"{name} is missing" for name in sorted(tensors.keys() - saved.keys())]
-    for name in sorted(tensors.keys() & saved.keys()):
-        entry, here = saved[name], tensors[name]
-        if not isinstance(entry, TensorStorageMetadata):
-            found.append(f"{name} is not a tensor there")
-        elif entry.size != here.shape:
-            found.append(f"{name} is {tuple(entry.size)} there and {tuple(here.shape)} here")
-    return found
+def _mismatches(tensors: Tensors, header: CheckpointHeader) -> list[str]:
+    absent = tensors.keys() - header.tensors.keys() - header.objects
+    problems = [f"{name} is missing" for name in sorted(absent)]
+    for name in sorted(tensors.keys() - absent):
+        saved, shape = header.tensors.get(name), tuple(tensors[name].shape)
+        if saved is None:
+            problems.append(f"{name} is not a tensor there")
+        elif saved.shape != shape:
+            problems.append(f"{name} is {saved.shape} there and {shape} here")
+    return problems
 
 
 def _of_optimizer(name: str) -> bool:

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import IO, Any, cast
 
 import torch
 import xxhash
 from torch import Tensor
 
-from titanlike.checkpoint.piece_sums import WrittenFile
 from titanlike.checkpoint.storage import Storage
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """What was written into a file of tensors."""
+
+    name: str
+    size: int
+    checksum: str  # of the whole file
+    ends: list[int]  # where each chunk ends
+    sums: bytes  # the checksum of each chunk, one after the other
 
 
 def write_tensors(folder: Storage, name: str, tensors: Iterable[Tensor]) -> WrittenFile:
@@ -26,7 +37,7 @@ def write_tensors(folder: Storage, name: str, tensors: Iterable[Tensor]) -> Writ
                     raise stream.error from None
                 raise
             ends.append(stream.size)
-            sums.append(stream.end_piece())
+            sums.append(stream.end_chunk())
         raw.flush()
         if folder.local:
             os.fsync(raw.fileno())
@@ -46,12 +57,12 @@ class _ChecksumStream:
 
     def __init__(self, raw: IO[bytes]) -> None:
         self._raw = raw
-        self.size, self.whole, self._piece = 0, xxhash.xxh3_128(), xxhash.xxh3_128()
+        self.size, self.whole, self._chunk = 0, xxhash.xxh3_128(), xxhash.xxh3_128()
         self.error: OSError | None = None  # the first
 
-    def end_piece(self) -> bytes:
-        """The checksum of what was written since the piece before."""
-        digest, self._piece = self._piece.digest(), xxhash.xxh3_128()
+    def end_chunk(self) -> bytes:
+        """The checksum of what was written since the chunk before."""
+        digest, self._chunk = self._chunk.digest(), xxhash.xxh3_128()
         return digest
 
     def write(self, data: Any) -> int:
@@ -61,7 +72,7 @@ class _ChecksumStream:
             self.error = self.error or error
             raise
         self.whole.update(data)
-        self._piece.update(data)
+        self._chunk.update(data)
         self.size += len(data)
         return len(data)
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from titanlike.checkpoint import state_dict
-from titanlike.checkpoint.dcp_metadata import read_metadata
 from titanlike.checkpoint.discovery import resolve
-from titanlike.checkpoint.integrity import check_all, check_quick, read_manifest
-from titanlike.checkpoint.piece_sums import read_pieces
+from titanlike.checkpoint.integrity import check_sizes, read_manifest
+from titanlike.checkpoint.metadata import MODEL, CheckpointHeader
+from titanlike.checkpoint.reader import read, read_header_on_all_ranks
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.schema import Checkpoint
 from titanlike.optim.optimizer import StageState
 
-_PREFIX = "model."
 _MAX_NAMES = 8  # in a message
 
 Shapes = dict[str, tuple[int, ...]]
@@ -35,20 +33,15 @@ def warm_start(
     location = [str(resolve("checkpoint.start_from", settings.start_from))]
     dist.broadcast_object_list(location, src=0, group=group)
     folder = Storage(location[0])
-    files = read_manifest(folder)
-    sums = read_pieces(folder, files)
     if dist.get_rank(group) == 0:
-        # what is loaded is checked meanwhile, unless an older version has written it
-        (check_all if sums is None else check_quick)(folder)
-    metadata = read_metadata(folder, files)
-    sources = _sources(metadata, settings.rename)
+        check_sizes(folder, read_manifest(folder))
+    header = read_header_on_all_ranks(folder, group, "checkpoint.start_from")
+    sources = _sources(header, settings.rename)
     tensors = state_dict.model_tensors(stage_states, copies=True)
     model = _all_shapes(tensors, group)
     wrong = []
     for name in sorted(model.keys() & sources.keys()):
-        entry = metadata.state_dict_metadata[sources[name]]
-        assert isinstance(entry, TensorStorageMetadata)
-        shape = tuple(entry.size)
+        shape = header.tensors[sources[name]].shape
         if shape != model[name]:
             wrong.append(f"{_short(name)} is {shape} there and {model[name]} here")
     if wrong:
@@ -57,7 +50,7 @@ def warm_start(
         )
     notes = _unmatched(settings, folder, sources.keys(), model.keys())
     matched = {sources[name]: tensor for name, tensor in tensors.items() if name in sources}
-    state_dict.read(folder, metadata, matched, group, sums)
+    read(header, matched, group)
     state_dict.sync_tied_copies(stage_states)
     moves = [(old, new) for new, old in sorted(sources.items()) if new != old and new in model]
     if moved := [f"{_short(old)} as {_short(new)}" for old, new in moves]:
@@ -66,12 +59,12 @@ def warm_start(
     return "; ".join([f"starting from {folder}: {count} parameters loaded", *notes])
 
 
-def _sources(metadata: Metadata, rules: list[str]) -> dict[str, str]:
+def _sources(header: CheckpointHeader, rules: list[str]) -> dict[str, str]:
     """The checkpoint's name of each parameter, by its name after `rename`."""
     sources: dict[str, str] = {}
-    for name, entry in sorted(metadata.state_dict_metadata.items()):
-        if name.startswith(_PREFIX) and isinstance(entry, TensorStorageMetadata):
-            new = _PREFIX + renamed(_short(name), rules)
+    for name in header.tensors:
+        if name.startswith(MODEL):
+            new = MODEL + renamed(_short(name), rules)
             if new in sources:
                 raise ValueError(
                     f"checkpoint.rename: {_short(sources[new])} and {_short(name)} would both be "
@@ -116,7 +109,7 @@ def renamed(name: str, rules: list[str]) -> str:
 
 
 def _short(name: str) -> str:
-    return name.removeprefix(_PREFIX)
+    return name.removeprefix(MODEL)
 
 
 def _list(items: list[str]) -> str:

@@ -1,8 +1,8 @@
 """Writes checkpoints: at once, or in the background from a copy in memory.
 
-1. `start`: it is planned which rank writes what (save_plan.py); the tensors are copied (staging.py)
-   and written (dcp_storage.py), by a thread or a process of their own (writer_process.py); then the
-   checkpoint is committed (integrity.py), then older ones are deleted (`superseded`).
+1. `start`: it is planned which rank writes what; the tensors are copied (staging.py); a thread writes
+   them, by itself or through a process of its own (writer_process.py), and commits the checkpoint
+   (save.py); then older ones are deleted (`superseded`).
 2. `wait`: the next save waits for the one in progress: two never overlap.
 3. A failed save is reported and its files are deleted, and training continues; the second failure
    in a row ends it.
@@ -16,26 +16,31 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from titanlike.checkpoint.dcp_storage import StorageWriter
 from titanlike.checkpoint.discovery import step_name
-from titanlike.checkpoint.host_memory import HostMemory
-from titanlike.checkpoint.integrity import Manifest, delete_checkpoint
-from titanlike.checkpoint.save_plan import Plan, SavePlanner
-from titanlike.checkpoint.staging import Copy, copies
-from titanlike.checkpoint.state_dict import Tensors, error_line
+from titanlike.checkpoint.integrity import delete_checkpoint
+from titanlike.checkpoint.reader import error_line
+from titanlike.checkpoint.save import (
+    CachedSavePlan,
+    PreparedSave,
+    Tensors,
+    prepare_save,
+    write_checkpoint,
+)
 from titanlike.checkpoint.storage import Storage
 from titanlike.checkpoint.tensor_file import write_tensors
-from titanlike.checkpoint.writer_process import WriterProcess
 from titanlike.config.schema import Checkpoint
 from titanlike.metrics import units
 from titanlike.metrics.events import Events
+
+if TYPE_CHECKING:
+    from titanlike.checkpoint.staging import Copy, HostMemory
+    from titanlike.checkpoint.writer_process import WriterProcess
 
 MAX_FAILURES = 2  # saves in a row
 
@@ -55,7 +60,7 @@ class Save:
     record: Saved | None  # for retention; None for a save of the model alone
     begin: float = field(default_factory=time.perf_counter)
     future: Future[Any] = field(default_factory=Future)
-    planner: SavePlanner | None = None
+    prepared: PreparedSave | None = None
     stall: float = 0.0  # seconds that training waited
     seconds: float = 0.0  # until it was committed
     bytes: int = 0
@@ -79,59 +84,65 @@ class CheckpointWriter:
         """is_late: whether an entry is changed by nothing but an optimizer's step."""
         self._settings, self._folder = settings, folder
         self._group, self._events, self._is_late = group, events, is_late
-        self._plan: Plan | None = None  # of the last save of the run's state
+        self._plan: CachedSavePlan | None = None  # of the last save of the run's state
         self._in_progress: Save | None = None
         self._copy: Copy[MetadataIndex] | None = None  # that may be in progress
         self._thread: ThreadPoolExecutor | None = None
-        self._memory = HostMemory(shared=settings.mode == "async_process")
-        self._process = WriterProcess(self._memory, settings.timeout)
+        self._memory: HostMemory | None = None
+        self._process: WriterProcess | None = None
         self.saved: dict[int, Saved] = {}  # committed checkpoints in the folder, by step; on rank 0
         self.failures: list[str] = []  # since the last save that succeeded
         self.newest = 0  # step of the newest committed checkpoint; 0 for none
 
     def start(self, save: Save, tensors: Tensors, mode: str) -> None:
         """Save `tensors`; in the background after a copy, or at once."""
+        prepared = prepare_save(tensors, self._plan if save.record else None, self._group)
+        save.prepared, self._in_progress = prepared, save
+        copy, write_file = None, write_tensors
+        if mode == "async":
+            prepared.tensors = {
+                index: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+                for index, tensor in prepared.tensors.items()
+            }
+        elif mode != "sync":
+            from titanlike.checkpoint import staging
 
-        def committed(files: Manifest) -> None:
+            memory = self._memory = self._memory or staging.HostMemory(
+                shared=mode == "async_process"
+            )
+            if mode == "async_process":
+                from titanlike.checkpoint.writer_process import WriterProcess
+
+                self._process = self._process or WriterProcess(memory, self._settings.timeout)
+                self._process.start()
+                write_file = self._process.write
+            is_late = lambda index: self._is_late(index.fqn)  # noqa: E731
+            copy = self._copy = staging.Copy(prepared.tensors, memory, is_late)
+            prepared.tensors = copy.tensors
+
+        def write() -> None:
+            if copy is not None:
+                copy.finish()
+            files = write_checkpoint(save.folder, save.state, prepared, self._group, write_file)
+            if files is None:  # another rank commits
+                return
             save.seconds = time.perf_counter() - save.begin
             save.bytes = sum(size for size, _ in files.values())
             if save.record is not None:
                 self.saved[save.record.step] = save.record
                 save.deleted, save.retention_error = self._delete_superseded()
 
-        write = self._process.write if mode == "async_process" else write_tensors
-        storage_writer = StorageWriter(save.folder, save.state, committed, write)
-        planner = SavePlanner(tensors, self._plan if save.record else None, self._group)
-        save.planner = planner
-
-        def write_all() -> None:
-            if copy is not None:
-                copy.finish()
-            options = {"storage_writer": storage_writer, "planner": planner}
-            dcp.save({}, **options, process_group=self._group)
-
-        self._in_progress, copy = save, None
         if mode == "sync":
             try:
-                write_all()
+                write()
                 save.future.set_result(None)
-            except CheckpointException as error:  # a BaseException; on all ranks
+            except OSError as error:  # on all ranks
                 save.future.set_exception(error)
             self.wait()
             return
-        if mode == "async_process":
-            self._process.start()
-        if mode == "async":
-            planner.pieces = copies(planner.pieces)
-        else:
-            copy = Copy(planner.pieces, self._memory, self._is_late_piece)
-            self._copy, planner.pieces = copy, copy.tensors
         self._thread = self._thread or ThreadPoolExecutor(1, "checkpoint")
-        save.future = self._thread.submit(write_all)
+        save.future = self._thread.submit(write)
         save.stall = time.perf_counter() - save.begin
-
-    def _is_late_piece(self, index: MetadataIndex) -> bool:
-        return self._is_late(index.fqn)
 
     def before_update(self) -> None:
         """Wait until the save in progress has its copy: parameters are about to change."""
@@ -151,8 +162,10 @@ class CheckpointWriter:
             self._release()
 
     def _release(self) -> None:
-        self._process.close()
-        self._memory.close()
+        if self._process is not None:
+            self._process.close()
+        if self._memory is not None:
+            self._memory.close()
         if self._thread is not None:
             self._thread.shutdown(wait=False)
 
@@ -176,7 +189,7 @@ class CheckpointWriter:
             self.failures.clear()
             if save.record is not None:
                 self.newest = save.record.step
-                self._plan = save.planner.kept if save.planner else None
+                self._plan = save.prepared.plan if save.prepared else None
             return
         self._plan = None
         self.failures.append(_reason(save, error))
@@ -239,11 +252,12 @@ def superseded(saved: list[Saved], settings: Checkpoint) -> list[int]:
     """The steps that `keep`, `keep_every` and `keep_best` delete, oldest first; never the newest."""
     if settings.keep == 0:
         return []
-    kept = {one.step for one in sorted(saved, key=lambda one: one.step)[-settings.keep :]}
+    steps = sorted(record.step for record in saved)
+    kept = {*steps[-settings.keep :]}
     if settings.keep_every:
-        kept |= {one.step for one in saved if one.step % settings.keep_every == 0}
-    validated = [one for one in saved if one.val_loss is not None and isfinite(one.val_loss)]
+        kept |= {step for step in steps if step % settings.keep_every == 0}
+    validated = [r for r in saved if r.val_loss is not None and isfinite(r.val_loss)]
     # of equal ones the earlier is the best
-    best = sorted(validated, key=lambda one: (one.val_loss, one.step))[: settings.keep_best]
-    kept |= {one.step for one in best}
-    return sorted(one.step for one in saved if one.step not in kept)
+    best = sorted(validated, key=lambda record: (record.val_loss, record.step))
+    kept |= {record.step for record in best[: settings.keep_best]}
+    return [step for step in steps if step not in kept]

@@ -30,15 +30,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from titanlike.checkpoint.host_memory import HostMemory
-    from titanlike.checkpoint.piece_sums import WrittenFile
+    from titanlike.checkpoint.staging import HostMemory
     from titanlike.checkpoint.storage import Storage
+    from titanlike.checkpoint.tensor_file import WrittenFile
 
 _LENGTH = struct.Struct("!Q")
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 _PDEATHSIG = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 _PATIENCE = 5.0  # seconds for the process to end
-AVAILABLE = sys.platform == "linux"
 
 
 class WriterProcess:

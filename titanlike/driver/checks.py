@@ -16,10 +16,14 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlike.checkpoint import writer_process
-from titanlike.checkpoint.discovery import checkpoint_folder, resolve
-from titanlike.checkpoint.integrity import DamagedCheckpoint, check_quick
-from titanlike.checkpoint.resume import incompatibility, resumed_config, select_resume
+from titanlike.checkpoint.discovery import (
+    checkpoint_folder,
+    incompatibility,
+    resolve,
+    resumed_config,
+    select_resume,
+)
+from titanlike.checkpoint.integrity import DamagedCheckpoint, check_quick, read_state
 from titanlike.checkpoint.storage import Storage, UnreadableFile
 from titanlike.config import credentials, files, validate
 from titanlike.config.errors import Problem
@@ -122,7 +126,7 @@ def _checkpoint_problems(config: Config) -> Iterator[Problem]:
     settings = config.checkpoint
     if settings.mode == "async_process":
         reason = ""
-        if not writer_process.AVAILABLE:
+        if sys.platform != "linux":
             reason = f"needs shared memory that Linux alone has, and this is {sys.platform}"
         elif checkpoint_folder(config).process_local:
             reason = "another process does not see checkpoint.folder, the memory of this one"
@@ -147,8 +151,9 @@ def _checkpoint_problems(config: Config) -> Iterator[Problem]:
             return
     try:
         found = select_resume(config)
-        if found.path is not None and (text := incompatibility(found.path, config)):
-            raise ValueError(text)
+        if found.path is not None:
+            if text := incompatibility(found.path, read_state(found.path), config):
+                raise ValueError(text)
         if found.path is None and from_folder:
             from titanlike.checkpoint import hf_start  # imports torch
 

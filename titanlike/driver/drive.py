@@ -179,7 +179,7 @@ def _problems(
     args: argparse.Namespace, checked: CheckedOverrides, runner: JobRunner
 ) -> list[Problem]:
     """Every problem of the command; the configs of a sweep's jobs are checked later, each by itself."""
-    from titanlike.checkpoint.resume import resumed_config
+    from titanlike.checkpoint.discovery import resumed_config
     from titanlike.driver import checks
 
     typed = [*args.overrides, *(f"{words.key}={words.value}" for words in args.invalid_overrides)]

@@ -119,7 +119,7 @@ class JobRunner:
         self, config: Config, problems: list[Problem], run_dir: Path, single: bool
     ) -> Config:
         """The config to run, written to config.yaml. Raises ConfigError."""
-        from titanlike.checkpoint.resume import resumed_config
+        from titanlike.checkpoint.discovery import resumed_config
         from titanlike.driver import checks
 
         if self.restart:
@@ -210,7 +210,7 @@ def _warn(text: str) -> None:
 
 def restarted_config(config: Config, failed: JobFailed, number: int) -> Config:
     """Report restart `number` after a failure, also in events.jsonl; the config for it."""
-    from titanlike.checkpoint.resume import resumed_config
+    from titanlike.checkpoint.discovery import resumed_config
 
     resumed, step = resumed_config(config)
     most = config.launch.max_restarts

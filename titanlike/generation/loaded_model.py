@@ -11,11 +11,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from titanlike.checkpoint.evaluations import add_evaluation
-from titanlike.checkpoint.saved_model import SavedModel, model_to_build, saved_model
+from titanlike.checkpoint.metadata import MODEL
+from titanlike.checkpoint.shard_reader import (
+    SavedModel,
+    ShardReader,
+    add_evaluation,
+    model_to_build,
+    saved_model,
+)
 from titanlike.checkpoint.storage import Storage
-from titanlike.checkpoint.tensor_index import MODEL
-from titanlike.checkpoint.tensor_rows import TensorRows
 from titanlike.config.schema import ChatData
 from titanlike.data.chat_template import find_template
 from titanlike.data.checks import tokenizer_of
@@ -74,7 +78,7 @@ def load_model(
     folder = Path(location).expanduser()
     if (folder / "config.json").is_file():
         return _from_folder(folder, device, dtype)
-    rows = TensorRows.open("RUN", location)
+    rows = ShardReader.open("RUN", location)
     saved = saved_model(rows.folder)
     saved = replace(saved, model=model_to_build(saved, rows.folder, trust_code))
     tensors = len(rows.entries(MODEL))
@@ -109,14 +113,14 @@ def _coder(saved: SavedModel) -> tuple[Tokenizer | None, int | None]:
 
 @torch.no_grad()
 def _fill(
-    model: nn.Module, rows: TensorRows, saved: SavedModel, device: torch.device, dtype: torch.dtype
+    model: nn.Module, rows: ShardReader, saved: SavedModel, device: torch.device, dtype: torch.dtype
 ) -> None:
     """Read the checkpoint's values, a few rows at a time, into the model, which is on meta but for
     buffers. Raises ValueError, before it takes memory, for parameters that it lacks."""
     entries = rows.entries(MODEL)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, parameter in model.named_parameters():
-        has = tuple(entries[name].size) if name in entries else "none"
+        has = tuple(entries[name].shape) if name in entries else "none"
         if has != tuple(parameter.shape):
             size = tuple(parameter.shape)
             reason = f"its {name} would be of shape {size}, and the checkpoint has {has}"
@@ -144,7 +148,7 @@ def _fill(
         model.get_submodule(path)._buffers[last] = value.to(device)
 
 
-def _copy(rows: TensorRows, name: str, target: Tensor) -> None:
+def _copy(rows: ShardReader, name: str, target: Tensor) -> None:
     at = 0
     for slab in rows.rows(MODEL + name):
         if not target.dim():

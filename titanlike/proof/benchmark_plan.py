@@ -18,11 +18,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorProperties,
 )
@@ -32,16 +30,16 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.checkpoint.storage import WriteResult
 
-from titanlike.checkpoint.dcp_storage import StorageWriter
-from titanlike.checkpoint.piece_sums import WrittenFile, dump_pieces
-from titanlike.checkpoint.save_plan import SavePlanner
+from titanlike.checkpoint.save import describe, dump_checksums, global_plan
 from titanlike.checkpoint.storage import Storage
+from titanlike.checkpoint.tensor_file import WrittenFile
 from titanlike.metrics.console import Console
-from titanlike.torch_private.distributed_checkpoint import written_piece
+from titanlike.torch_private.distributed_checkpoint import describe_files
 
 PIPELINE, BLOCKS, MATRICES = 16, 8, 9  # ranks; blocks of a rank; parameters of a block
-ROWS = 16384
+ROWS, LENGTH = 16384, 2**20  # of a matrix; bytes of a chunk
 _PROPERTIES = TensorProperties(dtype=torch.float32)
 
 Seconds = dict[str, float]
@@ -84,71 +82,81 @@ def _item(
 def measure(ranks: int) -> dict[str, Seconds]:
     """CPU seconds of rank 0, by save and part."""
     folder = Storage("memory://plan/step-00000001")
-    found = {"as torch does": _save(DefaultSavePlanner(), local_plans(ranks, steps=True), folder)}
-    planner = SavePlanner({}, None, None)
     plans = local_plans(ranks, steps=False)
-    found["first save"] = _save(planner, plans, folder)
-    later = SavePlanner({}, planner.kept, None)
-    found["later saves"] = _save(later, [SavePlan([]) for _ in plans], folder, plans)
-    return found
-
-
-def _save(
-    planner: Any, plans: list[SavePlan], folder: Storage, written: list[SavePlan] | None = None
-) -> Seconds:
-    """written: what the ranks write, where the plans do not say it."""
-    seconds: Seconds = {}
-    writer = StorageWriter(folder, {}, lambda files: None)
-    messages = [pickle.dumps(plan) for plan in plans]
-    with _timed(seconds, "plans received"):
-        gathered = [pickle.loads(message) for message in messages]
-    with _timed(seconds, "one plan made"):
-        if isinstance(planner, DefaultSavePlanner) and not isinstance(planner, SavePlanner):
-            gathered = [replace(plan, planner_data={}) for plan in gathered]
-        parts, metadata = planner.create_global_plan(gathered)
-        parts = writer.prepare_global_plan(parts)
-    with _timed(seconds, "plans sent"):
-        messages = [pickle.dumps(part) for part in parts]
-    known = isinstance(planner, SavePlanner) and planner.known
-    messages = [
-        pickle.dumps(_results(rank, part, full=not known))
-        for rank, part in enumerate(written or parts)
-    ]
-    del parts
-    with _timed(seconds, "results received"):
-        results = [pickle.loads(message) for message in messages]
-    with _timed(seconds, "files described"):
-        _describe(writer, planner, metadata, results, folder)
+    seconds = {"as torch does": _save_as_torch(local_plans(ranks, steps=True), folder)}
+    seconds["first save"], metadata = _save(plans, plans, folder, None)
+    cached = [SavePlan([]) for _ in plans]
+    seconds["later saves"], _ = _save(cached, plans, folder, metadata)
     return seconds
 
 
-def _results(rank: int, part: SavePlan, *, full: bool) -> list[Any]:
-    name, length = f"__{rank}_0.distcp", 2**20
-    ends = [length * (at + 1) for at in range(len(part.items))]
-    results: list[Any] = []
-    if full:
-        begins = [end - length for end in ends]
-        pairs = zip(part.items, begins, strict=True)
-        results = [written_piece(item.index, name, begin, length) for item, begin in pairs]
-    return [
-        *results,
-        WrittenFile(name, ends[-1] if ends else 0, "0" * 32, ends, bytes(16 * len(ends))),
+def _save_as_torch(plans: list[SavePlan], folder: Storage) -> Seconds:
+    seconds: Seconds = {}
+    planner = DefaultSavePlanner()
+    gathered = _sent(seconds, "plans received", plans)
+    with _timed(seconds, "one plan made"):
+        gathered = [replace(plan, planner_data={}) for plan in gathered]
+        parts, metadata = planner.create_global_plan(gathered)
+    _sent(seconds, "plans sent", parts)
+    places = [
+        [
+            (item.index, f"__{rank}_0.distcp", LENGTH * at, LENGTH)
+            for at, item in enumerate(part.items)
+        ]
+        for rank, part in enumerate(parts)
     ]
+    written = [
+        [
+            WriteResult(index, LENGTH, info)
+            for index, info in describe_files(metadata, of_rank).storage_data.items()
+        ]
+        for of_rank in places
+    ]
+    results = _sent(seconds, "results received", written)
+    with _timed(seconds, "files described"):
+        described = {result.index: result.storage_data for rank in results for result in rank}
+        folder.write("metadata", pickle.dumps(replace(metadata, storage_data=described)))
+    return seconds
 
 
-def _describe(
-    writer: StorageWriter, planner: Any, metadata: Metadata, results: list[Any], folder: Storage
-) -> None:
-    if isinstance(planner, SavePlanner):
-        writer.describe_as(planner)
-        folder.write("pieces", dump_pieces([own for *_, own in results]))
-    pieces = [pieces for *pieces, _ in results]
-    if isinstance(planner, SavePlanner):
-        folder.write("metadata", writer.describe(metadata, pieces))
-    else:
-        plain = FileSystemWriter("unused")
-        plain.fs, plain.path = writer.fs, ""
-        plain.finish(metadata, pieces)
+def _save(
+    plans: list[SavePlan], written: list[SavePlan], folder: Storage, cached: bytes | None
+) -> tuple[Seconds, bytes]:
+    """written: what the ranks write; cached: `.metadata`, where the plan is remembered."""
+    seconds: Seconds = {}
+    gathered = _sent(seconds, "plans received", plans)
+    parts, metadata = gathered, None
+    with _timed(seconds, "one plan made"):
+        if cached is None:
+            parts, metadata = global_plan(gathered)
+    _sent(seconds, "plans sent", [[item.index for item in part.items] for part in parts])
+    files = [_written(rank, part) for rank, part in enumerate(written)]
+    results = _sent(seconds, "results received", files)
+    with _timed(seconds, "files described"):
+        described = cached or b""
+        if metadata is not None:
+            described = describe(metadata, parts, results)
+        folder.write("metadata", described)
+        folder.write("pieces", dump_checksums(folder, results))
+    return seconds, described
+
+
+def _sent(seconds: Seconds, part: str, objects: list[Any]) -> list[Any]:
+    """Objects as messages: rank 0 pickles those that it sends, and unpickles those that it receives."""
+    if part.endswith("sent"):
+        with _timed(seconds, part):
+            messages = [pickle.dumps(one) for one in objects]
+        return messages
+    messages = [pickle.dumps(one) for one in objects]
+    with _timed(seconds, part):
+        return [pickle.loads(message) for message in messages]
+
+
+def _written(rank: int, part: SavePlan) -> WrittenFile:
+    ends = [LENGTH * (at + 1) for at in range(len(part.items))]
+    return WrittenFile(
+        f"__{rank}_0.distcp", LENGTH * len(ends), "0" * 32, ends, bytes(16 * len(ends))
+    )
 
 
 @contextmanager

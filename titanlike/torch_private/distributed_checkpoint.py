@@ -1,21 +1,22 @@
-"""Distributed checkpoints (DCP): those that another version of torch wrote, and a file's entries."""
+"""Distributed checkpoints (DCP): blocks of a tensor, and the places of chunks in files."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
 
 
 @dataclass(frozen=True)
@@ -57,30 +58,21 @@ class Blocks:
         return [ChunkStorageMetadata(at, block.shape) for at, block in self.blocks.items()]
 
 
-def read_newer_checkpoints() -> None:
-    """Let torch 2.11 and 2.13 read a checkpoint that 2.15 wrote.
+def describe_files(
+    metadata: Metadata, places: Iterable[tuple[MetadataIndex, str, int, int]]
+) -> Metadata:
+    """The description of tensors with the place of each chunk (file, begin, length), as torch's own
+    writer completes it, which its reader looks up.
 
-    2.15 pickles one more field, the strides, into each tensor's properties.
-    Symptom without it: "too many values to unpack".
-    Test: `test_fences.py::test_a_newer_checkpoint_still_needs_help_to_be_read`.
+    The class of a place is private, and `.metadata` has objects of it. It can go when torch makes it
+    public: `test_fences.py::test_the_place_of_a_chunk_is_still_private`.
     """
-    if "strides" in TensorProperties.__dataclass_fields__ or hasattr(
-        TensorProperties.__setstate__, "cut"
-    ):
-        return
-    read = TensorProperties.__setstate__
-
-    def cut(self: TensorProperties, state: tuple[Any, ...]) -> None:
-        read(self, tuple(state)[:5])
-
-    cut.cut = True  # type: ignore[attr-defined]
-    TensorProperties.__setstate__ = cut  # type: ignore[method-assign]
-
-
-def written_piece(index: MetadataIndex, file: str, begin: int, length: int) -> WriteResult:
-    """What torch's own writer returns for an entry that it has written, and its reader looks up.
-
-    The class of the place in the file is private, and `.metadata` has objects of it. It can go when
-    torch makes it public: `test_fences.py::test_the_place_of_a_piece_is_still_private`.
-    """
-    return WriteResult(index, length, _StorageInfo(file, begin, length))
+    storage_data = {
+        index: _StorageInfo(file, begin, length) for index, file, begin, length in places
+    }
+    return replace(
+        metadata,
+        version=CURRENT_DCP_VERSION,
+        storage_data=storage_data,
+        storage_meta=StorageMeta(),
+    )

@@ -1,0 +1,290 @@
+"""The commands of tools/checkpoint.py that read tensors: consolidate and restore, a checkpoint to one
+safetensors file and back; and compare, whether two checkpoints have the same tensors.
+
+The safetensors file has the model's tensors, names without `model.`; with the optimizer also everything else
+that a run needs to resume, names as in the checkpoint. Its metadata (strings):
+
+format     pt
+step       of the run
+contents   model, or run: with the optimizer
+xxh3       checksum of names and bytes, sorted by name
+titanlike  state.json
+
+Other safetensors files of a model can be restored, too: as step 0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from titanlike.checkpoint.discovery import resolve
+from titanlike.checkpoint.integrity import MARKER, DamagedCheckpoint, check_all, delete_checkpoint
+from titanlike.checkpoint.metadata import MODEL, OPTIMIZER, RNG, CheckpointHeader, open_header
+from titanlike.checkpoint.reader import read
+from titanlike.checkpoint.save import prepare_save, write_checkpoint
+from titanlike.checkpoint.state_dict import DTYPES
+from titanlike.checkpoint.storage import Storage
+from titanlike.config.files import parse_object, temporary_beside
+from titanlike.metrics import units
+from titanlike.metrics.console import Console
+
+_COMPARED = 2**22  # elements that are compared at a time
+_MAX_NAMES = 20  # in a list, without --tensors
+_RUN_PREFIXES = (OPTIMIZER, RNG)
+
+
+class DamagedFile(DamagedCheckpoint):
+    """A safetensors file differs from what was written."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        ValueError.__init__(self, f"{path} is damaged: {reason}")
+
+
+def consolidate(location: str, file: str, *, dtype: str | None, with_optimizer: bool) -> str:
+    """Write `file` atomically; returns a summary. All tensors are in memory at once.
+
+    Raises ValueError where data would be lost silently, DamagedCheckpoint, OSError.
+    """
+    path = _local(file)
+    if path.exists():
+        raise ValueError(f"{path} exists already; write another name, or remove it first")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: there is no folder {path.parent}")
+    if dtype and with_optimizer:
+        raise ValueError(
+            "--dtype with --optimizer: a resumed run needs its exact weights; write one of the two"
+        )
+    source = _open("CHECKPOINT", location)
+    if with_optimizer and not any(name.startswith(OPTIMIZER) for name in source.tensors):
+        raise ValueError(f"--optimizer: {source.folder} has the model alone; write it without")
+    tensors = {}
+    for name in source.tensors:
+        if not name.startswith(MODEL):
+            if with_optimizer:
+                tensors[name] = _read(source, name)
+            continue
+        short = name.removeprefix(MODEL)
+        if short.startswith(_RUN_PREFIXES):
+            raise ValueError(f"a parameter is named {short}, a prefix reserved for the run's state")
+        tensors[short] = _cast(name, _read(source, name), dtype)
+    about = {"format": "pt", "step": str(source.state["step"])}
+    about |= {"titanlike": json.dumps(source.state)}
+    about |= {"contents": "run" if with_optimizer else "model", "xxh3": _checksum(tensors)}
+    _write(path, tensors, about)
+    return f"{path}: {_summary(tensors)} of {source.folder}"
+
+
+def restore(file: str, folder: str) -> str:
+    """Make a checkpoint in `folder` from a safetensors file; returns a summary.
+
+    Raises ValueError where the file is missing or the checkpoint exists already; DamagedFile.
+    """
+    path, parent = _local(file), Storage(folder)
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    try:
+        with safe_open(path, "pt") as source:
+            about = source.metadata() or {}
+            tensors = {name: source.get_tensor(name) for name in source.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise DamagedFile(path, f"not a complete safetensors file: {error}") from None
+    if not tensors:
+        raise ValueError(f"{path} has no tensors")
+    if "xxh3" in about and about["xxh3"] != _checksum(tensors):
+        raise DamagedFile(path, "its tensors do not match its checksum")
+    prefixes = _RUN_PREFIXES if about.get("contents") == "run" else ()
+    named = {
+        name if name.startswith(prefixes) else MODEL + name: tensor
+        for name, tensor in tensors.items()
+    }
+    # a file of another program counts as step 0
+    state = {"step": 0, "progress": {}, "val_loss": None, "same": {}, "sequences": None}
+    state |= {**_state(path, about), "torch": torch.__version__}
+    target = parent.at(f"{'step' if prefixes else 'model'}-{state['step']:08d}")
+    if target.names():
+        raise ValueError(f"{target} exists already; write another FOLDER, or remove it first")
+    parent.make()
+    try:
+        write_checkpoint(target, state, prepare_save(named, None, None), None)
+    except OSError as error:
+        raise OSError(f"{target} could not be written: {error}") from error
+    finally:
+        if not target.exists(MARKER):
+            delete_checkpoint(target)
+    key = "checkpoint.resume" if prefixes else "checkpoint.start_from"
+    return f"{target}: {_summary(tensors)}; train with {key}={target}"
+
+
+def _state(path: Path, about: dict[str, str]) -> dict[str, Any]:
+    """state.json in the file's metadata, {} in a file of another program."""
+    try:
+        state = parse_object(about.get("titanlike", "{}"))
+    except ValueError as error:
+        raise DamagedFile(path, f"its state {error}") from None
+    if type(state.get("step", 0)) is not int:
+        raise DamagedFile(path, f"its state has {repr(state['step'])[:40]} as step")
+    return state
+
+
+def _cast(name: str, tensor: Tensor, dtype: str | None) -> Tensor:
+    """Cast floating-point tensors only."""
+    if dtype is None or not tensor.is_floating_point():
+        return tensor
+    cast = tensor.to(DTYPES[dtype])
+    if not torch.equal(cast.isfinite(), tensor.isfinite()):
+        raise ValueError(f"--dtype {dtype}: {name} has values too large for it; write bf16")
+    return cast
+
+
+def _checksum(tensors: dict[str, Tensor]) -> str:
+    hasher = xxhash.xxh3_128()
+    for name, tensor in sorted(tensors.items()):
+        hasher.update(name.encode())
+        hasher.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return hasher.hexdigest()
+
+
+def _write(path: Path, tensors: dict[str, Tensor], about: dict[str, str]) -> None:
+    temporary = temporary_beside(path)
+    try:
+        temporary.touch(exist_ok=False)
+        mode = temporary.stat().st_mode  # as the umask says; save_file replaces it by 0600
+        save_file(tensors, temporary, about)
+        with open(temporary, "rb+") as file:
+            os.fchmod(file.fileno(), mode)
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        Storage(path.parent).sync()
+    except SafetensorError as error:  # also raised for a full disk
+        raise OSError(f"{path} could not be written: {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _local(file: str) -> Path:
+    if "://" in file:
+        raise ValueError(f"{file}: a safetensors file is a local path; copy it there afterwards")
+    return Path(file).expanduser().absolute()
+
+
+def _summary(tensors: dict[str, Tensor]) -> str:
+    dtypes = ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors.values()}))
+    size = units.size(sum(t.nbytes for t in tensors.values()))
+    return f"{len(tensors)} tensors ({dtypes}, {size})"
+
+
+def _open(key: str, location: str) -> CheckpointHeader:
+    """Checks all checksums first. Raises ValueError, DamagedCheckpoint, UnsafeCheckpoint."""
+    folder = resolve(key, location)
+    check_all(folder)
+    return open_header(folder)
+
+
+def _read(header: CheckpointHeader, name: str) -> Tensor:
+    saved = header.tensors[name]
+    tensor = torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
+    read(header, {name: tensor}, None)
+    return tensor
+
+
+# --- compare --------------------------------------------------------------------------------------
+
+
+def compare(
+    console: Console, location_a: str, location_b: str, tolerance: float, *, all_names: bool
+) -> bool:
+    """Print the differences; whether there are none.
+
+    The states of random generators are per rank: compared only if as many ranks saved both.
+    """
+    if not tolerance >= 0:
+        raise ValueError(f"--tolerance {tolerance}: write a number of at least 0")
+    a, b = _open("A", location_a), _open("B", location_b)
+    names_a, names_b = set(a.tensors), set(b.tensors)
+    rng = {name for name in names_a | names_b if name.startswith(RNG)}
+    ranks = [sum(one.endswith(".cpu") for one in rng & names) for names in (names_a, names_b)]
+    if other_ranks := rng & (names_a ^ names_b):
+        names_a, names_b = names_a - rng, names_b - rng
+    limit = len(names_a | names_b) if all_names else _MAX_NAMES
+    _print_names(console, "only in A", names_a - names_b, limit)
+    _print_names(console, "only in B", names_b - names_a, limit)
+    both = sorted(names_a & names_b)
+    differences = [_difference(a, b, name) for name in both]
+    found = [d for d in differences if d.reason != "values" or d.largest > tolerance]
+    _print_table(console, found, limit)
+    if other_ranks:
+        console.line(f"random generators: not compared, of {ranks[0]} and of {ranks[1]} ranks")
+    same = not found and names_a == names_b
+    within = f" (differences of at most {tolerance:g} count as none)" if tolerance else ""
+    count = f"{len(both) - len(found)} of {len(names_a | names_b)} tensors are equal"
+    console.line(f"{'the same' if same else 'different'}: {count}{within}")
+    largest = max(((d.largest, d.name) for d in differences if d.count), default=(0.0, ""))
+    if largest[0] > 0:
+        console.line(f"largest absolute difference: {largest[0]:.3e} in {largest[1]}")
+    return same
+
+
+@dataclass(frozen=True)
+class _Difference:
+    name: str
+    reason: str  # "values", also where there is no difference; or shapes, or dtypes
+    largest: float = 0.0  # absolute difference
+    count: int = 0  # elements that differ
+
+
+def _difference(a: CheckpointHeader, b: CheckpointHeader, name: str) -> _Difference:
+    tensors = a.tensors[name], b.tensors[name]
+    shapes = ["x".join(map(str, tensor.shape)) or "scalar" for tensor in tensors]
+    if shapes[0] != shapes[1]:
+        return _Difference(name, f"shape: {shapes[0]} and {shapes[1]}", float("inf"))
+    dtypes = [tensor.dtype for tensor in tensors]
+    reason = "values" if dtypes[0] == dtypes[1] else f"dtype: {dtypes[0]} and {dtypes[1]}"
+    return _Difference(name, reason, *_compare_values(_read(a, name), _read(b, name)))
+
+
+def _compare_values(a: Tensor, b: Tensor) -> tuple[float, int]:
+    """Largest absolute difference, and how many elements differ. NaN is equal to NaN only, and
+    infinitely far from any number."""
+    largest, count = 0.0, 0
+    for x, y in zip(a.flatten().split(_COMPARED), b.flatten().split(_COMPARED), strict=True):
+        if x.dtype == y.dtype and torch.equal(x, y):
+            continue
+        wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
+        x, y = x.to(wide), y.to(wide)
+        differ = (x != y) & ~(x.isnan() & y.isnan())
+        if differ.any():
+            count += int(differ.sum())
+            distance = (x - y)[differ].abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
+            largest = max(largest, distance.max().item())
+    return largest, count
+
+
+def _print_table(console: Console, found: list[_Difference], limit: int) -> None:
+    if not found:
+        return
+    # parameters first: the optimizer's step counts differ by more
+    found = sorted(found, key=lambda d: (not d.name.startswith(MODEL), -d.largest))
+    rows: list[list[Any]] = []
+    for d in found[:limit]:
+        numbers = [None, None] if d.reason.startswith("shape") else [d.largest, d.count]
+        rows.append([d.name, d.reason, *numbers])
+    console.table("", ["tensor", "what differs", "by at most", "elements"], rows)
+    if len(found) > limit:
+        console.line(f"  and {len(found) - limit} more (--tensors names all)")
+
+
+def _print_names(console: Console, title: str, names: set[str], limit: int) -> None:
+    for name in sorted(names)[:limit]:
+        console.line(f"{title}: {name}")
+    if len(names) > limit:
+        console.line(f"{title}: {len(names) - limit} more (--tensors names all)")
