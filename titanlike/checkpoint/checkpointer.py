@@ -192,7 +192,7 @@ class Checkpointer:
 
     def _load(self, header: CheckpointHeader) -> Progress:
         path, state = header.folder, header.state
-        if text := incompatibility(path, state, self._config):
+        if text := incompatibility(path, self._config, state):
             raise ValueError(text)
         self._check_data(path, state)
         same_tp = state.get("layout", {}).get("tp", 1) == self._config.tp

@@ -224,10 +224,15 @@ def run_identity(config: Config) -> dict[str, Any]:
     return {**plain, "optimizer": config.optimizer.name, **sizes}
 
 
-def incompatibility(path: Storage, state: dict[str, Any], config: Config) -> str | None:
-    """Why a run with this config cannot resume from a checkpoint with this state; None where it can."""
+def incompatibility(
+    path: Storage, config: Config, state: dict[str, Any] | None = None
+) -> str | None:
+    """Why a run with this config cannot resume from a checkpoint; None where it can.
+
+    state: its state.json, if it has been read.
+    """
     identity = run_identity(config)
-    for key, value in state["same"].items():
+    for key, value in (state or integrity.read_state(path))["same"].items():
         if value != identity.get(key):
             # a name without its model's keys would be the next mistake
             fix = "leave the model as it was" if key == "model.name" else f"write {key}={value}"

@@ -23,7 +23,7 @@ from titanlike.checkpoint.discovery import (
     resumed_config,
     select_resume,
 )
-from titanlike.checkpoint.integrity import DamagedCheckpoint, check_quick, read_state
+from titanlike.checkpoint.integrity import DamagedCheckpoint, check_quick
 from titanlike.checkpoint.storage import Storage, UnreadableFile
 from titanlike.config import credentials, files, validate
 from titanlike.config.errors import Problem
@@ -151,9 +151,8 @@ def _checkpoint_problems(config: Config) -> Iterator[Problem]:
             return
     try:
         found = select_resume(config)
-        if found.path is not None:
-            if text := incompatibility(found.path, read_state(found.path), config):
-                raise ValueError(text)
+        if found.path is not None and (text := incompatibility(found.path, config)):
+            raise ValueError(text)
         if found.path is None and from_folder:
             from titanlike.checkpoint import hf_start  # imports torch
 
