@@ -20,8 +20,7 @@ from titanlike.costs import exact_memory
 from titanlike.data.example_batch import example_batch
 from titanlike.optim.optimizer import gradient_norm
 from titanlike.parallel.mesh import lay_mesh
-from titanlike.torch_private.fake_ranks import fake_process_group, fake_tensors
-from titanlike.torch_private.live_storages import LiveStorages
+from titanlike.torch_private.fake_ranks import LiveStorages, fake_process_group, fake_tensors
 from titanlike.training.step import optimizer_step
 
 NAMES = {

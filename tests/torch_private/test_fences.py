@@ -38,12 +38,11 @@ from titanlike.config.schema import Config, Fsdp, Launch
 from titanlike.launch.worker import Worker
 from titanlike.parallel.mesh import close_mesh
 from titanlike.proof.verification import verify
-from titanlike.torch_private import distributed_checkpoint, foreach, pipeline_stage
-from titanlike.torch_private.allocator import use_expandable_segments
-from titanlike.torch_private.base_classes import TorchDispatchMode
+from titanlike.torch_private import distributed_checkpoint, pipeline_stage, tensors
 from titanlike.torch_private.compiler import as_if_compiling, is_graph_break
 from titanlike.torch_private.fsdp import gather_with, reduce_missing_gradients
-from titanlike.torch_private.operators import in_parts
+from titanlike.torch_private.memory import use_expandable_segments
+from titanlike.torch_private.operators import TorchDispatchMode, in_parts
 from titanlike.torch_private.pipeline_runtime import FIELD, OrderRuntime, _Kind
 from titanlike.torch_private.process_groups import forget_groups_of_meshes
 from titanlike.training import checks
@@ -553,18 +552,18 @@ def test_a_forward_can_be_told_that_it_is_compiled() -> None:
 
 
 def test_the_history_of_memory_has_no_public_name() -> None:
-    """Once it has, torch_private/memory_history.py can go."""
+    """Once it has, these functions of torch_private/memory.py can go."""
     memory = torch.cuda.memory
     assert hasattr(memory, "_record_memory_history") and hasattr(memory, "_dump_snapshot")
     assert not hasattr(memory, "record_memory_history") and not hasattr(memory, "dump_snapshot")
 
 
 def test_torchs_norm_of_gradients_does_not_say_of_which() -> None:
-    """If it does, `foreach.norms` may go."""
+    """If it does, `tensors.norms` may go."""
     gradients = [torch.ones(4), torch.tensor([math.nan])]
     total = torch.nn.utils.get_total_norm(gradients)
     assert total.shape == () and total.isnan()
-    assert foreach.norms(gradients)[0] == 2
+    assert tensors.norms(gradients)[0] == 2
 
 
 def test_a_dispatch_mode_in_inference_mode_sees_whole_operators() -> None:

@@ -16,7 +16,7 @@ from titanlike.config.schema import Config
 from titanlike.launch.worker import Worker
 from titanlike.parallel.exchanges import Peers, exchange
 from titanlike.parallel.mesh import open_mesh
-from titanlike.torch_private import functional_collectives
+from titanlike.torch_private.dtensor import traced_collective
 
 
 def patterns(config: Config, worker: Worker) -> tuple[int, int]:
@@ -27,8 +27,8 @@ def patterns(config: Config, worker: Worker) -> tuple[int, int]:
     group = dist.group.WORLD
 
     def layer(x: Tensor, into: Tensor, out: Tensor) -> Tensor:
-        whole = functional_collectives.run("all_gather", x, 1, group)
-        return functional_collectives.run("reduce_scatter", whole @ into @ out, 1, group)
+        whole = traced_collective("all_gather", x, 1, group)
+        return traced_collective("reduce_scatter", whole @ into @ out, 1, group)
 
     sizes = torch.empty(2, 8, 16), torch.empty(16, 32), torch.empty(32, 16)
     graph = make_fx(layer, tracing_mode="fake")(*sizes).graph
@@ -53,7 +53,7 @@ def differences(config: Config, worker: Worker) -> tuple[tuple[int, int], dict[s
         ("reduce_scatter", 1),
         ("all_to_all", 0),
     ):
-        mine = functional_collectives.run(name, x, dim, peers.group)
+        mine = traced_collective(name, x, dim, peers.group)
         right = exchange(x, peers, name, "copy", dim)
         differences[name] = (mine - right).abs().max().item()
     return found, differences

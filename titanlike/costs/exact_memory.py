@@ -22,8 +22,12 @@ from titanlike.data.example_batch import example_batch
 from titanlike.data.sources import Batch
 from titanlike.parallel.mesh import Mesh, lay_mesh
 from titanlike.pipeline.schedules import SCHEDULES
-from titanlike.torch_private.fake_ranks import allocate, fake_process_group, fake_tensors
-from titanlike.torch_private.live_storages import LiveStorages
+from titanlike.torch_private.fake_ranks import (
+    LiveStorages,
+    allocate,
+    fake_process_group,
+    fake_tensors,
+)
 from titanlike.training.build import Run, assemble, ranks_of
 from titanlike.training.draft import draft
 from titanlike.training.step import drop_gradients, optimizer_step

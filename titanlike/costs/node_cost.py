@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from titanlike.costs.fused_attention import FusedAttention
 from titanlike.graph.pytree import tree_flatten, tree_map
 from titanlike.graph.recording import DEVICE, Node
-from titanlike.torch_private.base_classes import TorchDispatchMode
+from titanlike.torch_private.operators import TorchDispatchMode
 
 # What scaled_dot_product_attention on meta stands for, on one device or another.
 _ATTENTION = (

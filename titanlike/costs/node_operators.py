@@ -20,9 +20,8 @@ from torch.utils.flop_counter import flop_registry
 from titanlike.costs.fused_attention import FusedAttention
 from titanlike.costs.node_cost import EXPERTS_PRODUCT, META, Call, empty_like, module_of
 from titanlike.graph.recording import Node
-from titanlike.torch_private.base_classes import TorchDispatchMode
-from titanlike.torch_private.pytree import tree_leaves
-from titanlike.torch_private.storage import storage_id
+from titanlike.torch_private.operators import TorchDispatchMode
+from titanlike.torch_private.tensors import storage_id, tree_leaves
 
 # A module -> a context in which its linear layers' weight gradients wait for what it gives to be
 # called

@@ -16,7 +16,7 @@ import torch
 
 from titanlike.device import nvml
 from titanlike.device.accelerator import empty_cache, is_accelerator, started
-from titanlike.torch_private.allocator import use_expandable_segments
+from titanlike.torch_private.memory import use_expandable_segments
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 

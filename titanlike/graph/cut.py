@@ -18,7 +18,7 @@ from torch import Tensor
 
 from titanlike.graph.pytree import tree_flatten
 from titanlike.graph.recording import Node, Recording
-from titanlike.torch_private.storage import storage_id
+from titanlike.torch_private.tensors import storage_id
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titanlike.torch_private import pytree
-from titanlike.torch_private.storage import storage_id
+from titanlike.torch_private.tensors import storage_id, tree_flatten, tree_leaves
 
 _OWN, _TORCHS = "titanlike.models.", "torch.nn.modules."
 _AROUND = ("forward", "tp_gathers")  # attributes of modules that say nothing of their own
@@ -43,7 +42,7 @@ def call_key(module: nn.Module, args: Any, kwargs: Any) -> Hashable | None:
         held = (*part._parameters.items(), *part._buffers.items())
         weights = [(n, None if p is None else _form(p)) for n, p in held]
         parts.append((path, type(part), tuple(own), tuple(weights)))
-    leaves, structure = pytree.tree_flatten((args, kwargs))
+    leaves, structure = tree_flatten((args, kwargs))
     if not all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves):
         return None
     forms = [_form(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -57,7 +56,7 @@ def is_divided(module: nn.Module) -> bool:
 
 def is_new(result: Any, args: Any, kwargs: Any) -> bool:
     """Whether the result is one tensor, and no view of an argument."""
-    given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     return isinstance(result, Tensor) and storage_id(result) not in set(map(storage_id, given))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from titanlike.torch_private import pytree
+from titanlike.torch_private.tensors import tree_leaves
 
 
 class HiddenValues:
@@ -58,5 +58,5 @@ def tensors(*values: Any) -> list[Tensor]:
         if isinstance(value, Tensor):
             found.append(value)
         elif not isinstance(value, (int, float, str, NoneType)):
-            found += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     return found

@@ -11,12 +11,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from titanlike.torch_private import pytree
+from titanlike.torch_private.tensors import tree_flatten as torch_tree_flatten
+from titanlike.torch_private.tensors import tree_unflatten
 
 
 def tree_flatten(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     """The leaves, and a function that rebuilds the structure from other leaves."""
-    outer, spec = pytree.tree_flatten(value)
+    outer, spec = torch_tree_flatten(value)
     leaves: list[Any] = []
     # (leaves, value, how to rebuild its fields)
     parts: list[tuple[int, Any, Callable[..., Any] | None]] = []
@@ -32,7 +33,7 @@ def tree_flatten(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]
         for size, leaf, rebuild in parts:
             given, at = new[at : at + size], at + size
             outer.append(given[0] if rebuild is None else _copy_with(leaf, rebuild(given)))
-        return pytree.tree_unflatten(outer, spec)
+        return tree_unflatten(outer, spec)
 
     return leaves, build
 

@@ -17,7 +17,7 @@ from titanlike.device.accelerator import KINDS
 from titanlike.graph.gradient_flow import GradientFlow
 from titanlike.graph.hidden_values import HiddenValues
 from titanlike.graph.pytree import dataclass_fields, is_plain_dataclass, tree_flatten, tree_map
-from titanlike.torch_private import pytree
+from titanlike.torch_private.tensors import GetAttrKey, MappingKey, tree_flatten_with_path
 
 
 class DEVICE:
@@ -120,7 +120,7 @@ class RecordingBuilder:
 
     def _add_parts(self, node: Node, result: Any) -> None:
         """Add a getter node for each tensor in a container that a call returned."""
-        for path, leaf in pytree.tree_flatten_with_path(result)[0]:
+        for path, leaf in tree_flatten_with_path(result)[0]:
             if not any(isinstance(inner, Tensor) for inner in tree_flatten(leaf)[0]):
                 continue
             part = node
@@ -216,6 +216,6 @@ class RecordingBuilder:
 
 def _getter(node: Node, key: Any) -> tuple[Any, tuple[Node, Any]]:
     """The call that takes a part out of a result."""
-    if isinstance(key, pytree.GetAttrKey):
+    if isinstance(key, GetAttrKey):
         return getattr, (node, key.name)
-    return operator.getitem, (node, key.key if isinstance(key, pytree.MappingKey) else key.idx)
+    return operator.getitem, (node, key.key if isinstance(key, MappingKey) else key.idx)

@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from titanlike.graph.recording import RecordError
-from titanlike.torch_private import pytree
+from titanlike.torch_private.tensors import tree_leaves
 
 _PLAIN = (bool, int, float, str)
 
@@ -110,7 +110,7 @@ def _rng_state() -> tuple[Any, ...]:
 def argument_identities(args: Any, kwargs: Any) -> list[Any]:
     """Ids of a call's arguments and of their attributes: equal before and after a pure call."""
     found = []
-    for leaf in pytree.tree_leaves((args, kwargs)):
+    for leaf in tree_leaves((args, kwargs)):
         opaque = isinstance(leaf, (Tensor, nn.Module, type)) or callable(leaf)
         attributes = {} if opaque else getattr(leaf, "__dict__", {})
         found.append((id(leaf), {name: id(part) for name, part in attributes.items()}))

@@ -15,8 +15,8 @@ from torch import Tensor, fx, nn
 
 from titanlike.graph.gradient_flow import GradientFlow
 from titanlike.graph.recording import DEVICE, Node, RecordError, Recording
-from titanlike.torch_private import pytree
-from titanlike.torch_private.base_classes import OpOverload
+from titanlike.torch_private.operators import OpOverload
+from titanlike.torch_private.tensors import tree_unflatten
 
 _ALTERNATIVE = "split=points or split=even, which leave modules whole"
 
@@ -59,7 +59,7 @@ def trace_forward(model: nn.Module, batch: dict[str, Tensor]) -> Recording:
     with torch.enable_grad(), torch.device("meta"):
         flat = converter.convert(program.graph_module, inputs, grad=True)
     changed = len(signature.buffers_to_mutate) + len(signature.user_inputs_to_mutate)
-    output = pytree.tree_unflatten(list(flat)[changed:], program.call_spec.out_spec)
+    output = tree_unflatten(list(flat)[changed:], program.call_spec.out_spec)
     return converter.finish(output)
 
 

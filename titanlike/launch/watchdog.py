@@ -266,7 +266,7 @@ class Watchdog:
         if (
             "torch.distributed" in sys.modules
         ):  # else there are none, and it takes seconds to import
-            from titanlike.torch_private.flight_recorder import write_records
+            from titanlike.torch_private.process_groups import write_records
 
             with contextlib.suppress(OSError, RuntimeError):
                 write_records(record_folder(self._worker.run_dir), self._worker.rank)

@@ -19,7 +19,7 @@ from titanlike.parallel.mesh import Mesh
 from titanlike.parallel.placement import Part, Placement
 from titanlike.parallel.sharding import compute_dtype
 from titanlike.torch_private.dtensor import local
-from titanlike.torch_private.foreach import norms, scale
+from titanlike.torch_private.tensors import norms, scale
 
 
 @dataclass(frozen=True)

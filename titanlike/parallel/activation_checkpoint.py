@@ -26,8 +26,8 @@ from titanlike.config.schema import Config, SelectiveActivationCheckpoint
 from titanlike.parallel.placement import experts_of
 from titanlike.parallel.transform import Transform
 from titanlike.parallel.weight_gradient_operator import DEFERRED_LINEAR
-from titanlike.torch_private import pytree
 from titanlike.torch_private.autograd import ignore_ranges_in_selective_checkpoints
+from titanlike.torch_private.tensors import tree_leaves
 
 # operators of our own that are matrix products: the second is that of `models/expert_linear.py`
 PRODUCTS = (DEFERRED_LINEAR, "titanlike.expert_linear")
@@ -114,7 +114,7 @@ class _Kept:
                 self._check(tensor)
             if self._saved[operator]:
                 # 2.11 does not say what the operator returned: changes in place are not seen there
-                for leaf in pytree.tree_leaves(getattr(context, "op_output", None)):
+                for leaf in tree_leaves(getattr(context, "op_output", None)):
                     if isinstance(leaf, Tensor):
                         self._storages[StorageWeakRef(leaf.untyped_storage())] = name
         keep = self._saved[operator]
@@ -137,5 +137,5 @@ def _written(operator: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
     given = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
     for argument in schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
-            leaves = pytree.tree_leaves(given.get(argument.name))
+            leaves = tree_leaves(given.get(argument.name))
             yield from (leaf for leaf in leaves if isinstance(leaf, Tensor))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from titanlike.parallel.mesh import Mesh
 from titanlike.parallel.transform import Transform
 from titanlike.torch_private.autograd import in_backward
-from titanlike.torch_private.base_classes import BatchNorm
+from titanlike.torch_private.operators import BatchNorm
 
 
 def has_statistics(module: nn.Module) -> TypeGuard[BatchNorm]:

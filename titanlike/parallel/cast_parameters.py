@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from titanlike.parallel.transform import Transform
-from titanlike.torch_private import foreach
+from titanlike.torch_private.tensors import copy_values
 
 
 class CastParameters(Transform):
@@ -43,7 +43,7 @@ class CastParameters(Transform):
         """Within it the stages compute with the copies, as the parameters are now. Afterwards the
         parameters have the gradients."""
         with torch.no_grad():
-            foreach.copy([*self._copies.values()], [*self._copies])
+            copy_values([*self._copies.values()], [*self._copies])
         for module, name, parameter in self._places:
             _set(module, name, self._copies[parameter])
         try:

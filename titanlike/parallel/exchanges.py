@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlike.torch_private import functional_collectives
+from titanlike.torch_private.dtensor import traced_collective
 
 Operation = Literal["copy", "all_reduce", "all_gather", "reduce_scatter", "take", "all_to_all"]
 
@@ -78,7 +78,7 @@ def _run(operation: Operation, x: Tensor, peers: Peers, dim: int) -> Tensor:
     if peers.group is None or x.is_meta:
         return _shape_alone(operation, x, peers, dim)
     if torch.compiler.is_compiling():
-        return functional_collectives.run(operation, x, dim, peers.group)
+        return traced_collective(operation, x, dim, peers.group)
     if operation == "all_to_all":
         result = torch.empty_like(x, memory_format=torch.contiguous_format)
         _all_to_all(result.view(-1), x.contiguous().view(-1), group=peers.group)

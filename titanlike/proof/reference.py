@@ -25,8 +25,8 @@ from titanlike.optim.optimizer import build_optimizers, optimizer_state
 from titanlike.parallel.initialize import draw, initialize
 from titanlike.parallel.placement import experts_of
 from titanlike.proof.comparison import compare, reliable
-from titanlike.torch_private.autocast import watch_autocast
-from titanlike.torch_private.base_classes import BatchNorm
+from titanlike.torch_private.autograd import watch_autocast
+from titanlike.torch_private.operators import BatchNorm
 from titanlike.training.draft import draft
 
 # Relative change of the weights by which the growth of rounding is measured: layouts' gradients

@@ -1,10 +1,11 @@
-"""torch.autograd: what runs at the moment; calls of custom and of checkpointed functions."""
+"""torch.autograd: what runs now; calls of custom and of checkpointed functions; who turns autocast on."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -108,3 +109,23 @@ def ignore_ranges_in_selective_checkpoints() -> None:
     operators = torch.ops.profiler
     ignored.add(operators._record_function_enter_new.default)
     ignored.add(operators._record_function_exit._RecordFunction)
+
+
+@contextmanager
+def watch_autocast(off: bool = False) -> Iterator[list[Any]]:
+    """Within it, the autocasts that a model turns on are listed; with `off` they stay off."""
+    used: list[Any] = []
+    patched: Any = torch.autocast
+    enter = patched.__enter__
+
+    def watched(self: torch.autocast) -> Any:
+        if self._enabled:
+            used.append(self)
+            self._enabled = not off
+        return enter(self)
+
+    patched.__enter__ = watched
+    try:
+        yield used
+    finally:
+        patched.__enter__ = enter

@@ -1,7 +1,9 @@
-"""DTensor: which part of the whole a rank holds."""
+"""DTensor: which part of the whole a rank holds; collectives that torch.compile traces."""
 
 from __future__ import annotations
 
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -20,3 +22,22 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
         tensor.shape, tensor.device_mesh, tensor.placements
     )
     return tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))
+
+
+def traced_collective(operation: str, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """all_reduce (a sum), all_gather or reduce_scatter (along `dim`), all_to_all, without gradient, in
+    the form that torch.compile traces into its graph, where inductor can overlap them.
+
+    torch has no other form of these that its pass for asynchronous tensor parallelism recognizes.
+    Test: test_functional_collectives.py
+    ::test_torchs_pass_recognizes_what_a_divided_layer_exchanges
+    """
+    if operation == "all_reduce":
+        result = functional.all_reduce(x, "sum", group)
+    elif operation == "all_gather":
+        result = functional.all_gather_tensor(x.contiguous(), dim, group)
+    elif operation == "all_to_all":
+        result = functional.all_to_all_single(x.contiguous(), None, None, group)
+    else:
+        result = functional.reduce_scatter_tensor(x.contiguous(), "sum", dim, group)
+    return functional.wait_tensor(result)

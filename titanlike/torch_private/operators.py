@@ -1,4 +1,4 @@
-"""The operators that torch's dispatcher knows."""
+"""The operators that torch's dispatcher knows; base classes that torch keeps in private modules."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ import importlib
 from typing import Any
 
 import torch
-from torch._ops import _higher_order_ops
+from torch._ops import OpOverload, _higher_order_ops
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["BatchNorm", "InstanceNorm", "OpOverload", "TorchDispatchMode"]
+__all__ += ["in_parts", "operator_names"]
 
 _REGISTERED_LATE = ("torch.nn.attention.varlen",)  # with the first import of these modules
 

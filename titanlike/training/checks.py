@@ -17,8 +17,8 @@ from titanlike.graph.partition import SplitError, partition
 from titanlike.parallel.batchnorm import has_statistics
 from titanlike.pipeline.from_config import stage_count
 from titanlike.pipeline.order import Order
-from titanlike.torch_private.base_classes import InstanceNorm
 from titanlike.torch_private.known_code import has_gradient_hooks
+from titanlike.torch_private.operators import InstanceNorm
 
 _MOST = 3  # problems of one kind that are shown
 _MIX_NOTHING = ("llama", "gpt2", "moe")  # titanlike's own models

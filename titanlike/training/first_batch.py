@@ -41,8 +41,8 @@ from titanlike.models.float8 import in_bf16
 from titanlike.parallel.compiled_blocks import uncompiled
 from titanlike.parallel.initialize import seeded
 from titanlike.pipeline.pipeline import Pipeline
-from titanlike.torch_private.base_classes import BatchNorm
 from titanlike.torch_private.compiler import compiler_error
+from titanlike.torch_private.operators import BatchNorm
 from titanlike.training.build import Run
 from titanlike.training.checks import may_mix_samples
 from titanlike.training.feed import to_device

@@ -29,7 +29,12 @@ from titanlike.config.schema import Config
 from titanlike.launch.action_words import read_action
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
-from titanlike.torch_private import memory_history
+from titanlike.torch_private.memory import (
+    has_memory_history,
+    start_memory_history,
+    stop_memory_history,
+    write_memory_history,
+)
 from titanlike.training.build import Run
 
 
@@ -226,14 +231,14 @@ def recorder_for(settings: MemoryProfile, device: torch.device) -> Recorder:
     """What records such a profile on a rank with this device."""
     if isinstance(settings, TraceProfile):
         return TraceRecorder(device, memory=False, stacks=settings.stacks)
-    if memory_history.has_memory_history(device):
+    if has_memory_history(device):
         return SnapshotRecorder(device)
     return TraceRecorder(device, memory=True, stacks=False)
 
 
 def viewer_of(settings: MemoryProfile, device: torch.device) -> str:
     """Where the files that it writes can be looked at."""
-    trace = isinstance(settings, TraceProfile) or not memory_history.has_memory_history(device)
+    trace = isinstance(settings, TraceProfile) or not has_memory_history(device)
     return "https://ui.perfetto.dev" if trace else "https://docs.pytorch.org/memory_viz"
 
 
@@ -303,16 +308,16 @@ class SnapshotRecorder:
         """Nothing takes time at first."""
 
     def start(self) -> None:
-        memory_history.start_memory_history(self._device)
+        start_memory_history(self._device)
 
     def stop(self) -> None:
         """Nothing: it records until it is written."""
 
     def write(self, path: Path) -> None:
         try:
-            memory_history.write_memory_history(self._device, path)
+            write_memory_history(self._device, path)
         finally:
-            memory_history.stop_memory_history(self._device)
+            stop_memory_history(self._device)
 
 
 def _with_curve(trace: dict[str, Any]) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def _recomputation(a: _Asked) -> Transform:
 
 def _compiled(a: _Asked) -> Transform:
     from titanlike.parallel.compiled_blocks import CompiledBlocks
-    from titanlike.torch_private.async_tensor_parallel import overlap_in_compiled_blocks
+    from titanlike.torch_private.compiler import overlap_in_compiled_blocks
 
     def why_not(block: str) -> str:
         if block in a.plan.model_graph.taking_gradients:

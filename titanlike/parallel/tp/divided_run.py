@@ -23,7 +23,7 @@ from titanlike.parallel.tp.seen_run import (
     shapes_of,
     tensors_in,
 )
-from titanlike.torch_private.storage import storage_id
+from titanlike.torch_private.tensors import storage_id
 
 _AHEAD = 24  # operations of the whole model that the divided one may leave out, at most
 _SUMMED = ("rowwise", "rowwise_split", "vocab", "colwise_gather")  # their results may be whole

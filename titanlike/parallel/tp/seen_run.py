@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from titanlike.parallel.tp.layout import Shape, WrongCall
 from titanlike.parallel.tp.plan import DIVIDING, Entry
-from titanlike.torch_private import pytree
 from titanlike.torch_private.autograd import intercept_checkpoints
-from titanlike.torch_private.base_classes import TorchDispatchMode
-from titanlike.torch_private.operators import in_parts
+from titanlike.torch_private.operators import TorchDispatchMode, in_parts
+from titanlike.torch_private.tensors import tree_leaves
 
 CallKey = Callable[[nn.Module, Any, Any], Hashable | None]
 
@@ -195,7 +194,7 @@ class SeenRun(TorchDispatchMode):
 
 
 def tensors_in(*values: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def shapes_of(tensors: list[Tensor]) -> tuple[Shape, ...]:

@@ -1,4 +1,4 @@
-"""One kernel for a list of tensors, where torch's public functions take them one by one."""
+"""Tensors: in nested structures (pytree), the memory that they use, one kernel for a list of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree
+
+GetAttrKey, MappingKey = _pytree.GetAttrKey, _pytree.MappingKey
+tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
+tree_flatten_with_path, tree_leaves = _pytree.tree_flatten_with_path, _pytree.tree_leaves
 
 
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -23,7 +28,13 @@ def scale(tensors: Sequence[Tensor], factor: Tensor) -> None:
     torch._foreach_mul_(list(tensors), factor)
 
 
-def copy(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+def copy_values(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Give tensors other values, in place, cast to their dtypes."""
     if to:
         torch._foreach_copy_(list(to), list(values))
+
+
+def storage_id(tensor: Tensor) -> int:
+    """The same for tensors that are views of the same memory, while one of them lives; also on meta,
+    where torch's public `data_ptr` is 0 for all."""
+    return tensor.untyped_storage()._cdata

@@ -1,8 +1,4 @@
-"""The history of a GPU's memory: what was allocated where in the program, and what was freed.
-
-torch has no public name for it, although its documentation describes these functions ("Understanding
-CUDA Memory Usage"). Test: test_fences.py::test_the_history_of_memory_has_no_public_name.
-"""
+"""The accelerator's memory: settings of its allocator, and its history, what was allocated where."""
 
 from __future__ import annotations
 
@@ -10,11 +6,26 @@ from pathlib import Path
 
 import torch
 
+
+def use_expandable_segments() -> None:
+    """As PYTORCH_ALLOC_CONF=expandable_segments:True does; before or after the first allocation.
+
+    Symptom without it (2.11 to 2.15): torch has no public function for it, and reads the variable
+    when its library is loaded, so that a process which has imported torch sets it in vain.
+    Test: `test_fences.py::test_the_allocator_has_no_public_settings`.
+    """
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
 MOST_EVENTS = 1_000_000  # the newest; a bound on the host's memory and on the time to write them
 
 
 def has_memory_history(device: torch.device) -> bool:
-    """Whether torch records it for such a device."""
+    """Whether torch records for such a device what was allocated where in the program, and what was freed.
+
+    torch has no public name for it, although its documentation describes these functions ("Understanding
+    CUDA Memory Usage"). Test: test_fences.py::test_the_history_of_memory_has_no_public_name.
+    """
     if device.type == "cpu":
         return False
     memory = getattr(torch.get_device_module(device), "memory", None)
