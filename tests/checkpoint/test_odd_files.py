@@ -34,8 +34,7 @@ from titanlike.launch.heartbeat import read_beats
 from titanlike.launch.restart_state import RestartState
 from titanlike.launch.run_dir_owner import FILE as OWNER
 from titanlike.launch.run_dir_owner import Owner
-from titanlike.metrics.events import Events
-from titanlike.metrics.result import read_result
+from titanlike.metrics.run_files import Events, read_result
 from titanlike.metrics.sinks import JsonlSink
 from titanlike.metrics.summary import summarize
 

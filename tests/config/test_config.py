@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.help import help_text
 from titanlike.config.keys import Paths
-from titanlike.config.parse import parse, to_plain
+from titanlike.config.parse import parse, to_plain, write_config
 from titanlike.config.program import conf_dir
 from titanlike.config.schema import (
     OPEN_GROUPS,
@@ -37,7 +37,6 @@ from titanlike.config.schema import (
     Verify,
 )
 from titanlike.config.validate import problems
-from titanlike.config.write import write_config
 from titanlike.data import checks
 from titanlike.driver.sweep import SweepRun
 

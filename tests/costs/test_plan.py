@@ -17,8 +17,8 @@ from titanlike.costs.plan_chart import chart_of
 from titanlike.costs.plan_text import as_text
 from titanlike.costs.roofline import Roofline
 from titanlike.driver import tools
+from titanlike.metrics.chart import write_trace
 from titanlike.metrics.chart_picture import draw
-from titanlike.metrics.chart_trace import write_trace
 
 TINY = ["data=synthetic", "device=cpu", "hardware=h100_sxm", "model.layers=4", "batch_size=16"]
 
@@ -205,7 +205,7 @@ def test_a_search_tries_every_axis(capsys, words: list[str], choices: list[str])
 
 
 def test_shipped_hardware_agrees_with_the_peaks_that_mfu_uses() -> None:
-    from titanlike.device.peaks import bf16_peak
+    from titanlike.device.accelerator import bf16_peak
 
     names = {"a100_80g": "A100", "h100_sxm": "H100", "h100_pcie": "H100 PCIe", "h200": "H200"}
     for choice, name in {**names, "b200": "B200", "mi300x": "MI300X"}.items():

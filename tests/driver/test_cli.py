@@ -21,9 +21,8 @@ from support.run_files import result
 from titanlike import cli
 from titanlike.cli import JOBS, LISTED, TOOLS
 from titanlike.config.files import make_new_folder
-from titanlike.config.parse import to_plain
+from titanlike.config.parse import to_plain, write_config
 from titanlike.config.schema import Config, DecayLr, LoopedSchedule
-from titanlike.config.write import write_config
 
 TRAIN = str(ROOT / "train.py")
 RUN = [*TINY, "model.layers=2", "steps=1", "data=synthetic"]

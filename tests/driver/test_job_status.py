@@ -15,7 +15,7 @@ from titanlike.driver.sweep_picture import draw
 from titanlike.driver.sweep_status import Job, SweepSpec, add_jobs, read_spec, write_spec
 from titanlike.driver.sweep_table import read_table
 from titanlike.launch.heartbeat import Beat, Heartbeat
-from titanlike.metrics.events import Events
+from titanlike.metrics.run_files import Events
 from titanlike.metrics.summary import OBJECTIVES, Summary, objective_value, summarize
 
 

@@ -22,9 +22,8 @@ from support.commands import SCRIPTS, TINY, command
 from support.saved_runs import checkpoint, reseal
 from titanlike.checkpoint.integrity import STATE
 from titanlike.config.errors import ConfigError
-from titanlike.config.parse import to_plain
+from titanlike.config.parse import hydra_sections, to_plain
 from titanlike.config.schema import Config, Custom
-from titanlike.config.write import hydra_sections
 from titanlike.generation.command import main as generate
 from titanlike.generation.evaluate import main as evaluate
 from titanlike.generation.loaded_model import load_model

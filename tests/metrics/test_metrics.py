@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from support.paths import ROOT
 from titanlike.metrics import units
 from titanlike.metrics.console import shorten, step_line, table_lines
-from titanlike.metrics.result import read_result, write_result
+from titanlike.metrics.run_files import read_result, write_result
 from titanlike.metrics.sinks import (
     JsonlSink,
     TensorBoardSink,

@@ -12,9 +12,8 @@ import pytest
 from support.browser import opened
 from support.commands import TINY, command
 from titanlike.config import files
-from titanlike.metrics import run_history
-from titanlike.metrics.report import main, page, write_report
-from titanlike.metrics.run_history import read_history
+from titanlike.metrics import report
+from titanlike.metrics.report import main, page, read_history, write_report
 from titanlike.metrics.sinks import read_jsonl
 
 SCRIPT = "</script><script>console.error('ran')</script><!--"
@@ -90,7 +89,7 @@ def test_a_long_run_keeps_its_spikes_and_validations_in_a_small_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The page at the end of a run reads a part of the records, the command all."""
-    monkeypatch.setattr(run_history, "QUICK", 400 << 10)
+    monkeypatch.setattr(report, "QUICK", 400 << 10)
     folder = written(tmp_path / "run", steps=3_000)
     spiked = (folder / "metrics.jsonl").read_text().splitlines()
     spiked[2_000] = files.dumps(record(2_001, loss=1234.5))

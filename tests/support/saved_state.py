@@ -15,7 +15,7 @@ from titanlike.checkpoint.checkpointer import Checkpointer
 from titanlike.config.schema import Config
 from titanlike.data.loader import open_data
 from titanlike.launch.worker import Worker
-from titanlike.metrics.events import Events
+from titanlike.metrics.run_files import Events
 from titanlike.parallel.mesh import open_mesh
 from titanlike.parallel.placement import Part
 from titanlike.training.build import Run, build

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.driver.sweep_status import Job, SweepSpec, write_spec
-from titanlike.metrics.result import write_result
+from titanlike.metrics.run_files import write_result
 from titanlike.metrics.sinks import JsonlSink
 
 COMMAND = "python train.py -m steps=40 schedule=gpipe,1f1b,interleaved1f1b pp=1,2 seed=0,1"

@@ -16,7 +16,7 @@ from support.runs import train_each
 from support.saved_tensors import saved
 from support.world import run_world
 from titanlike.config.schema import Checkpoint, Config, Custom, Precision
-from titanlike.device.settings import deterministic
+from titanlike.device.accelerator import deterministic
 from titanlike.launch.worker import Worker
 from titanlike.training import loop
 

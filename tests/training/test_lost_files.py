@@ -21,8 +21,14 @@ from support.waiting import until
 from support.world import RankError, run_world
 from titanlike.config.schema import Checkpoint, Config
 from titanlike.launch.worker import Worker
-from titanlike.metrics.events import Events
-from titanlike.metrics.run_files import _PAUSES, AppendedFile, FailedWrite, LostFiles, RunFiles
+from titanlike.metrics.run_files import (
+    _PAUSES,
+    AppendedFile,
+    Events,
+    FailedWrite,
+    LostFiles,
+    RunFiles,
+)
 from titanlike.metrics.sinks import lost_steps, read_jsonl
 from titanlike.training import loop
 from titanlike.training.loop import train

@@ -15,7 +15,7 @@ from support.command_lines import problems_of
 from support.paths import ROOT
 from support.saved_runs import a_run, checkpoint, events, numbers, reseal, train_all
 from titanlike.config.schema import Config, TokenData
-from titanlike.metrics import starts
+from titanlike.metrics import run_files
 from titanlike.metrics.sinks import read_jsonl
 
 
@@ -84,7 +84,7 @@ def test_other_settings_are_printed_and_the_same_data_elsewhere_are_no_word_wort
     assert "changed since the checkpoint of step 6:" in output
     assert all(change in output for change in event["changes"])
 
-    first, second = read_jsonl(folder / starts.FILE)
+    first, second = read_jsonl(folder / run_files.STARTS)
     assert [(start["step"], start["config"]["pp"]) for start in (first, second)] == [(0, 1), (6, 2)]
     assert {"torch", "python", "titanlike"} <= second["versions"].keys()
     times = [record["time"] for record in read_jsonl(folder / "metrics.jsonl")]
@@ -119,18 +119,20 @@ def test_a_start_names_the_commit_of_the_code_and_writes_no_secret(
         subprocess.run(["git", *who, "-C", str(tmp_path), *words], check=True)
 
     monkeypatch.chdir(tmp_path)
-    assert "git" not in starts.versions()
+    assert "git" not in run_files.versions()
     git("init", "-q")
     (tmp_path / "model.py").write_text("one\n")
     git("add", ".")
     git("commit", "-q", "-m", "one")
-    clean = starts.versions()
+    clean = run_files.versions()
     assert len(clean["git"]) == 40 and clean["git_dirty"] is False
     (tmp_path / "model.py").write_text("two\n")
-    assert starts.versions() == {**clean, "git_dirty": True}
+    assert run_files.versions() == {**clean, "git_dirty": True}
     secret = "hunter2-and-more"
-    starts.log_start(tmp_path, 0, [f"data.password={secret}"], {"data": {"password": secret}}, {})
-    assert secret not in (tmp_path / starts.FILE).read_text()
+    run_files.log_start(
+        tmp_path, 0, [f"data.password={secret}"], {"data": {"password": secret}}, {}
+    )
+    assert secret not in (tmp_path / run_files.STARTS).read_text()
 
 
 def test_the_way_on_that_the_refusal_names_is_valid_for_data_that_do_not_list_the_key(

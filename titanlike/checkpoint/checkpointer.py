@@ -38,8 +38,7 @@ from titanlike.config.schema import Config
 from titanlike.data.checks import data_changed
 from titanlike.data.fingerprint import data_fingerprint, fingerprint_changes
 from titanlike.data.sources import Data
-from titanlike.metrics.events import Events
-from titanlike.metrics.starts import changed_keys
+from titanlike.metrics.run_files import Events, changed_keys
 from titanlike.models.registry import resolve_model
 from titanlike.optim.optimizer import StageState
 

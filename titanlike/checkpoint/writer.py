@@ -36,7 +36,7 @@ from titanlike.checkpoint.storage import Storage
 from titanlike.checkpoint.tensor_file import write_tensors
 from titanlike.config.schema import Checkpoint
 from titanlike.metrics import units
-from titanlike.metrics.events import Events
+from titanlike.metrics.run_files import Events
 
 if TYPE_CHECKING:
     from titanlike.checkpoint.staging import Copy, HostMemory

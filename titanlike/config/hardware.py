@@ -13,7 +13,7 @@ from pathlib import Path
 
 from titanlike.config.errors import Problem
 from titanlike.config.keys import Bytes, key, required
-from titanlike.config.timeline import TIMELINE
+from titanlike.config.profile import TIMELINE
 
 
 @dataclass

@@ -5,6 +5,8 @@
 2. Each value is converted by its annotation, strictly: 2.0 is not an integer, true not a number.
 3. A wrong value is a problem and its default is used, so that the rest can still be checked: all
    problems of a config are found at once.
+
+`write_config` writes run_dir/config.yaml: the complete config of a run, from which it can be launched again.
 """
 
 from __future__ import annotations
@@ -12,13 +14,17 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import shlex
 import types
 import typing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, Union
 
 from titanlike.config.errors import Problem, abbreviates, nearest, override_text
+from titanlike.config.files import atomic_write_text
 from titanlike.config.keys import Bytes, Paths
+from titanlike.config.program import conf_dir, train_program
 from titanlike.config.schema import (
     OPEN_GROUPS,
     VARIANTS,
@@ -279,3 +285,28 @@ def _seconds(value: Any) -> float | None:
         return None
     units = {"d": 86400, "h": 3600, "m": 60, "s": 1}
     return sum(float(number) * units[unit] for number, unit in parts)
+
+
+def write_config(config: Config, run_dir: Path) -> None:
+    """Write run_dir/config.yaml, the complete config, from which the run can be launched again."""
+    import yaml
+    from omegaconf import OmegaConf
+
+    settings = yaml.safe_dump(hydra_sections())
+    plain = to_plain(config)
+    plain["data"].pop("changed", None)  # for one start
+    text = (
+        "# The complete config of this run. Launch it again, with any key=value after it:\n"
+        f"#   {shlex.join([*train_program(), '--config-path', str(run_dir)])}\n"
+        f"{settings}\n{OmegaConf.to_yaml(plain)}"
+    )
+    atomic_write_text(run_dir / "config.yaml", text)
+
+
+def hydra_sections() -> dict[str, Any]:
+    """What Hydra reads of config.yaml for itself."""
+    import yaml
+
+    shipped = yaml.safe_load((conf_dir() / "config.yaml").read_text(encoding="utf-8"))
+    overrides = [item for item in shipped["defaults"] if str(item).startswith("{'override")]
+    return {"defaults": ["_self_", *overrides], "hydra": shipped["hydra"]}

@@ -10,20 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from titanlike.config.data_groups import (
-    ChatData,
-    HFData,
-    MixtureData,
-    SyntheticData,
-    TextData,
-    TokenData,
-)
 from titanlike.config.groups import (
     ActivationCheckpoint,
     AdamW,
     AutoSchedule,
     AutoSplit,
     BalanceSplit,
+    ChatData,
     ChunkedCrossEntropy,
     ConstantLr,
     CrossEntropy,
@@ -33,8 +26,10 @@ from titanlike.config.groups import (
     EveryActivationCheckpoint,
     FitActivationCheckpoint,
     Float8Precision,
+    HFData,
     LoopedSchedule,
     LoopedZeroBubbleSchedule,
+    MixtureData,
     Mse,
     Muon,
     NoLogger,
@@ -44,7 +39,10 @@ from titanlike.config.groups import (
     Schedule,
     SelectiveActivationCheckpoint,
     Sgd,
+    SyntheticData,
     TensorBoard,
+    TextData,
+    TokenData,
     TraceSplit,
     Wandb,
     WsdLr,
@@ -58,8 +56,7 @@ from titanlike.config.hardware import (
     RunHardware,
 )
 from titanlike.config.keys import Custom, Model, OwnOptimizer, Seconds, key
-from titanlike.config.profile import MemoryProfile, NoProfile, TraceProfile
-from titanlike.config.timeline import Timeline
+from titanlike.config.profile import MemoryProfile, NoProfile, Timeline, TraceProfile
 
 __all__ = [
     "ActivationCheckpoint", "AdamW", "AutoSchedule", "AutoSplit", "BalanceSplit", "Bench",

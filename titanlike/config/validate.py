@@ -16,7 +16,7 @@ from typing import Any
 from titanlike.config.errors import Problem
 from titanlike.config.hardware import hardware_problems
 from titanlike.config.parse import to_plain
-from titanlike.config.profile import profile_problems
+from titanlike.config.profile import profile_problems, timeline_problems
 from titanlike.config.schema import (
     AdamW,
     ChunkedCrossEntropy,
@@ -29,7 +29,6 @@ from titanlike.config.schema import (
     Wandb,
     WsdLr,
 )
-from titanlike.config.timeline import timeline_problems
 
 MAX_STAGES = 256
 MAX_TENSOR_RANKS = 256

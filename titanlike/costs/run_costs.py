@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanlike.config.parse import parse
+from titanlike.config.profile import TIMELINE
 from titanlike.config.schema import Config
-from titanlike.config.timeline import TIMELINE
 from titanlike.costs.unit_costs import CostError
 from titanlike.metrics.timeline_file import Timeline, read_timeline, stage_seconds
 

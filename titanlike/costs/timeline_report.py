@@ -19,8 +19,8 @@ from typing import Any
 
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.parse import parse
+from titanlike.config.profile import TIMELINE
 from titanlike.config.schema import BalanceSplit, Config
-from titanlike.config.timeline import TIMELINE
 from titanlike.costs.known_hardware import likely_hardware
 from titanlike.costs.plan import Plan, make_plan
 from titanlike.costs.roofline import Roofline

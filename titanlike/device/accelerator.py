@@ -2,15 +2,18 @@
 
 The accelerator is the one kind of device that this torch is built for (`torch.accelerator`), as far
 as torch.distributed has a backend for its tensors: cuda with nccl (ROCm's is named so, too), xpu with
-xccl, or what a plugin registers.
+xccl, or what a plugin registers. Below: settings of torch's kernels, which a job changes and gets back, and
+the most FLOP/s of a device by its name.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -177,3 +180,114 @@ def visible_names() -> list[str]:
 
 def _module(device: torch.device) -> ModuleType:
     return torch.get_device_module(device)
+
+
+@contextlib.contextmanager
+def matmul_precision(name: str) -> Iterator[None]:
+    """Within it, products of fp32 matrices are computed as torch.set_float32_matmul_precision says."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(name)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextlib.contextmanager
+def deterministic(on: bool) -> Iterator[None]:
+    """Within it, torch uses deterministic kernels alone, and raises where an operation has none.
+
+    Afterwards the settings are restored (a sweep's jobs share a process), except that cuBLAS keeps
+    the workspace that it was initialized with.
+    """
+    if not on:
+        yield
+        return
+    cudnn = torch.backends.cudnn
+    filling: Any = torch.utils.deterministic  # a module with a property
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    before = cudnn.benchmark, cudnn.deterministic, filling.fill_uninitialized_memory
+    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    # cuBLAS needs a workspace of a fixed size; torch raises for a wrong one of the user's
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    cudnn.benchmark = False  # it would choose kernels by timings, which vary
+    cudnn.deterministic = True
+    torch.use_deterministic_algorithms(True)
+    # NaN in each new tensor would show reads of uninitialized memory, at the cost of writing to all
+    # memory that is allocated
+    filling.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        cudnn.benchmark, cudnn.deterministic, filling.fill_uninitialized_memory = before
+        if workspace is None:
+            os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+
+
+# Dense bf16 matrix products with fp32 sums, FLOP/s, by words of the device's name. Vendors' data
+# sheets often print twice as much, for matrices of which half is zero.
+_BF16_PEAK = {
+    # NVIDIA Blackwell and Blackwell Ultra: HGX B200 and HGX B300 data sheets (36 PFLOP/s sparse for 8
+    # GPUs), GB200 NVL72 and GB300 NVL72 data sheets (360 PFLOP/s sparse for 72)
+    "B200": 2.25e15,
+    "B300": 2.25e15,
+    "GB200": 2.5e15,
+    "GB300": 2.5e15,
+    # NVIDIA Hopper: H100 data sheet (sparse: SXM 1,979, PCIe 1,513, NVL 1,671), H200 data sheet
+    # (1,979; NVL 1,671), GH200 data sheet (1,979); H800 has the H100's cores; H20 has 148 dense
+    "H100": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200": 989e12,
+    "H200 NVL": 835e12,
+    "GH200": 989e12,
+    "H800": 989e12,
+    "H800 PCIe": 756e12,
+    "H20": 148e12,
+    # NVIDIA Ampere: A100, A10, A30, A40 data sheets, RTX A6000 data sheet (309.7 sparse); A800 has the
+    # A100's cores
+    "A100": 312e12,
+    "A800": 312e12,
+    "A10": 125e12,
+    "A30": 165e12,
+    "A40": 149.7e12,
+    "RTX A6000": 154.8e12,
+    # NVIDIA Ada: L4 (242 sparse), L40 (362 sparse), L40S (733 sparse) data sheets; Ada architecture
+    # whitepapers (728.5 sparse for RTX 6000 Ada, 330.3 sparse for RTX 4090)
+    "L4": 121e12,
+    "L40": 181e12,
+    "L40S": 362e12,
+    "RTX 6000 Ada": 364.2e12,
+    "RTX 4090": 165.2e12,
+    # NVIDIA RTX Blackwell architecture whitepaper (419 sparse), GA102 whitepaper (142 sparse)
+    "RTX 5090": 209.5e12,
+    "RTX 3090": 71e12,
+    # AMD Instinct product pages: MI250X is two devices of 191.5
+    "MI250X": 191.5e12,
+    "MI300X": 1307.4e12,
+    "MI325X": 1307.4e12,
+    "MI355X": 2.5e15,
+}
+# of a slice of a GPU, or of another one that has the same words in its name
+_OTHER = re.compile(r"\b(MIG|Laptop|Max-Q|Mobile|RTX 4090 D|RTX 5090 D|RTX 3090 Ti)\b")
+
+
+def bf16_peak(name: str) -> float | None:
+    """Of a device by its name, by the longest entry whose words it contains; None = not known."""
+    if _OTHER.search(name):
+        return None
+    known = [entry for entry in _BF16_PEAK if re.search(rf"\b{entry}\b", name)]
+    return _BF16_PEAK[max(known, key=len)] if known else None
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """FLOP/s of one device in matrix products, None where it is not known.
+
+    Of float8 that of bf16, in which part of the model computes: so runs in both can be compared, and
+    float8 may come to more than 1.
+    """
+    if not is_accelerator(device) or precision == "fp32":
+        return None
+    return bf16_peak(name(device))

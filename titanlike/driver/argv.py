@@ -24,9 +24,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from titanlike.config.aliases import aliases_problem
 from titanlike.config.errors import quoted
-from titanlike.config.overrides import in_full, key_of, to_hydra
+from titanlike.config.overrides import aliases_problem, in_full, key_of, to_hydra
 from titanlike.config.program import conf_dir
 from titanlike.config.schema import OPEN_GROUPS, VARIANTS
 

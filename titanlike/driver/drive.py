@@ -44,7 +44,7 @@ from titanlike.driver.sweep_status import FILE as PLAN_FILE
 from titanlike.launch.external import ExternalRanks, record_for_torchrun
 from titanlike.launch.failures import JobFailed
 from titanlike.launch.slurm import adopt_slurm
-from titanlike.metrics.result import Status
+from titanlike.metrics.run_files import Status
 
 ExitCode = int | str | None  # as sys.exit takes it
 _OF_STORAGE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO}

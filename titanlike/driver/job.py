@@ -11,9 +11,8 @@ from typing import Any
 
 from titanlike.config.credentials import redact_command, redact_override
 from titanlike.config.errors import ConfigError, Problem
-from titanlike.config.parse import parse
+from titanlike.config.parse import parse, write_config
 from titanlike.config.schema import Config, Wandb
-from titanlike.config.write import write_config
 from titanlike.launch.environment import available_cores, will_restart
 from titanlike.launch.external import ExternalRanks, record_for_torchrun
 from titanlike.launch.failures import Failure, JobFailed, describe, root_cause
@@ -24,8 +23,7 @@ from titanlike.launch.run_dir_owner import lock_run_dir
 from titanlike.launch.signals import Interrupted, interruptible
 from titanlike.launch.stop_request import MAX_TIME, StopRequest, stop_reason
 from titanlike.launch.worker_processes import EarlyWorkers
-from titanlike.metrics.events import Events
-from titanlike.metrics.result import Status, write_result
+from titanlike.metrics.run_files import Events, Status, write_result
 
 
 @dataclass(frozen=True)

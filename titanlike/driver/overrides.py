@@ -35,10 +35,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from titanlike.config import validate
-from titanlike.config.aliases import aliases_problem
 from titanlike.config.errors import Problem, override_text
 from titanlike.config.imports import outside
-from titanlike.config.overrides import ADDED, from_hydra, key_of, to_hydra
+from titanlike.config.overrides import ADDED, aliases_problem, from_hydra, key_of, to_hydra
 from titanlike.config.parse import parse
 from titanlike.config.program import conf_dir
 from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config

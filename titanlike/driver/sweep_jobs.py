@@ -41,7 +41,7 @@ from titanlike.launch.environment import (
 from titanlike.launch.failures import JobFailed, describe_exit
 from titanlike.launch.signals import Interrupted, interruptible
 from titanlike.launch.stop_request import StopRequest
-from titanlike.metrics.result import ended_by_max_time, read_result, write_result
+from titanlike.metrics.run_files import ended_by_max_time, read_result, write_result
 
 _CHECK_TIME = 60.0  # seconds for checking jobs before the first begins
 _SUBMIT_TIMEOUT = 120.0  # seconds

@@ -28,8 +28,7 @@ from titanlike.config import files
 from titanlike.config.credentials import redact, redact_override
 from titanlike.config.files import open_regular
 from titanlike.launch.run_dir_owner import is_locked
-from titanlike.metrics.result import ended_by_max_time, read_result
-from titanlike.metrics.starts import flat
+from titanlike.metrics.run_files import ended_by_max_time, flat, read_result
 from titanlike.metrics.summary import OBJECTIVES, Summary, objective_value, summarize
 
 FILE = "sweep.jsonl"

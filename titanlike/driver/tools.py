@@ -141,7 +141,7 @@ def _plan(config: Config, flags: argparse.Namespace) -> int:
 
             draw(chart_of(plan), flags.picture)
         if flags.trace is not None:
-            from titanlike.metrics.chart_trace import write_trace
+            from titanlike.metrics.chart import write_trace
 
             write_trace(chart_of(plan), flags.trace)
         for path in (flags.picture, flags.trace):

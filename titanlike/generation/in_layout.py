@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 
-from titanlike.config.aliases import aliases_problem
 from titanlike.config.imports import imports_line, named_code
+from titanlike.config.overrides import aliases_problem
+from titanlike.config.parse import hydra_sections
 from titanlike.config.program import conf_dir
-from titanlike.config.write import hydra_sections
 
 
 def run_in_layout(job: str, run: Path, words: list[str], trust_code: bool) -> int:

@@ -1,6 +1,10 @@
-"""The files that a run writes to until its end: they must stay where they are.
+"""The files of a run's directory that are written until its end, and result.json, which says how it ended.
 
-A file that was deleted or replaced takes what is written to it without an error, and nobody can read
+starts.jsonl, a line each start and restart, never truncated: {"time": seconds since the epoch, "step": from
+which it begins, "host": ..., "overrides": [...], "versions": {"torch": ..., "git": ...}, "config": {...},
+"layout": {...}}; events.jsonl, the same: {"time": ..., "event": "rollback", "step": 120, ...}.
+
+They must stay where they are: a file that was deleted or replaced takes what is written to it without an error, and nobody can read
 it. A file system that is unavailable for a moment is waited for.
 """
 
@@ -8,12 +12,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
+import socket
+import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 
+import titanlike
+from titanlike.config import files
+from titanlike.config.credentials import redact, redact_override, redact_value
+from titanlike.config.errors import override_text
 from titanlike.config.files import NotRegularFile, regular_fd
 
 _PAUSES = (0.1, 0.4, 1.5, 4.0)  # seconds before another attempt
@@ -122,3 +134,155 @@ def _retried(attempt: Callable[[], _Result], final: type[OSError] | tuple[()]) -
         except OSError:
             time.sleep(pause)
     return attempt()
+
+
+class Events:
+    """Appends to run_dir/events.jsonl and prints lines by `say`, which is None on ranks other than 0."""
+
+    def __init__(self, run_dir: Path, say: Callable[[str], None] | None) -> None:
+        self._path, self._say = run_dir / "events.jsonl", say
+
+    def log(self, event: str, step: int, text: str = "", **fields: Any) -> None:
+        """Write an event, and print its `text` if it has one; credentials are redacted."""
+        if self._say is None:
+            return
+        text = redact(text)  # a file system's error may have some
+        shown = {key: redact(v) if isinstance(v, str) else v for key, v in fields.items()}
+        record = {"time": time.time(), "event": event, "step": step, **shown}
+        append_line(self._path, files.dumps(record | ({"text": text} if text else {})))
+        if text:
+            self._say(text)
+
+
+STARTS = "starts.jsonl"
+_GIT_TIMEOUT = 5.0  # seconds for each call
+
+
+def log_start(
+    run_dir: Path,
+    step: int,
+    overrides: list[str],
+    config: dict[str, Any],
+    layout: dict[str, Any],
+) -> None:
+    """Append this start. config: as plain dicts; credentials are written as ***. layout: mesh and
+    stages, for the report."""
+    record = {
+        "time": time.time(),
+        "step": step,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "overrides": [redact_override(text) for text in overrides],
+        "versions": versions(),
+        "config": redact_value("", config),
+        "layout": layout,
+    }
+    append_line(run_dir / STARTS, files.dumps(record))
+
+
+def versions() -> dict[str, Any]:
+    """Of the program, of torch and Python, and of the git repository that it runs in, if any."""
+    import torch  # late: a rank has it
+
+    found: dict[str, Any] = {
+        "titanlike": titanlike.__version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
+    if commit := _git("rev-parse", "HEAD"):
+        found["git"] = commit
+        changed = _git("status", "--porcelain", "--untracked-files=no")
+        found["git_dirty"] = None if changed is None else bool(changed)  # None: took too long
+    return found
+
+
+def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """`key old -> new` for each key that differs between two plain configs."""
+    old, new = flat(before), flat(now)
+    each = {key: (old.get(key, "unset"), new.get(key, "unset")) for key in (*new, *old)}
+    each.pop("data.changed", None)  # of one start alone
+    return [f"{key} {was} -> {is_now}" for key, (was, is_now) in each.items() if was != is_now]
+
+
+def flat(plain: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """Dotted key -> value, as an override has it, of a plain config; credentials are ***."""
+    found: dict[str, str] = {}
+    for name, value in plain.items():
+        if isinstance(value, dict) and value:
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = override_text(redact_value(f"{prefix}{name}", value))
+    return found
+
+
+def _git(*arguments: str) -> str | None:
+    """The output of a git command in the working directory; None where it fails."""
+    try:
+        done = subprocess.run(
+            ["git", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=_GIT_TIMEOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+        )
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+# invalid: an error in the config, nothing was started; stopped: early, by a stop request, with a
+# checkpoint; interrupted: ended immediately by a signal
+Status = Literal["completed", "stopped", "failed", "invalid", "interrupted"]
+
+
+def write_result(
+    run_dir: Path,
+    *,
+    status: Status,
+    value: float | None,
+    error: str | None,
+    seconds: float,
+    overrides: list[str],
+    numbers: str = "",
+) -> None:
+    """Write run_dir/result.json atomically. value: the objective. seconds: wall time. numbers: whether
+    those of the layout were verified, if that was asked."""
+    result = {
+        "status": status,
+        "value": value,
+        "error": error and redact(error),
+        "seconds": seconds,
+        "overrides": [redact_override(text) for text in overrides],
+    }
+    if numbers:
+        result["numbers"] = numbers
+    files.atomic_write_text(Path(run_dir) / "result.json", files.dumps(result) + "\n")
+
+
+def ended_by_max_time(status: str | None, error: str | None) -> bool:
+    """Whether max_time ended a run: a sweep counts such a job as done."""
+    return status == "stopped" and "by max_time" in (error or "")
+
+
+@dataclass(frozen=True)
+class _ResultFile:
+    """What must be in result.json."""
+
+    status: str
+    value: float | None
+    error: str | None
+    seconds: float | None = None
+    overrides: list[str] = field(default_factory=list)
+    numbers: str = ""
+
+
+def read_result(run_dir: Path) -> dict[str, Any] | None:
+    """result.json, or None where there is none: the job has not started, or was killed.
+
+    Raises ValueError naming the file where it is no such file.
+    """
+    try:
+        return asdict(files.read_object(Path(run_dir) / "result.json", _ResultFile))
+    except FileNotFoundError:
+        return None

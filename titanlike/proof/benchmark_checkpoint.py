@@ -29,7 +29,7 @@ from titanlike.data.loader import batches
 from titanlike.launch.worker import Worker
 from titanlike.metrics import units
 from titanlike.metrics.console import Console
-from titanlike.metrics.events import Events
+from titanlike.metrics.run_files import Events
 from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.training.anomalies import Guard
 from titanlike.training.build import Run, build

@@ -33,7 +33,7 @@ from titanlike.device.memory import total_memory
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker, barrier
 from titanlike.metrics.console import Console
-from titanlike.metrics.events import Events
+from titanlike.metrics.run_files import Events
 from titanlike.models.registry import build_model, resolve_model
 from titanlike.training import loop
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from titanlike.config.schema import Config
 from titanlike.launch.heartbeat import read_beats
 from titanlike.launch.worker import Worker
-from titanlike.metrics.events import Events
+from titanlike.metrics.run_files import Events
 from titanlike.training.build import Run
 
 JUDGED = ("loss", "grad_norm")  # numbers of a record

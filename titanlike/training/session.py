@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from titanlike.checkpoint.checkpointer import Checkpointer, Progress
 from titanlike.config.errors import ConfigError
-from titanlike.config.parse import to_plain
+from titanlike.config.parse import to_plain, write_config
 from titanlike.config.profile import MemoryProfile
 from titanlike.config.schema import Config
-from titanlike.config.write import write_config
 from titanlike.data.errors import DataError, data_problem
 from titanlike.data.loader import open_data
 from titanlike.data.sources import Data
-from titanlike.device.settings import deterministic, matmul_precision
+from titanlike.device.accelerator import deterministic, matmul_precision
 from titanlike.launch.failures import clear_failures
 from titanlike.launch.run_dir_owner import Owner, held
 from titanlike.launch.signals import Interrupted
@@ -24,10 +23,8 @@ from titanlike.launch.stop_request import stop_reason
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker, barrier
 from titanlike.metrics.console import Console
-from titanlike.metrics.events import Events
-from titanlike.metrics.run_files import RunFiles
+from titanlike.metrics.run_files import Events, RunFiles, log_start
 from titanlike.metrics.sinks import Sink, open_sinks
-from titanlike.metrics.starts import log_start
 from titanlike.parallel.busy import BusyTime
 from titanlike.parallel.device_events import device_queue
 from titanlike.parallel.mesh import open_mesh

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from titanlike.config.schema import Config
 from titanlike.data.loader import validation_batches
 from titanlike.data.sources import Batch, Data
+from titanlike.device.accelerator import peak_flops
 from titanlike.device.memory import peak_memory
-from titanlike.device.peaks import peak_flops
 from titanlike.launch.worker import Worker
 from titanlike.optim.learning_rate import learning_rate, set_lr
 from titanlike.optim.optimizer import clip_gradients, gradient_norms, norm_of_squares, square_sum

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from titanlike.config.parse import to_plain
+from titanlike.config.profile import TIMELINE, timeline_folder
 from titanlike.config.program import tool_program
 from titanlike.config.schema import Config
-from titanlike.config.timeline import TIMELINE, timeline_folder
 from titanlike.device import accelerator
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
@@ -190,7 +190,7 @@ class Timeline:
         )
         timeline_file.write_timeline(run_dir / TIMELINE, merged)
         last = merged.steps[-1]
-        from titanlike.metrics.chart_trace import write_trace
+        from titanlike.metrics.chart import write_trace
 
         chart = timeline_file.chart_of(merged, last)
         write_trace(chart, run_dir / "timeline_trace.json")
