@@ -66,28 +66,33 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=shlex.join(program()), description=_DESCRIPTION)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(name: str, text: str, *positional: str) -> Any:
-        one = commands.add_parser(name, help=text, description=text)
+    def add(name: str, text: str, *positional: str, **options: str) -> Any:
+        """options: those without a value, with their help."""
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(command=name)
         for argument in positional:
-            one.add_argument(argument.lower(), metavar=argument)
-        one.set_defaults(command=name)
-        return one
+            command.add_argument(argument.lower(), metavar=argument)
+        for option, about in options.items():
+            command.add_argument(f"--{option}", action="store_true", help=about)
+        return command
 
     add("list", "the checkpoints of a run, or in a folder", "FOLDER")
-    one = add("show", "what a checkpoint contains", "CHECKPOINT")
-    one.add_argument("--tensors", action="store_true", help="name every tensor and every file")
+    text = "what a checkpoint contains"
+    add("show", text, "CHECKPOINT", tensors="name every tensor and every file")
     text = "check every file against its checksum; of a run, all checkpoints"
-    one = add("verify", text, "CHECKPOINT")
-    text = "also lift the mark DAMAGED where all bytes are right"
-    one.add_argument("--repair", action="store_true", help=text)
-    one = add("compare", "whether two checkpoints have the same tensors", "A", "B")
+    repair = "also lift the mark DAMAGED where all bytes are right"
+    add("verify", text, "CHECKPOINT", repair=repair)
+    text, tensors = (
+        "whether two checkpoints have the same tensors",
+        "name every tensor that differs",
+    )
+    command = add("compare", text, "A", "B", tensors=tensors)
     text = "absolute difference that counts as none"
-    one.add_argument("--tolerance", type=float, default=0.0, help=text)
-    one.add_argument("--tensors", action="store_true", help="name every tensor that differs")
+    command.add_argument("--tolerance", type=float, default=0.0, help=text)
     text = "the model (names without `model.`) in one safetensors file"
-    one = add("consolidate", text, "CHECKPOINT", "FILE")
-    one.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="of the weights")
-    one.add_argument("--optimizer", action="store_true", help="also all that a run needs to resume")
+    optimizer = "also all that a run needs to resume"
+    command = add("consolidate", text, "CHECKPOINT", "FILE", optimizer=optimizer)
+    command.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="of the weights")
     text = "a checkpoint (step- or model-XXXXXXXX) in FOLDER from a safetensors file"
     add("restore", text, "FILE", "FOLDER")
     return parser
@@ -158,9 +163,9 @@ def show(console: Console, location: str, *, all_names: bool) -> bool:
 
     Of a run, its newest committed checkpoint.
     """
-    found = all_checkpoints(location)
-    steps = [path for path in found if path.exists(MARKER) and path.name.startswith("step-")]
-    path = (steps or found)[-1]
+    checkpoints = all_checkpoints(location)
+    steps = [path for path in checkpoints if path.exists(MARKER) and path.name.startswith("step-")]
+    path = (steps or checkpoints)[-1]
     word, reason = condition(path)
     state = _state(path)
     when = path.modified(MARKER)
@@ -264,7 +269,7 @@ def verify(console: Console, location: str, *, repair: bool = False) -> bool:
 
 def _problems(path: Storage, marked: bool) -> list[str]:
     """What is wrong with the bytes of a checkpoint, committed or marked as damaged."""
-    found = []
+    problems = []
     try:
         files = integrity.read_manifest(path, integrity.marked_checksum(path) if marked else None)
         wrong = {damage.file: damage for damage in integrity.wrong_sizes(path, files)}
@@ -274,16 +279,16 @@ def _problems(path: Storage, marked: bool) -> list[str]:
                     raise wrong[name]
                 integrity.check_sums(path, files, [name])
             except DamagedCheckpoint as damage:
-                found.append(f"{damage.file} {damage.reason}")
-        if not any(problem.startswith(integrity.STATE) for problem in found):
+                problems.append(f"{damage.file} {damage.reason}")
+        if not any(text.startswith(integrity.STATE) for text in problems):
             integrity.read_state(path)
-        if not any(problem.startswith(integrity.METADATA) for problem in found):
-            found += missing_data(read_tensors(path), files)
+        if not any(text.startswith(integrity.METADATA) for text in problems):
+            problems += missing_data(read_tensors(path), files)
     except DamagedCheckpoint as damage:
-        found.append(f"{damage.file} {damage.reason}")
+        problems.append(f"{damage.file} {damage.reason}")
     except integrity.UnsafeCheckpoint as error:
-        found.append(str(error))
-    return found
+        problems.append(str(error))
+    return problems
 
 
 def _sizes(path: Storage) -> dict[str, int]:

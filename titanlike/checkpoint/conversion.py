@@ -212,7 +212,7 @@ def compare(
     a, b = _open("A", location_a), _open("B", location_b)
     names_a, names_b = set(a.tensors), set(b.tensors)
     rng = {name for name in names_a | names_b if name.startswith(RNG)}
-    ranks = [sum(one.endswith(".cpu") for one in rng & names) for names in (names_a, names_b)]
+    ranks = [sum(name.endswith(".cpu") for name in rng & names) for names in (names_a, names_b)]
     if other_ranks := rng & (names_a ^ names_b):
         names_a, names_b = names_a - rng, names_b - rng
     limit = len(names_a | names_b) if all_names else _MAX_NAMES
@@ -220,13 +220,13 @@ def compare(
     _print_names(console, "only in B", names_b - names_a, limit)
     both = sorted(names_a & names_b)
     differences = [_difference(a, b, name) for name in both]
-    found = [d for d in differences if d.reason != "values" or d.largest > tolerance]
-    _print_table(console, found, limit)
+    differing = [d for d in differences if d.reason != "values" or d.largest > tolerance]
+    _print_table(console, differing, limit)
     if other_ranks:
         console.line(f"random generators: not compared, of {ranks[0]} and of {ranks[1]} ranks")
-    same = not found and names_a == names_b
+    same = not differing and names_a == names_b
     within = f" (differences of at most {tolerance:g} count as none)" if tolerance else ""
-    count = f"{len(both) - len(found)} of {len(names_a | names_b)} tensors are equal"
+    count = f"{len(both) - len(differing)} of {len(names_a | names_b)} tensors are equal"
     console.line(f"{'the same' if same else 'different'}: {count}{within}")
     largest = max(((d.largest, d.name) for d in differences if d.count), default=(0.0, ""))
     if largest[0] > 0:
@@ -269,18 +269,18 @@ def _compare_values(a: Tensor, b: Tensor) -> tuple[float, int]:
     return largest, count
 
 
-def _print_table(console: Console, found: list[_Difference], limit: int) -> None:
-    if not found:
+def _print_table(console: Console, differing: list[_Difference], limit: int) -> None:
+    if not differing:
         return
     # parameters first: the optimizer's step counts differ by more
-    found = sorted(found, key=lambda d: (not d.name.startswith(MODEL), -d.largest))
+    differing = sorted(differing, key=lambda d: (not d.name.startswith(MODEL), -d.largest))
     rows: list[list[Any]] = []
-    for d in found[:limit]:
+    for d in differing[:limit]:
         numbers = [None, None] if d.reason.startswith("shape") else [d.largest, d.count]
         rows.append([d.name, d.reason, *numbers])
     console.table("", ["tensor", "what differs", "by at most", "elements"], rows)
-    if len(found) > limit:
-        console.line(f"  and {len(found) - limit} more (--tensors names all)")
+    if len(differing) > limit:
+        console.line(f"  and {len(differing) - limit} more (--tensors names all)")
 
 
 def _print_names(console: Console, title: str, names: set[str], limit: int) -> None:

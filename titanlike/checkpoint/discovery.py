@@ -57,12 +57,12 @@ def committed(folder: Storage) -> list[Storage]:
 
 def uncommitted(folder: Storage) -> list[Storage]:
     """What killed saves and deletions have left in a folder; none that cannot be read now."""
-    found = []
+    paths = []
     for path in all_steps(folder):
         with contextlib.suppress(UnreadableFile):
             if not any(map(path.exists, (MARKER, DAMAGED_MARKER))):
-                found.append(path)
-    return found
+                paths.append(path)
+    return paths
 
 
 def newest_complete(folder: Storage, rejected: Collection[str] = ()) -> Selection:
@@ -193,11 +193,11 @@ def select_resume(config: Config, rejected: Collection[str] = ()) -> Selection:
             f"checkpoint.start_from={resume} to start a new run from its weights"
         )
     start = 0 if chosen is None else step_of(chosen)
-    own = committed(folder)
-    if own and step_of(own[0]) > start:
+    checkpoints = committed(folder)
+    if checkpoints and step_of(checkpoints[0]) > start:
         raise ValueError(
             f"checkpoint.resume={resume}: run_dir already has the checkpoint of step "
-            f"{step_of(own[0])} ({own[0]}), and this run would start after step {start}; "
+            f"{step_of(checkpoints[0])} ({checkpoints[0]}), and this run would start after step {start}; "
             "write another run_dir"
         )
     return Selection(chosen)
@@ -250,8 +250,8 @@ def resumed_config(config: Config) -> tuple[Config, int]:
     own, it is "auto".
     """
     try:
-        own = newest_complete(checkpoint_folder(config)).path
-        step = step_of(own) if own is not None else 0
+        newest = newest_complete(checkpoint_folder(config)).path
+        step = step_of(newest) if newest is not None else 0
         resume = config.checkpoint.resume
         if resume == "auto":
             return config, step

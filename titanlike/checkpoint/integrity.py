@@ -174,12 +174,12 @@ def wrong_sizes(folder: Storage, files: Manifest) -> Iterator[DamagedCheckpoint]
         try:
             with reading(folder, name):
                 # a listing of an object store may be behind, and leaves out what is no file there
-                found = sizes[name] if sizes.get(name) is not None else folder.size(name)
+                here = sizes[name] if sizes.get(name) is not None else folder.size(name)
         except DamagedCheckpoint as damage:
             yield damage
             continue
-        if found != size:
-            reason = f"has {found:,} bytes, and {size:,} were written"
+        if here != size:
+            reason = f"has {here:,} bytes, and {size:,} were written"
             yield DamagedCheckpoint(folder, name, reason)
 
 
@@ -193,8 +193,8 @@ def check_sums(folder: Storage, files: Manifest, names: Iterable[str]) -> None:
     """Read these files and check their checksums. Raises DamagedCheckpoint."""
     for name in names:
         with reading(folder, name):
-            found = folder.read_by(name, _file_checksum)
-        if found != files[name][1]:
+            checksum_read = folder.read_by(name, _file_checksum)
+        if checksum_read != files[name][1]:
             raise DamagedCheckpoint(folder, name, UNEQUAL)
 
 
@@ -302,18 +302,18 @@ def read_chunk_checksums(folder: Storage, files: Manifest) -> ChunkChecksums | N
         return None
     data = read_checked(folder, files, CHUNKS)
     try:
-        found = {
+        checksums = {
             name: (ends, bytes.fromhex(sums)) for name, (ends, sums) in json.loads(data).items()
         }
         valid = all(
             all(type(end) is int for end in ends) and len(sums) == _DIGEST * len(ends)
-            for ends, sums in found.values()
+            for ends, sums in checksums.values()
         )
     except (ValueError, TypeError, AttributeError):
         valid = False
     if not valid:
         raise DamagedCheckpoint(folder, CHUNKS, "is not a list of pieces")
-    return ChunkChecksums(folder, found)
+    return ChunkChecksums(folder, checksums)
 
 
 @contextlib.contextmanager

@@ -153,9 +153,9 @@ def raise_on_all_ranks(error: Exception | None, group: dist.ProcessGroup | None)
         errors *= dist.get_world_size(group)
         dist.all_gather_object(errors, error, group=group)
     for kind in _KINDS:
-        for found in errors:
-            if isinstance(found, kind):
-                raise found
+        for failure in errors:
+            if isinstance(failure, kind):
+                raise failure
 
 
 def error_line(error: BaseException) -> str:

@@ -239,6 +239,8 @@ def _scatter(values: list[Any], group: dist.ProcessGroup | None) -> Any:
     """This rank's of rank 0's values."""
     if group is None:
         return values[0]
-    own: list[Any] = [None]
-    dist.scatter_object_list(own, values if _rank(group) == 0 else None, group=group, group_src=0)
-    return own[0]
+    received: list[Any] = [None]
+    dist.scatter_object_list(
+        received, values if _rank(group) == 0 else None, group=group, group_src=0
+    )
+    return received[0]

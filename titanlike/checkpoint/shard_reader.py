@@ -257,8 +257,8 @@ class _TensorUnpickler(pickle.Unpickler):
             return name
         raise pickle.UnpicklingError(f"{module}.{name}")
 
-    def persistent_load(self, found: Any) -> str:
-        return str(found[2])
+    def persistent_load(self, storage: Any) -> str:
+        return str(storage[2])
 
 
 # --- its model ------------------------------------------------------------------------------------

@@ -106,15 +106,15 @@ class HostMemory:
             end += -(-size // _ALIGNMENT) * _ALIGNMENT
         if end > self._size:
             self._allocate(end)
-        found = {}
+        copies = {}
         for (key, tensor), begin in zip(tensors.items(), begins, strict=True):
             if tensor.numel():  # each with a storage of its own
                 place: dict[str, Any] = {"count": tensor.numel(), "offset": begin}
-                piece = torch.frombuffer(self._mapping, dtype=tensor.dtype, **place)
-                found[key] = piece.view(tensor.shape)
+                values = torch.frombuffer(self._mapping, dtype=tensor.dtype, **place)
+                copies[key] = values.view(tensor.shape)
             else:
-                found[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
-        return found
+                copies[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return copies
 
     def offset(self, tensor: Tensor) -> int:
         """Where one of these tensors begins."""

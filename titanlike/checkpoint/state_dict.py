@@ -39,8 +39,8 @@ def model_tensors(
     """
     tensors: Tensors = {}
     for stage in stage_states:
-        whole: dict[str, Any] = dcp_state_dict.get_model_state_dict(stage.stage)
-        for name, value in whole.items():
+        state: dict[str, Any] = dcp_state_dict.get_model_state_dict(stage.stage)
+        for name, value in state.items():
             name = stage.names.get(name, name)
             if copies or stage.owns(name):
                 cast = dtype is not None and value.is_floating_point()
@@ -72,11 +72,11 @@ def placed(tensor: Tensor, part: Part | None) -> Tensor | Blocks:
     """A parameter, or a tensor like it, as a checkpoint has it; part: what this rank has of it."""
     if part is None:
         return tensor
-    own = local(tensor)
-    blocks = {
-        torch.Size(one.start for one in whole): own[here] for here, whole in pieces(tensor, part)
-    }
-    return Blocks(tensor, part.shape, {at: block for at, block in blocks.items() if block.numel()})
+    held, blocks = local(tensor), {}
+    for here, place in pieces(tensor, part):
+        if held[here].numel():
+            blocks[torch.Size(rows.start for rows in place)] = held[here]
+    return Blocks(tensor, part.shape, blocks)
 
 
 def _held(tensor: Tensor | Blocks) -> Tensor:
@@ -180,8 +180,8 @@ def load_run(
         state = _optimizer_state(stage, stage.optimizers)
         for name, entry in ((name, _in_model(name, stage)) for name in state):
             if entry in tensors:  # each copy of a tied weight has its own state
-                own, value = stage.owns(_parameter(entry)), _held(tensors[entry])
-                state[name] = value if own else value.clone()
+                value = _held(tensors[entry])
+                state[name] = value if stage.owns(_parameter(entry)) else value.clone()
         if stage.names:
             dcp_state_dict.set_optimizer_state_dict(
                 stage.stage, stage.optimizers, state, options=_FLAT

@@ -64,7 +64,7 @@ class Storage:
 
     @property
     def name(self) -> str:
-        return self._location.rpartition("/")[2]
+        return _last(self._location)
 
     @property
     def parent(self) -> Storage:
@@ -77,11 +77,10 @@ class Storage:
     def names(self) -> list[str]:
         """Names of the files and folders in it, sorted; [] where it does not exist."""
         try:
-            found = self._retry("", lambda: self._fs.ls(self._root, detail=False))
+            paths = self._retry("", lambda: self._fs.ls(self._root, detail=False))
         except FileNotFoundError:
             return []
-        names = {path.rstrip("/").rpartition("/")[2] for path in found}
-        return sorted(names - {"", self.name})
+        return sorted({*map(_last, paths)} - {"", self.name})
 
     def exists(self, name: str) -> bool:
         """Whether there is anything of that name."""
@@ -110,14 +109,12 @@ class Storage:
         One listing, for a folder of any number of files: a request each takes a minute on S3.
         """
         try:
-            found = self._retry("", lambda: self._fs.ls(self._root, detail=True))
+            entries = self._retry("", lambda: self._fs.ls(self._root, detail=True))
         except FileNotFoundError:
             return {}
         return {
-            info["name"].rstrip("/").rpartition("/")[2]: (
-                info["size"] if info["type"] == "file" else None
-            )
-            for info in found
+            _last(info["name"]): info["size"] if info["type"] == "file" else None
+            for info in entries
         }
 
     def modified(self, name: str) -> datetime | None:
@@ -259,3 +256,7 @@ class Storage:
                     raise UnreadableFile(f"{text} cannot be read now: {reason}") from error
             time.sleep(pause)
         raise AssertionError("the last attempt returns or raises")
+
+
+def _last(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]

@@ -76,9 +76,9 @@ def _sources(header: CheckpointHeader, rules: list[str]) -> dict[str, str]:
 
 def _all_shapes(tensors: state_dict.Tensors, group: dist.ProcessGroup) -> Shapes:
     """The shapes of the whole model, of which each rank has some."""
-    own = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    of_ranks = [own] * dist.get_world_size(group)
-    dist.all_gather_object(of_ranks, own, group=group)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    of_ranks = [shapes] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, shapes, group=group)
     return {name: shape for shapes in of_ranks for name, shape in shapes.items()}
 
 

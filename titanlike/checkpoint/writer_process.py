@@ -9,18 +9,18 @@ the trainer's socket. It ignores the signals that ask a run to stop, because the
 A write that fails raises in the trainer what it raised here; a process that has died or does not
 answer in time fails the save in progress, and the next one starts another.
 
-A message is its length in 8 bytes and a pickle; a request comes with the descriptor of the memory.
+A message is a pickle; before a request comes a byte with the descriptor of the memory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import pickle
 import signal
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from titanlike.checkpoint.storage import Storage
     from titanlike.checkpoint.tensor_file import WrittenFile
 
-_LENGTH = struct.Struct("!Q")
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 _PDEATHSIG = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 _PATIENCE = 5.0  # seconds for the process to end
@@ -58,7 +57,7 @@ class WriterProcess:
         if self._socket is not None and self._process is not None and self._process.poll() is None:
             return
         self.close()
-        own, other = socket.socketpair()
+        ours, theirs = socket.socketpair()
         root = str(Path(__file__).parents[2])
         code = "from titanlike.checkpoint.writer_process import main; main()"
         words = [f"import sys; sys.path.insert(0, {root!r}); {code}", str(os.getpid())]
@@ -67,16 +66,16 @@ class WriterProcess:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until it ignores them
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", *words, str(other.fileno())],
-                pass_fds=[other.fileno()],
+                [sys.executable, "-c", *words, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=env,
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            other.close()
-        own.settimeout(self._timeout)
-        self._socket = own
+            theirs.close()
+        ours.settimeout(self._timeout)
+        self._socket = ours
 
     def write(self, folder: Storage, name: str, tensors: Iterable[Tensor]) -> WrittenFile:
         """Write a file of tensors that are in the shared memory. Raises OSError."""
@@ -86,14 +85,14 @@ class WriterProcess:
             for t in tensors
         ]
         try:
-            data = pickle.dumps((str(folder), name, places))
-            socket.send_fds(self._socket, [_LENGTH.pack(len(data))], [self._memory.fd])
-            self._socket.sendall(data)
-            error, written = pickle.loads(_receive(self._socket))
+            socket.send_fds(self._socket, [b"m"], [self._memory.fd])
+            self._socket.sendall(pickle.dumps((str(folder), name, places)))
+            with self._socket.makefile("rb") as answers:
+                error, written = pickle.load(answers)
         except TimeoutError:
             self.kill()
             raise OSError(f"{folder}/{name} was not written in {self._timeout:g} s") from None
-        except (OSError, EOFError):
+        except (OSError, EOFError, pickle.UnpicklingError):  # also in the middle of its answer
             self.kill()
             code = self._process and self._process.returncode
             raise OSError(f"the process that writes {folder}/{name} has died ({code})") from None
@@ -120,65 +119,34 @@ class WriterProcess:
                 self._process.wait()
 
 
-def _receive(connection: socket.socket, fds: int = 0) -> Any:
-    """The next message; with `fds`, also so many descriptors. Raises EOFError at the end."""
-    found: list[int] = []
-    if fds:
-        head, found, *_ = socket.recv_fds(connection, _LENGTH.size, fds)
-    else:
-        head = connection.recv(_LENGTH.size)
-    data = bytearray()
-    while head and len(head) < _LENGTH.size:
-        head += _some(connection, _LENGTH.size - len(head))
-    if not head:
-        raise EOFError
-    size = _LENGTH.unpack(head)[0]
-    while len(data) < size:
-        data += _some(connection, size - len(data))
-    return (bytes(data), found) if fds else bytes(data)
-
-
-def _some(connection: socket.socket, most: int) -> bytes:
-    data = connection.recv(min(most, 2**20))
-    if not data:
-        raise EOFError
-    return data
-
-
 # --- in the process --------------------------------------------------------------------------------
 
 
 def main() -> None:
     """Serve requests until the trainer is gone."""
     trainer, fd = int(sys.argv[1]), int(sys.argv[2])
-    for one in _SIGNALS:
-        signal.signal(one, signal.SIG_IGN)
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-    _end_with(trainer)
+    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != trainer:  # it has ended meanwhile
+        os._exit(0)
     import torch
 
     torch.set_num_threads(1)
     connection = socket.socket(fileno=fd)
-    with contextlib.suppress(EOFError, ConnectionError):
-        while True:
-            request, [memory] = _receive(connection, fds=1)
+    requests = connection.makefile("rb")
+    with contextlib.suppress(EOFError, ConnectionError, pickle.UnpicklingError):
+        while descriptors := socket.recv_fds(connection, 1, 1)[1]:  # none at the socket's end
+            request = pickle.load(requests)
             try:
-                answer = None, _write(memory, *pickle.loads(request))
+                answer = None, _write(descriptors[0], *request)
             except Exception as error:
                 answer = _portable(error), None
             finally:
-                os.close(memory)
-            data = pickle.dumps(answer)
-            connection.sendall(_LENGTH.pack(len(data)) + data)
+                os.close(descriptors[0])
+            connection.sendall(pickle.dumps(answer))
     os._exit(0)
-
-
-def _end_with(trainer: int) -> None:
-    import ctypes
-
-    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != trainer:  # it has ended meanwhile
-        os._exit(0)
 
 
 def _write(memory: int, location: str, name: str, places: list[Any]) -> WrittenFile:
