@@ -27,7 +27,7 @@ from titanlike.checkpoint.integrity import MARKER, DamagedCheckpoint, checksum, 
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.schema import Config
 from titanlike.driver import sweep_table as report
-from titanlike.driver.sweep_status import FILE as PLAN
+from titanlike.driver.job import SWEEP_FILE
 from titanlike.driver.sweep_status import Job, SweepSpec, read_spec, write_spec
 from titanlike.launch.failures import root_cause
 from titanlike.launch.heartbeat import read_beats
@@ -208,9 +208,9 @@ RECORDS: dict[str, Callable[[Path], Any]] = {
     "logs/rank0.heartbeat": lambda folder: read_beats(folder, 1),
     "logs/rank0.error.json": lambda folder: root_cause(folder),
     "restart.json": lambda folder: RestartState(folder / "restart.json").count_start(),
-    PLAN: lambda folder: read_spec(folder),
+    SWEEP_FILE: lambda folder: read_spec(folder),
 }
-NAMED = ("result.json", PLAN)  # a reader needs what is in these
+NAMED = ("result.json", SWEEP_FILE)  # a reader needs what is in these
 
 
 @pytest.mark.parametrize("name", RECORDS)
@@ -279,7 +279,7 @@ def test_any_object_in_the_files_of_a_sweep_is_a_row_or_a_word(
 ) -> None:
     folder = a_sweep(tmp_path_factory.mktemp("sweeps") / "sweep")
     line = json.dumps(record) + "\n"
-    with (folder / PLAN).open("a") as file:
+    with (folder / SWEEP_FILE).open("a") as file:
         file.write(line)
     (folder / "0" / "result.json").write_text(line)
     (folder / "0" / "metrics.jsonl").write_text(line * 2)

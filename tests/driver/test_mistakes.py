@@ -37,16 +37,27 @@ def counted(*args, **kwargs):
     print("composed")
     return compose(*args, **kwargs)
 ConfigLoaderImpl.load_configuration = counted
+from titanlike.config import validate
+from titanlike.driver import drive, overrides
+for module, name, done in (
+    (overrides, "parse", "parsed"), (drive, "parse", "parsed"), (validate, "problems", "validated")
+):
+    def counted(*args, function=getattr(module, name), done=done):
+        print(done)
+        return function(*args)
+    setattr(module, name, counted)
 runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")
 """
 
 
-def test_a_run_composes_its_config_twice(tmp_path: Path) -> None:
-    """To check it and to run it; each time takes a fifth of a second of every start."""
+def test_a_run_composes_and_parses_its_config_once(tmp_path: Path) -> None:
+    """To check it and to run it; each composition takes a fifth of a second of every start."""
     (tmp_path / "counted.py").write_text(COUNTED)
     done = command(*TINY, "steps=1", cwd=tmp_path, tool=str(tmp_path / "counted.py"))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("composed\n") == 2
+    assert [done.stdout.count(f"{what}\n") for what in ("composed", "parsed", "validated")] == [
+        1
+    ] * 3
 
 
 def test_a_right_command_line_is_composed_once(monkeypatch: pytest.MonkeyPatch) -> None:

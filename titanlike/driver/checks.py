@@ -50,15 +50,19 @@ def problems(
     config: Config,
     world_size: int | None = None,
     warn: Callable[[str], object] | None = None,
+    when_valid: Callable[[], object] | None = None,
 ) -> list[Problem]:
     """world_size: processes that have been started for the run; None if they have not been yet;
-    warn: called with what is no error, and may fail later.
+    warn: called with what is no error, and may fail later; when_valid: where the numbers fit together,
+    before the checks that take longer.
     """
     if secrets := list(secret_problems(to_plain(config))):
         return secrets  # first, and alone: the messages of other rooms quote values
     if found := validate.out_of_bounds(config):
         return found
     found = validate.problems(config, world_size)
+    if not found and when_valid is not None:
+        when_valid()
     found += data.problems(config)
     if isinstance(config.logger, TensorBoard) and (text := tensorboard_problem()):
         found.append(Problem.parse("logger", text))

@@ -18,33 +18,40 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import _run_hydra
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from titanlike.config import files, validate
+from titanlike.config import files
 from titanlike.config.credentials import redact
 from titanlike.config.errors import ConfigError, Problem, quoted
 from titanlike.config.overrides import from_hydra
+from titanlike.config.parse import parse
 from titanlike.config.validate import sweep_problems
 from titanlike.driver.argv import complete_args, parse_argv, parser
-from titanlike.driver.job import JobEnd, JobRunner, ResultReporter, config_problems, print_problems
-from titanlike.driver.override_errors import one_line
-from titanlike.driver.overrides import CheckedOverrides, check_overrides
-from titanlike.driver.sweep import SweepRun, open_sweep
-from titanlike.driver.sweep_status import FILE as PLAN_FILE
+from titanlike.driver.job import (
+    SWEEP_FILE,
+    JobEnd,
+    JobRunner,
+    ResultReporter,
+    config_problems,
+    print_problems,
+)
+from titanlike.driver.overrides import CheckedOverrides, check_overrides, one_line
 from titanlike.launch.external import ExternalRanks, record_for_torchrun
 from titanlike.launch.failures import JobFailed
 from titanlike.launch.slurm import adopt_slurm
 from titanlike.metrics.run_files import Status
+
+if TYPE_CHECKING:
+    from titanlike.driver.sweep import SweepRun
 
 ExitCode = int | str | None  # as sys.exit takes it
 _OF_STORAGE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO}
@@ -82,6 +89,7 @@ class Task:
     def __init__(self, runner: JobRunner) -> None:
         self.runner = runner
         self.sweep_run: SweepRun | None = None  # of a sweep
+        self.checked: CheckedOverrides | None = None  # of a command that starts something
         self.end: JobEnd | None = None  # of a run
         self._pid = os.getpid()
 
@@ -90,19 +98,21 @@ class Task:
         hydra = HydraConfig.get()
         run_dir = Path(hydra.runtime.output_dir)
         overrides = [from_hydra(text) for text in hydra.overrides.task]
-        plain: Any = OmegaConf.to_container(composed, resolve=True)
-        assert isinstance(plain, dict)
         if self.sweep_run is None:
+            assert self.checked is not None and self.checked.config is not None
             self.runner.restart_state.set_default("hydra.run.dir", str(run_dir))
             self.runner.restart_state.set_default("started", str(time.time()))
-            self.end = self.runner.run(plain, run_dir, overrides)
+            self.end = self.runner.run(self.checked.config, [], run_dir, overrides)
             return self.end.value
+        plain: Any = OmegaConf.to_container(composed, resolve=True)
+        assert isinstance(plain, dict)
+        config, problems = parse(plain)
         overrides = self.sweep_run.register(overrides, hydra.job.num, run_dir)
         name = self.sweep_run.group, self.sweep_run.job_name(overrides)
         # a launcher like submitit pickles this to another machine
         elsewhere = os.getpid() != self._pid
         run = partial(_run_elsewhere, self.runner) if elsewhere else self.runner.run
-        end = run(plain, run_dir, overrides, name)
+        end = run(config, problems, run_dir, overrides, name)
         if end.ends_sweep:
             raise SystemExit(end.code or 75)
         if end.code in (0, 75):
@@ -110,7 +120,8 @@ class Task:
         raise JobFailed(end.error, end.error)
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "runner": JobRunner(self.runner.function, self.runner.folder)}
+        runner = JobRunner(self.runner.function, self.runner.folder)
+        return {**self.__dict__, "runner": runner, "checked": None}
 
 
 def _run_elsewhere(runner: JobRunner, *job: Any) -> JobEnd:
@@ -151,6 +162,8 @@ def _prepare(args: argparse.Namespace, task: Task, result_dir: str | None) -> Ex
                 settings = replace(settings, folder=files.make_new_folder(settings.folder))
             # before there is a plan, which a restart has to find
             state.set_default("hydra.sweep.dir", str(settings.folder))
+            from titanlike.driver.sweep import open_sweep
+
             task.sweep_run, problems = open_sweep(
                 args, checked.config, settings, runner.folder, runner.restart, missing
             )
@@ -167,9 +180,10 @@ def _prepare(args: argparse.Namespace, task: Task, result_dir: str | None) -> Ex
     if args.check and (task.sweep_run is None or not task.sweep_run.grid):
         print("config OK; nothing was started (--check)")
         return 0
+    task.checked = checked
     if task.sweep_run is None and checked.new_folder:
-        folder = files.make_new_folder(checked.new_folder)
-        args.overrides.append(f"hydra.run.dir={quoted(str(folder))}")
+        assert checked.composed is not None
+        checked.composed.hydra.run.dir = str(files.make_new_folder(checked.new_folder))
     if runner.workers is not None:
         runner.workers.settle()
     return None
@@ -194,7 +208,7 @@ def _problems(
         if args.check and checked.sweep is not None and not checked.sweep.grid:
             known = known + config_problems(config, None, known)
         return known
-    if os.path.exists(Path(config.run_dir) / PLAN_FILE):  # False where the name is too long
+    if os.path.exists(Path(config.run_dir) / SWEEP_FILE):  # False where the name is too long
         fix = f"run_dir={config.run_dir}/NAME"
         return [*known, Problem("run_dir", config.run_dir, "holds a sweep", fix)]
     if runner.restart:
@@ -202,12 +216,14 @@ def _problems(
     started = int(os.environ.get("WORLD_SIZE", "1"))  # or to be started, if this is a --check
     ranks = checks.available_ranks(config, started if started > 1 else None, runner.restart_state)
     config, unfit = checks.fit_mesh(config, ranks)
-    wrong = known or unfit or validate.out_of_bounds(config) or validate.problems(config, ranks)
-    if not (wrong or args.check):
-        runner.start_workers(config)  # what is checked now takes seconds
+    start_workers = partial(runner.start_workers, config)
     if runner.checked and not known and not unfit:
+        start_workers()
         return []
-    return known + (unfit or config_problems(config, ranks, known))
+    may_start = not (known or args.check)
+    return known + (
+        unfit or config_problems(config, ranks, known, start_workers if may_start else None)
+    )
 
 
 def _write_result(
@@ -224,12 +240,11 @@ def _run(args: argparse.Namespace, task: Task) -> ExitCode:
     code: ExitCode = 0
     try:
         shown = io.StringIO()  # a config that may hold secrets
-        known_mode = RunMode.MULTIRUN if sweep_run is not None and not args.multirun else None
-        with (
-            contextlib.redirect_stdout(shown) if args.cfg else contextlib.nullcontext(),
-            _mode_is_known(known_mode),
-        ):
-            _run_hydra(args, parser(), task, args.config_path, args.config_name)
+        with contextlib.redirect_stdout(shown) if args.cfg else contextlib.nullcontext():
+            if task.checked is None:
+                _run_hydra(args, parser(), task, args.config_path, args.config_name)
+            else:
+                _run_composed(args, task, task.checked)
         print(redact(shown.getvalue()), end="")
         code = task.end.code if task.end is not None else 0
     except SystemExit as end:
@@ -257,15 +272,24 @@ def _run(args: argparse.Namespace, task: Task) -> ExitCode:
     return code
 
 
-@contextlib.contextmanager
-def _mode_is_known(mode: RunMode | None) -> Iterator[None]:
-    """Hydra would compose the whole config once more to see hydra.mode. None: as its flags say."""
-    found = Hydra.get_mode
-    Hydra.get_mode = lambda self, **_: mode  # type: ignore[method-assign]
+def _run_composed(args: argparse.Namespace, task: Task, checked: CheckedOverrides) -> None:
+    """Let Hydra run a job whose config has been composed (its folder, logging and callbacks), or compose
+    the jobs of a sweep."""
+    loader = checked.loader
+    assert loader is not None
+    hydra = Hydra("titanlike", loader)
+    GlobalHydra.instance().initialize(hydra)
     try:
-        yield
+        if task.sweep_run is not None:
+            mode = ["hydra.mode=MULTIRUN"] if args.multirun else []
+            hydra.multirun(args.config_name, task, [*args.overrides, *mode])
+        else:
+            composed = checked.composed
+            assert composed is not None
+            loader.load_configuration = lambda **_: composed  # type: ignore[method-assign]
+            hydra.run(args.config_name, task, args.overrides)
     finally:
-        Hydra.get_mode = found  # type: ignore[method-assign]
+        GlobalHydra.instance().clear()
 
 
 def _is_user_error(error: Exception) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from titanlike.config.credentials import redact_command, redact_override
 from titanlike.config.errors import ConfigError, Problem
-from titanlike.config.parse import parse, write_config
+from titanlike.config.parse import write_config
 from titanlike.config.schema import Config, Wandb
 from titanlike.launch.environment import available_cores, will_restart
 from titanlike.launch.external import ExternalRanks, record_for_torchrun
@@ -24,6 +25,8 @@ from titanlike.launch.signals import Interrupted, interruptible
 from titanlike.launch.stop_request import MAX_TIME, StopRequest, stop_reason
 from titanlike.launch.worker_processes import EarlyWorkers
 from titanlike.metrics.run_files import Events, Status, write_result
+
+SWEEP_FILE = "sweep.jsonl"  # in the directory of a sweep
 
 
 @dataclass(frozen=True)
@@ -50,20 +53,21 @@ class JobRunner:
 
     def run(
         self,
-        plain: dict[str, Any],
+        config: Config,
+        problems: list[Problem],
         run_dir: Path,
         overrides: list[str],
         name: tuple[str, str] | None = None,
     ) -> JobEnd:
         """Run a job to its end, with result.json.
 
-        plain: the config as plain dicts. name: of the sweep and of this job in it; None for a
+        problems: what was found where the config was parsed. name: of the sweep and of this job in it; None for a
         single run. Raises Interrupted if a signal ended the job immediately.
         """
-        # 1. parse the config
+        # 1. make the run's folder
         run_dir = run_dir / self.folder
         run_dir.mkdir(parents=True, exist_ok=True)
-        config, problems = parse({**plain, "run_dir": str(run_dir)})
+        config = replace(config, run_dir=str(run_dir))
         if config.sweep.submit is not None:  # it has started this job, and may hold secrets
             submit = redact_command(config.sweep.submit)
             config = replace(config, sweep=replace(config.sweep, submit=submit))
@@ -182,15 +186,21 @@ def with_run_name(config: Config, sweep: str, name: str) -> Config:
     return replace(config, logger=replace(config.logger, group=group, run_name=run_name))
 
 
-def config_problems(config: Config, world_size: int | None, known: list[Problem]) -> list[Problem]:
+def config_problems(
+    config: Config,
+    world_size: int | None,
+    known: list[Problem],
+    when_valid: Callable[[], object] | None = None,
+) -> list[Problem]:
     """Problems of a config beyond those of its form (`known`), without consequences of these.
 
+    when_valid: called where the numbers fit together, before the checks that take seconds.
     Raises JobFailed if a function of the user's own fails in a check.
     """
     from titanlike.driver.checks import problems
 
     try:
-        found = problems(config, world_size, _warn)
+        found = problems(config, world_size, _warn, when_valid)
     except Exception as error:
         if known:  # defaults stand in for values that could not be parsed, and may not fit together
             return []

@@ -6,7 +6,7 @@ Every override that is proposed has been applied first (`Applied`): a proposal i
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from titanlike.config.other_frameworks import Context, translate
 from titanlike.config.overrides import SHORT, from_hydra, in_full
 from titanlike.config.schema import VARIANTS
 from titanlike.driver.argv import InvalidOverride
+from titanlike.driver.overrides import flat_keys, one_line
 
 # overrides -> what works of them: the same, or with values of the right type; [] = nothing
 Applied = Callable[[list[str]], list[str]]
@@ -26,124 +27,119 @@ Applied = Callable[[list[str]], list[str]]
 _HELP = "--help lists all keys"
 
 
-def syntax_error(text: str, applied: Applied) -> Problem:
-    """An override that Hydra's parser does not accept."""
-    key, _, value = from_hydra(text).partition("=")
-    reason = "not of the form key=value; a value with spaces or , : { } needs quotes"
-    bare = value.rstrip(",;")  # copied from a list or from code
-    tried = [[f"{key}={bare}"]] if bare != value else []
-    tried += [text.split(), [f"{key}={quoted(value)}"]]
-    fix = next((words for words in tried if applied(words) == words), [])
-    fix = fix or next(filter(None, map(applied, tried)), [])
-    return Problem(key, value, reason, _shell(fix) or _HELP)
-
-
-def values_without_m(override: Override, applied: Applied) -> Problem:
-    """Several values without -m."""
-    key, value = override.key_or_group, override.get_value_string()
-    fix = "-m " + _shell([f"{key}={value}"])
-    for one in (f"{key}=[{value}]", f"{key}={quoted(value)}"):
-        if applied([one]) == [one]:
-            fix += f" (or {_shell([one])})"
-            break
-    return Problem(key, value, "several values are a sweep, which needs -m", fix)
-
-
-def wrong_choice(group: str, choice: Any, options: list[str], advice: Advice) -> Problem:
-    """A choice that the group does not have."""
-    reason = f"no such choice; choices: {', '.join(sorted(options))}"
-    if choice is None:
-        fix = f"{group}=none" if "none" in options else advice.default(group)
-        return Problem(group, None, "a choice must be given", fix or "leave it out")
-    if isinstance(choice, dict):
-        words = [f"{group}.{key}={override_text(value)}" for key, value in choice.items()]
-        fix = _shell(advice.applied(words)) or advice.default(group)
-        return Problem(group, choice, "a choice must be given, and its keys by themselves", fix)
-    parents = [
-        parent
-        for parent, variants in VARIANTS.items()
-        if any(group in variant.__dataclass_fields__ for variant in variants.values())
-    ]
-    for parent in parents if not isinstance(choice, str) else ():  # for lr=3e-4
-        if words := advice.applied([f"{parent}.{group}={choice}"]):
-            return Problem(group, choice, reason, _shell(words))
-    near, word = nearest(str(choice), options), override_text(choice)
-    fix, note = advice.translated(group, word)
-    a_name = group == "data" and near is not None and near in word[1:]  # wikitext, not text_file
-    if near and not a_name:
-        return Problem(group, choice, reason, f"{group}={near}")
-    if not fix.startswith(group):
-        fix, note = advice.default(group), ""
-    return Problem(group, choice, f"{reason} ({note})" if note else reason, fix)
-
-
-def one_choice(group: str, choices: list[Any]) -> Problem:
-    """Several choices of a group that takes one."""
-    words = ",".join(map(override_text, choices))
-    fix = f"-m {group}={words}" if len(choices) > 1 else f"{group}={words}"
-    return Problem(group, choices, "one choice must be given", fix)
-
-
-def invalid_override(words: InvalidOverride, advice: Advice) -> Problem:
-    """Words that are not of the form key=value."""
-    reason, key, value = "a setting is written key=value", words.key, words.value
-    for group, choices in advice.choices.items():
-        if key in choices and value == "true":
-            return Problem(words.typed, "", reason, f"{group}={key}")
-    below = [name for name in advice.known if name.startswith(f"{key}.")]
-    if below and key not in advice.choices:
-        return Problem(words.typed, "", f"has keys below it: {', '.join(below)}")
-    if own := advice.applied([f"{key}={value}"]):
-        return Problem(words.typed, "", reason, _shell(own))
-    fix, note = advice.for_unknown(key, value)
-    if note or not fix:
-        reason = "no such key" if not note or not fix else note
-        fix = fix or note or _HELP
-    return Problem(words.typed, "", reason, fix)
-
-
-def removed(key: str, advice: Advice) -> Problem:
-    """`~key`."""
-    fix = f"{key}=none" if "none" in advice.choices.get(key, ()) else advice.default(key)
-    return Problem(f"~{key}", "", "nothing can be removed", fix or "leave it out")
-
-
-def rejected_key(override: Override, advice: Advice, error: Exception | None) -> Problem:
-    """Why an override cannot be applied: `error` of Hydra, or None for a key that is not in the schema."""
-    key = override.key_or_group
-    value = "" if override.is_delete() else override.get_value_string()
-    if key in advice.known:
-        if override.is_add():
-            return Problem(f"+{key}", value, "the key exists already", f"{key}={value}")
-        return Problem(
-            key, value, one_line(error) if error else "cannot be set", advice.default(key)
-        )
-    group, _, rest = key.partition(".")
-    chosen = OmegaConf.select(advice.composed, f"{group}.name")
-    others = [
-        name
-        for name, variant in VARIANTS.get(group, {}).items()
-        if rest in variant.__dataclass_fields__ and name != chosen
-    ]
-    if others:
-        reason = f"{group}={chosen} has no such key; {group}={', '.join(others)} has"
-        words = [f"{group}={others[0]}", f"{key}={value}"]
-        return Problem(key, value, reason, _shell(advice.applied(words)) or words[0])
-    fix, note = advice.for_unknown(key, value)
-    reason = f"unknown key; {note}" if note and fix else "unknown key"
-    inside = [name for name in advice.known if name.startswith(f"{group}.") and rest]
-    if not fix and not note and inside:
-        reason = f"unknown key; known: {', '.join(inside)}"
-    return Problem(key, value, reason, fix or note or ("" if inside else _HELP))
-
-
 @dataclass(frozen=True)
 class Advice:
-    """What can be written instead of an unknown key."""
+    """Says why an override is refused, and what can be written instead."""
 
     composed: DictConfig  # with all valid overrides
     choices: dict[str, list[str]]  # of each group
     applied: Applied
+
+    def syntax_error(self, text: str) -> Problem:
+        """An override that Hydra's parser does not accept."""
+        key, _, value = from_hydra(text).partition("=")
+        reason = "not of the form key=value; a value with spaces or , : { } needs quotes"
+        bare = value.rstrip(",;")  # copied from a list or from code
+        tried = [[f"{key}={bare}"]] if bare != value else []
+        tried += [text.split(), [f"{key}={quoted(value)}"]]
+        fix = next((words for words in tried if self.applied(words) == words), [])
+        fix = fix or next(filter(None, map(self.applied, tried)), [])
+        return Problem(key, value, reason, _shell(fix) or _HELP)
+
+    def values_without_m(self, override: Override) -> Problem:
+        """Several values without -m."""
+        key, value = override.key_or_group, override.get_value_string()
+        fix = "-m " + _shell([f"{key}={value}"])
+        for one in (f"{key}=[{value}]", f"{key}={quoted(value)}"):
+            if self.applied([one]) == [one]:
+                fix += f" (or {_shell([one])})"
+                break
+        return Problem(key, value, "several values are a sweep, which needs -m", fix)
+
+    def wrong_choice(self, group: str, choice: Any, options: list[str]) -> Problem:
+        """A choice that the group does not have."""
+        reason = f"no such choice; choices: {', '.join(sorted(options))}"
+        if choice is None:
+            fix = f"{group}=none" if "none" in options else self.default(group)
+            return Problem(group, None, "a choice must be given", fix or "leave it out")
+        if isinstance(choice, dict):
+            words = [f"{group}.{key}={override_text(value)}" for key, value in choice.items()]
+            fix = _shell(self.applied(words)) or self.default(group)
+            return Problem(group, choice, "a choice must be given, and its keys by themselves", fix)
+        parents = [
+            parent
+            for parent, variants in VARIANTS.items()
+            if any(group in variant.__dataclass_fields__ for variant in variants.values())
+        ]
+        for parent in parents if not isinstance(choice, str) else ():  # for lr=3e-4
+            if words := self.applied([f"{parent}.{group}={choice}"]):
+                return Problem(group, choice, reason, _shell(words))
+        near, word = nearest(str(choice), options), override_text(choice)
+        fix, note = self.translated(group, word)
+        a_name = (
+            group == "data" and near is not None and near in word[1:]
+        )  # wikitext, not text_file
+        if near and not a_name:
+            return Problem(group, choice, reason, f"{group}={near}")
+        if not fix.startswith(group):
+            fix, note = self.default(group), ""
+        return Problem(group, choice, f"{reason} ({note})" if note else reason, fix)
+
+    def one_choice(self, group: str, choices: list[Any]) -> Problem:
+        """Several choices of a group that takes one."""
+        words = ",".join(map(override_text, choices))
+        fix = f"-m {group}={words}" if len(choices) > 1 else f"{group}={words}"
+        return Problem(group, choices, "one choice must be given", fix)
+
+    def invalid_override(self, words: InvalidOverride) -> Problem:
+        """Words that are not of the form key=value."""
+        reason, key, value = "a setting is written key=value", words.key, words.value
+        for group, choices in self.choices.items():
+            if key in choices and value == "true":
+                return Problem(words.typed, "", reason, f"{group}={key}")
+        below = [name for name in self.known if name.startswith(f"{key}.")]
+        if below and key not in self.choices:
+            return Problem(words.typed, "", f"has keys below it: {', '.join(below)}")
+        if own := self.applied([f"{key}={value}"]):
+            return Problem(words.typed, "", reason, _shell(own))
+        fix, note = self.for_unknown(key, value)
+        if note or not fix:
+            reason = "no such key" if not note or not fix else note
+            fix = fix or note or _HELP
+        return Problem(words.typed, "", reason, fix)
+
+    def removed(self, key: str) -> Problem:
+        """`~key`."""
+        fix = f"{key}=none" if "none" in self.choices.get(key, ()) else self.default(key)
+        return Problem(f"~{key}", "", "nothing can be removed", fix or "leave it out")
+
+    def rejected_key(self, override: Override, error: Exception | None) -> Problem:
+        """Why an override cannot be applied: `error` of Hydra, or None for a key that is not in the schema."""
+        key = override.key_or_group
+        value = "" if override.is_delete() else override.get_value_string()
+        if key in self.known:
+            if override.is_add():
+                return Problem(f"+{key}", value, "the key exists already", f"{key}={value}")
+            return Problem(
+                key, value, one_line(error) if error else "cannot be set", self.default(key)
+            )
+        group, _, rest = key.partition(".")
+        chosen = OmegaConf.select(self.composed, f"{group}.name")
+        others = [
+            name
+            for name, variant in VARIANTS.get(group, {}).items()
+            if rest in variant.__dataclass_fields__ and name != chosen
+        ]
+        if others:
+            reason = f"{group}={chosen} has no such key; {group}={', '.join(others)} has"
+            words = [f"{group}={others[0]}", f"{key}={value}"]
+            return Problem(key, value, reason, _shell(self.applied(words)) or words[0])
+        fix, note = self.for_unknown(key, value)
+        reason = f"unknown key; {note}" if note and fix else "unknown key"
+        inside = [name for name in self.known if name.startswith(f"{group}.") and rest]
+        if not fix and not note and inside:
+            reason = f"unknown key; known: {', '.join(inside)}"
+        return Problem(key, value, reason, fix or note or ("" if inside else _HELP))
 
     @property
     def known(self) -> list[str]:
@@ -204,20 +200,3 @@ def _shell(words: list[str]) -> str:
         return shlex.quote(word) if any(char in word for char in '"$`\\!') else f'"{word}"'
 
     return " ".join(map(typed, words))
-
-
-def one_line(error: Exception) -> str:
-    """Hydra's message in one line."""
-    says_nothing = not str(error).strip() or str(error).startswith("Error merging override")
-    cause = error.__cause__ if says_nothing and error.__cause__ else error
-    return " ".join(str(cause).split()).partition(" full_key: ")[0]
-
-
-def flat_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a config."""
-    name: Any
-    for name in node:
-        yield f"{prefix}{name}"
-        child = node._get_node(name)
-        if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
-            yield from flat_keys(child, f"{prefix}{name}.")

@@ -22,16 +22,16 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.core.utils import setup_globals
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from titanlike.config import validate
@@ -41,10 +41,11 @@ from titanlike.config.overrides import ADDED, aliases_problem, from_hydra, key_o
 from titanlike.config.parse import parse
 from titanlike.config.program import conf_dir
 from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config
-from titanlike.driver import override_errors
 from titanlike.driver.argv import InvalidOverride, parse_override
-from titanlike.driver.override_errors import Advice, flat_keys, one_line
-from titanlike.driver.sweep import SweepSettings
+
+if TYPE_CHECKING:
+    from titanlike.driver.override_errors import Advice
+    from titanlike.driver.sweep import SweepSettings
 
 
 @dataclass
@@ -54,6 +55,8 @@ class CheckedOverrides:
     multirun: bool
     problems: list[Problem] = field(default_factory=list)
     config: Config | None = None  # of the valid overrides; None where nothing composes
+    composed: DictConfig | None = None  # the same as Hydra composes it, with its own part
+    loader: ConfigLoaderImpl | None = None
     sweep: SweepSettings | None = None  # if multirun
     # values of the environment variables that it names -> their names, ${oc.env:NAME}
     environment: dict[str, str] = field(default_factory=dict)
@@ -83,7 +86,7 @@ def check_overrides(args: argparse.Namespace) -> CheckedOverrides:
             checked.add(Problem("--config-dir", args.config_dir, "no such folder"))
         anchor = SearchPathQuery(provider="schema")
         search_path.prepend(provider="command-line", path=f"file://{folder}", anchor=anchor)
-    loader = ConfigLoaderImpl(search_path)
+    checked.loader = loader = ConfigLoaderImpl(search_path)
     checked.environment |= environment(" ".join(args.overrides))
     _OverrideChecker(args.config_name, loader, checked).run(args.overrides, args.invalid_overrides)
     return checked
@@ -123,8 +126,8 @@ class _OverrideChecker:
 
         Hydra raises exceptions of any class for what a user writes: all of them are his errors.
         """
-        parsed = {text: parse_override(text, self.loader) for text in texts}
-        overrides = [override for override in parsed.values() if override is not None]
+        parsed = [(text, parse_override(text, self.loader)) for text in texts]
+        overrides = [override for _, override in parsed if override is not None]
         self.overrides = [o for o in overrides if o.key_or_group != "hydra.searchpath"]
         lines = [str(o.input_line) for o in overrides if o.key_or_group == "hydra.searchpath"]
         try:
@@ -138,7 +141,7 @@ class _OverrideChecker:
             return
         self.checked.multirun |= self._is_multirun_by_config()
         groups, values = self._split_by_kind()
-        wrong = [text for text, override in parsed.items() if override is None]
+        wrong = [text for text, override in parsed if override is None]
         swept = {o.key_or_group for o in (*groups, *values) if o.is_sweep_override()}
         for choices in itertools.product(*map(single_overrides, groups)):
             try:
@@ -150,15 +153,18 @@ class _OverrideChecker:
             if self.checked.multirun:
                 swept |= self._check_sweeper_params(composed)
             self._apply(composed, values)
+            if not self.checked.multirun:
+                self._complete(composed, overrides)
             HydraConfig.instance().set_config(composed)  # for ${hydra:...} in values
             try:
                 self._parse(composed, swept)
             finally:
                 HydraConfig.instance().cfg = None
+                OmegaConf.set_readonly(composed.hydra, False)
         for text in wrong:
-            self.checked.add(override_errors.syntax_error(text, self._applied))
+            self.checked.add(self._advice().syntax_error(text))
         for words in invalid_overrides:
-            self.checked.add(override_errors.invalid_override(words, self._advice()))
+            self.checked.add(self._advice().invalid_override(words))
 
     def _compose_first(self, lines: list[str]) -> DictConfig:
         """With the choices that are given, which most often are right, or with none of them."""
@@ -186,12 +192,12 @@ class _OverrideChecker:
         groups, values = [], []
         for override in self.overrides:
             if override.is_sweep_override() and not self.checked.multirun:
-                self.checked.add(override_errors.values_without_m(override, self._applied))
+                self.checked.add(self._advice().values_without_m(override))
             elif problem := self._sweep_problem(override):
                 self.checked.add(problem)
             elif override.is_delete():
                 key = override.key_or_group
-                self.checked.add(override_errors.removed(key, self._advice()))
+                self.checked.add(self._advice().removed(key))
             elif not self.repository.group_exists(override.key_or_group):
                 values.append(override)
             elif self._choice_exists(override):
@@ -226,11 +232,11 @@ class _OverrideChecker:
         value: Any = override.value()
         several = not override.is_sweep_override() and isinstance(value, list)
         if several and group in (*VARIANTS, *OPEN_GROUPS):
-            self.checked.add(override_errors.one_choice(group, value))
+            self.checked.add(self._advice().one_choice(group, value))
             return False
         unknown = [choice for choice in values_of(override) if not self._exists(group, choice)]
         options = self.repository.get_group_options(group)
-        wrong = [override_errors.wrong_choice(group, c, options, self._advice()) for c in unknown]
+        wrong = [self._advice().wrong_choice(group, c, options) for c in unknown]
         if override.is_choice_sweep():  # the fix keeps the other values
             right = {str(p.value): p.fix.removeprefix(f"{group}=") for p in wrong}
             values = [right.get(str(value), str(value)) for value in values_of(override)]
@@ -245,6 +251,8 @@ class _OverrideChecker:
         return bool(known) and self.repository.config_exists(f"{group}/{choice}")
 
     def _advice(self) -> Advice:
+        from titanlike.driver.override_errors import Advice
+
         groups = (*VARIANTS, *OPEN_GROUPS, "experiment")
         choices = {group: self.repository.get_group_options(group) for group in groups}
         return Advice(self.composed, choices, self._applied)
@@ -324,9 +332,27 @@ class _OverrideChecker:
                 rejected.append((override, error))
         self.composed = composed
         for override, error in rejected:
-            self.checked.add(override_errors.rejected_key(override, self._advice(), error))
+            self.checked.add(self._advice().rejected_key(override, error))
+
+    def _complete(self, composed: DictConfig, overrides: list[Override]) -> None:
+        """Write into Hydra's part what Hydra does where it applies all overrides at once."""
+        hydra, job = composed.hydra, composed.hydra.job
+        for of_hydra, key in ((True, "hydra"), (False, "task")):
+            lines = [o.input_line for o in overrides if o.is_hydra_override() == of_hydra]
+            hydra.overrides[key] = lines
+        with open_dict(hydra):
+            for name in job.env_copy:
+                if name not in os.environ:
+                    reason = "no such environment variable"
+                    self.checked.add(Problem("hydra.job.env_copy", name, reason))
+                    continue
+                job.env_set[name] = os.environ[name]
+        task = [o for o in overrides if not o.is_hydra_override()]
+        job.override_dirname = get_overrides_dirname(task, **job.config.override_dirname)
 
     def _read_sweep(self, composed: DictConfig, folder: Path, swept: set[str]) -> None:
+        from titanlike.driver.sweep import SweepSettings
+
         given = [override.key_or_group for override in self.overrides]
         self.checked.sweep = SweepSettings(
             folder=folder.absolute(),
@@ -363,6 +389,7 @@ class _OverrideChecker:
             self.checked.new_folder = folder
         self.checked.note(*outside(plain, hydra))
         self.checked.config, problems = parse(plain)
+        self.checked.composed = composed
         for problem in problems:
             if problem.key not in swept:
                 self.checked.add(self._with_applied_fix(problem))
@@ -447,3 +474,20 @@ def single_overrides(override: Override) -> Iterator[str]:
     else:
         for value in override.sweep_string_iterator():
             yield f"{override.get_key_element()}={value}"
+
+
+def one_line(error: Exception) -> str:
+    """Hydra's message in one line."""
+    says_nothing = not str(error).strip() or str(error).startswith("Error merging override")
+    cause = error.__cause__ if says_nothing and error.__cause__ else error
+    return " ".join(str(cause).split()).partition(" full_key: ")[0]
+
+
+def flat_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a config."""
+    name: Any
+    for name in node:
+        yield f"{prefix}{name}"
+        child = node._get_node(name)
+        if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
+            yield from flat_keys(child, f"{prefix}{name}.")

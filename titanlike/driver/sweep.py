@@ -20,7 +20,7 @@ from titanlike.config.overrides import from_hydra, key_of
 from titanlike.config.program import program
 from titanlike.config.schema import Config, Sweep
 from titanlike.config.validate import parse_share
-from titanlike.driver.sweep_status import FILE as PLAN_FILE
+from titanlike.driver.job import SWEEP_FILE
 from titanlike.driver.sweep_status import (
     SUBMITTED,
     Job,
@@ -87,7 +87,7 @@ class SweepRun:
             self.folder.mkdir(parents=True, exist_ok=True)
             share = (self.settings.share or "").replace("/", "-of-")  # a task of a job array
             patience = _RESTART_PATIENCE if self.restart else 0.0
-            name = f".{PLAN_FILE}.{share or 'all'}.lock"
+            name = f".{SWEEP_FILE}.{share or 'all'}.lock"
             self.lock, who = claim(self.folder / name, patience)
             if self.lock is None:
                 return problem(f"this sweep is run by another start ({who})")
@@ -249,7 +249,7 @@ class SweepRun:
         print("no job is valid; nothing was started", file=sys.stderr)
         if self.created and self.settings.share is None:
             with contextlib.suppress(OSError):
-                for path in (self.folder / PLAN_FILE, *self.folder.glob(f".{PLAN_FILE}.*lock")):
+                for path in (self.folder / SWEEP_FILE, *self.folder.glob(f".{SWEEP_FILE}.*lock")):
                     path.unlink(missing_ok=True)
                 for folder in self.created:
                     folder.rmdir()

@@ -27,11 +27,11 @@ from typing import Any
 from titanlike.config import files
 from titanlike.config.credentials import redact, redact_override
 from titanlike.config.files import open_regular
+from titanlike.driver.job import SWEEP_FILE
 from titanlike.launch.run_dir_owner import is_locked
 from titanlike.metrics.run_files import ended_by_max_time, flat, read_result
 from titanlike.metrics.summary import OBJECTIVES, Summary, objective_value, summarize
 
-FILE = "sweep.jsonl"
 _LOCK_TIMEOUT = 10.0  # seconds
 
 
@@ -65,9 +65,9 @@ def write_spec(folder: Path, spec: SweepSpec) -> bool:
     lines = [files.dumps(header), *map(_line, spec.jobs)]
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
-        if (folder / FILE).exists():  # written by another task of a job array
+        if (folder / SWEEP_FILE).exists():  # written by another task of a job array
             return False
-        files.atomic_write_text(folder / FILE, "\n".join(lines) + "\n")
+        files.atomic_write_text(folder / SWEEP_FILE, "\n".join(lines) + "\n")
         return True
 
 
@@ -76,12 +76,14 @@ def add_jobs(folder: Path, jobs: list[Job]) -> None:
 
     Raises FileNotFoundError where there is no spec.
     """
-    with _locked(folder), (folder / FILE).open("r+b") as file:
+    with _locked(folder), (folder / SWEEP_FILE).open("r+b") as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(0, end - 1))
         torn = file.read(1) not in (b"\n", b"")  # by a process that was killed while it wrote
         text = ("\n" if torn else "") + "".join(_line(job) + "\n" for job in jobs)
-        with (folder / FILE).open("ab", buffering=0) as appended:  # one write: no line is torn
+        with (folder / SWEEP_FILE).open(
+            "ab", buffering=0
+        ) as appended:  # one write: no line is torn
             appended.write(text.encode())
 
 
@@ -91,17 +93,19 @@ def read_spec(folder: Path) -> SweepSpec | None:
     Raises ValueError where the file's first line is no header of a sweep.
     """
     try:
-        with files.open_regular(folder / FILE, "r", encoding="utf-8", errors="replace") as file:
+        with files.open_regular(
+            folder / SWEEP_FILE, "r", encoding="utf-8", errors="replace"
+        ) as file:
             text = file.read()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except files.NotRegularFile:
-        raise ValueError(f"{folder / FILE} is not a regular file") from None
+        raise ValueError(f"{folder / SWEEP_FILE} is not a regular file") from None
     first, *rest = text.split("\n")
     try:
         spec = files.as_record(files.loads(first), SweepSpec)
     except ValueError:
-        raise ValueError(f"{folder / FILE}: its first line is no header of a sweep") from None
+        raise ValueError(f"{folder / SWEEP_FILE}: its first line is no header of a sweep") from None
     jobs = {job.number: job for job in map(_job, rest) if job}
     return replace(spec, jobs=[jobs[number] for number in sorted(jobs)])
 
@@ -125,7 +129,7 @@ def _job(line: str) -> Job | None:
 def _locked(folder: Path) -> Iterator[None]:
     """One writer at a time, where the file system has locks."""
     deadline = time.monotonic() + _LOCK_TIMEOUT
-    with open(folder / f".{FILE}.lock", "ab") as file:
+    with open(folder / f".{SWEEP_FILE}.lock", "ab") as file:
         while time.monotonic() <= deadline:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
