@@ -153,6 +153,45 @@ def closures() -> str:
     return _table(("command", "files", "lines"), told)
 
 
+_TOUR = {
+    "models/llama.py": "a model: shapes, no parallelism",
+    "pipeline/schedules.py": "schedules as plain data, a paper a function",
+    "graph/cut.py": "the recorded forward, cut into stages",
+    "training/build.py": "this rank's stages: changed, sharded, filled",
+    "training/step.py": "forward and backward, clip, update",
+    "training/loop.py": "steps, validation, checkpoints, stops",
+}
+
+
+def tour() -> str:
+    """The files to read first, and how long they are."""
+    counts = {f: len((ROOT / "titanlike" / f).read_text().splitlines()) for f in _TOUR}
+    rows = [(str(n), f"`titanlike/{f}`", str(counts[f]), _TOUR[f]) for n, f in enumerate(_TOUR, 1)]
+    total = [("", "", str(sum(counts.values())), "")]
+    return _table(("", "file", "lines", "what it is"), rows + total)
+
+
+def stage_source() -> str:
+    """The generated forward of the second of two stages."""
+    import torch
+    import yaml
+
+    from titanlike.config.schema import Schedule, SyntheticData
+    from titanlike.graph.stage import Stage
+    from titanlike.models.registry import build_model
+    from titanlike.training.draft import draft
+
+    sizes = yaml.safe_load((ROOT / "conf/model/llama_tiny.yaml").read_text())
+    layers = next(key for key in sizes if "layers" in key)
+    model = Model(sizes.pop("name"), sizes | {layers: 2})
+    config = Config(pp=2, model=model, schedule=Schedule("1f1b", 4), data=SyntheticData(64))
+    plan = draft(config)
+    stage = Stage(build_model(plan.model), *plan.stage_modules[1])
+    graphs = plan.model_graph.graphs(plan.fields, True)
+    stage.add_forwards((), {True: graphs[1]}, 1, torch.device("cpu"))
+    return f"```python\n{stage.source.strip()}\n```"
+
+
 def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [header, ("---",) * len(header), *rows]
     return "\n".join(f"| {' | '.join(c.replace('|', chr(92) + '|') for c in r)} |" for r in lines)
@@ -165,7 +204,8 @@ def _wrapped(text: str) -> list[str]:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    table.__name__: table for table in (keys, schedules, styles, families, rooms, closures)
+    table.__name__: table
+    for table in (keys, schedules, styles, families, rooms, closures, tour, stage_source)
 }
 
 

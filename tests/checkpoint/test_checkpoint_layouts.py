@@ -30,11 +30,11 @@ from titanlike.config.schema import (
     Model,
     SyntheticData,
 )
+from titanlike.distributed.mesh import close_mesh
+from titanlike.distributed.placement import Part, local_of
 from titanlike.launch.worker import Worker
 from titanlike.metrics.console import Console
 from titanlike.metrics.sinks import read_jsonl
-from titanlike.parallel.mesh import close_mesh
-from titanlike.parallel.placement import Part, local_of
 from titanlike.training.loop import train
 
 # 24 sequences divide among 1, 2, 3 and 4 ranks; 32 channels among 3 do not

@@ -37,9 +37,9 @@ from titanlike.checkpoint.staging import Copy, HostMemory
 from titanlike.checkpoint.state_dict import SHARED_STEP
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.schema import Checkpoint, Config
+from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.launch.start_id import start_id
 from titanlike.launch.worker import Worker
-from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.training.build import build
 
 PP2 = tiny(2, 1, layers=2, checkpoint=Checkpoint(keep=0))

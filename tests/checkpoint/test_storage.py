@@ -22,9 +22,9 @@ from titanlike.checkpoint.integrity import check_all, checksum, commit
 from titanlike.checkpoint.storage import Storage
 from titanlike.checkpoint.writer import Saved, superseded
 from titanlike.config.schema import Checkpoint, Config
+from titanlike.distributed.mesh import close_mesh
 from titanlike.driver import checks as check
 from titanlike.launch.worker import Worker
-from titanlike.parallel.mesh import close_mesh
 
 
 def test_any_file_system_of_fsspec_keeps_checkpoints(tmp_path: Path) -> None:

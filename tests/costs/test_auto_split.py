@@ -31,12 +31,12 @@ from titanlike.config.schema import (
 )
 from titanlike.costs.auto_split import TIMES_FILE
 from titanlike.costs.unit_costs import UnitCosts, in_flight
+from titanlike.distributed.mesh import close_mesh, open_mesh
+from titanlike.distributed.sharding import state_bytes
 from titanlike.graph.model_graph import Field, ModelGraph
 from titanlike.launch.worker import Worker
 from titanlike.metrics import units
 from titanlike.optim.loss import build_loss
-from titanlike.parallel.mesh import close_mesh, open_mesh
-from titanlike.parallel.sharding import state_bytes
 from titanlike.pipeline.schedules import SCHEDULES, gpipe, one_f_one_b, zbv_zero_bubble
 from titanlike.training.build import build
 from titanlike.training.draft import draft

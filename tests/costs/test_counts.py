@@ -18,8 +18,8 @@ from support.models import tiny
 from titanlike.config.schema import Config, Fsdp, Schedule
 from titanlike.costs import exact_memory
 from titanlike.data.example_batch import example_batch
+from titanlike.distributed.mesh import lay_mesh
 from titanlike.optim.optimizer import gradient_norm
-from titanlike.parallel.mesh import lay_mesh
 from titanlike.torch_private.fake_ranks import LiveStorages, fake_process_group, fake_tensors
 from titanlike.training.step import optimizer_step
 

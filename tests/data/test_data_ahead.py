@@ -18,9 +18,9 @@ from support.world import run_world
 from titanlike.config.schema import Config
 from titanlike.data.ahead import one_ahead
 from titanlike.data.loader import batches, open_data
+from titanlike.distributed.mesh import open_mesh
 from titanlike.launch.heartbeat import DATA_THREAD, innermost_frames
 from titanlike.launch.worker import Worker
-from titanlike.parallel.mesh import open_mesh
 from titanlike.training.build import build
 from titanlike.training.feed import batches_for, copied_ahead, to_device
 

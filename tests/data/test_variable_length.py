@@ -24,11 +24,11 @@ from titanlike.data.errors import DataError
 from titanlike.data.example_batch import example_batch
 from titanlike.data.loader import batches, open_data, validation_batches
 from titanlike.data.sources import IGNORE
+from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.driver.checks import problems
 from titanlike.graph import model_graph
 from titanlike.graph.record_forward import record_forward
 from titanlike.launch.worker import Worker
-from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.pipeline import pipeline
 from titanlike.training.build import build
 from titanlike.training.feed import to_device

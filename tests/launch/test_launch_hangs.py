@@ -340,7 +340,7 @@ def leave(config: Config, worker: Worker) -> list[tuple[bool, int, bool]]:
     CPU, and as if they were a GPU's."""
     import torch.distributed as dist
 
-    from titanlike.parallel.mesh import open_mesh
+    from titanlike.distributed.mesh import open_mesh
     from titanlike.torch_private import process_groups
 
     aborts, found = [], []

@@ -20,10 +20,10 @@ from support.models import tiny
 from support.waiting import until
 from support.world import run_world
 from titanlike.config.schema import Config
+from titanlike.distributed.mesh import open_mesh
 from titanlike.launch.barrier import BarrierTimeout, meet, meet_in_groups
 from titanlike.launch.start_id import start_id
 from titanlike.launch.worker import Worker
-from titanlike.parallel.mesh import open_mesh
 
 MACHINE = 4  # ranks of one
 

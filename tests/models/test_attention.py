@@ -28,6 +28,7 @@ from titanlike.config.groups import SelectiveActivationCheckpoint
 from titanlike.config.schema import Config, Custom
 from titanlike.costs import node_cost
 from titanlike.data.sources import Data
+from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.graph.model_graph import Field, ModelGraph
 from titanlike.graph.recording import Recording
 from titanlike.launch.worker import Worker
@@ -43,7 +44,6 @@ from titanlike.models.documents import (
 )
 from titanlike.models.packing import attention_inputs
 from titanlike.models.registry import build_model
-from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.torch_private.operators import operator_names
 from titanlike.training.build import build
 

@@ -19,6 +19,8 @@ from support.real_model import real
 from support.world import run_world
 from titanlike.config.errors import ConfigError
 from titanlike.config.schema import Config, Custom, EvenSplit, Model
+from titanlike.distributed.initialize import initialize
+from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.graph.cut import StageGraph
 from titanlike.graph.model_graph import ModelGraph, fields_of
 from titanlike.graph.partition import partition
@@ -29,8 +31,6 @@ from titanlike.models.hf_config import FAMILIES
 from titanlike.models.hf_init import record_initialization
 from titanlike.models.registry import build_model, initial_weights_of
 from titanlike.models.safetensors_folder import SafetensorsFolder
-from titanlike.parallel.initialize import initialize
-from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.training.build import build
 from titanlike.training.draft import preflight
 

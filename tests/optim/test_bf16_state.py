@@ -15,9 +15,9 @@ from torch import nn
 from support.models import tiny
 from support.world import run_world
 from titanlike.config.schema import Checkpoint, Config, ConstantLr, Muon
+from titanlike.distributed.placement import Part
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.optim.bf16_state import Bf16StateAdamW, Positions, random_bits, round_stochastically
-from titanlike.parallel.placement import Part
 from titanlike.training.loop import train
 
 

@@ -26,10 +26,10 @@ from titanlike.config.schema import (
     Schedule,
     Validation,
 )
+from titanlike.distributed.mesh import open_mesh
 from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.parallel.batchnorm import BatchNorms
-from titanlike.parallel.mesh import open_mesh
 from titanlike.training.draft import draft
 from titanlike.training.loop import train
 

@@ -35,13 +35,13 @@ from titanlike.config.schema import (
     TextData,
 )
 from titanlike.config.validate import problems
+from titanlike.distributed.mesh import open_mesh
 from titanlike.launch.worker import Worker
 from titanlike.models.attention import attention, undivided_attention
 from titanlike.models.documents import Documents, document_mask, document_spans
 from titanlike.parallel.cp.attention import ContextAttention, DocumentAttention
 from titanlike.parallel.cp.context_parallel import IGNORED, ContextParallel
 from titanlike.parallel.cp.tokens import ContextRanks
-from titanlike.parallel.mesh import open_mesh
 from titanlike.proof.verification import verify
 from titanlike.training.draft import draft, preflight
 
@@ -328,7 +328,7 @@ def test_samples_are_refused() -> None:
 
 def test_the_method_is_chosen_by_heads_and_masks() -> None:
     def chosen(**changes: Any) -> tuple[str, str]:
-        context = draft(tiny(layers=1, **changes)).context
+        context = draft(tiny(layers=1, **changes)).transforms["cp"]
         assert context is not None
         return context.ranks.method, context.why
 

@@ -32,12 +32,12 @@ from titanlike.config.schema import (
 )
 from titanlike.config.validate import problems
 from titanlike.data.loader import batches, open_data
+from titanlike.distributed.initialize import initialize
 from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.models.moe import Moe, RoutedFeedForward
 from titanlike.models.registry import initial_weights_of, resolve_model
 from titanlike.optim.optimizer import build_optimizers
-from titanlike.parallel.initialize import initialize
 from titanlike.training.draft import draft, preflight
 from titanlike.training.loop import train
 

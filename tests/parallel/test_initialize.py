@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titanlike.parallel import initialize as initialize_module
-from titanlike.parallel.initialize import (
+from titanlike.distributed import initialize as initialize_module
+from titanlike.distributed.initialize import (
     SeededWeights,
     draw,
     drawing_threads,
     initialize,
 )
-from titanlike.parallel.placement import Slices
+from titanlike.distributed.placement import Slices
 
 
 @given(

@@ -40,7 +40,7 @@ def config(dropout: float = 0.5, attention: str = "Products", **changes: Any) ->
 
 def test_a_plan_says_which_masks_are_for_parts() -> None:
     def draws(**changes: Any) -> dict[str, set[bool]]:
-        tensor = draft(config(**changes)).tensor
+        tensor = draft(config(**changes)).transforms["tp"].draft
         assert tensor is not None
         drawn = "draws random numbers for each tensor-parallel rank's part"
         # compiled code cannot change the generator
@@ -85,8 +85,7 @@ def steps(config: Config, worker: Worker) -> tuple[list[Tensor], dict[str, Tenso
             norm = gradient_norm(job.run.owned, job.mesh, config, job.run.shares)
             optimizer_step(job.run, config, step, norm)
             drop_gradients(job.run)
-        assert job.run.draft.tensor is not None
-        placements = job.run.draft.tensor.placements
+        placements = job.run.draft.placements
         named = job.parameters()
         found = {n: p.detach().clone() for n, p in named if placements[n].part is None}
     found["drawn next"] = torch.rand(3)

@@ -188,7 +188,7 @@ def test_equal_blocks_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_forward_that_meta_tensors_cannot_run_is_not_compared_and_says_so() -> None:
-    tensor = draft(config(attention="Looking")).tensor
+    tensor = draft(config(attention="Looking")).transforms["tp"].draft
     assert tensor is not None and "item()" in tensor.unchecked
     (problem,) = preflight(config(without(f"{A}.scale"), attention="Looking"))
     assert "scale has parameters beside q and k, which are divided" in str(problem)

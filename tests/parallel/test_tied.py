@@ -11,9 +11,9 @@ from torch import nn
 from support.models import tiny
 from support.world import run_world
 from titanlike.config.schema import Config
+from titanlike.distributed.mesh import open_mesh
+from titanlike.distributed.tied import tie
 from titanlike.launch.worker import Worker
-from titanlike.parallel.mesh import open_mesh
-from titanlike.parallel.tied import tie
 
 PP, DP = 3, 2
 PLACE = (0, 1, 2, 2, 1, 0)  # pipeline rank of each stage: a V

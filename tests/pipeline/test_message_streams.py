@@ -15,9 +15,9 @@ from support.message_streams import Deadlock, a_pair, compute, makespan, one_str
 from support.models import tiny
 from support.world import run_world
 from titanlike.config.schema import Config, LoopedSchedule
+from titanlike.distributed import mesh as mesh_module
+from titanlike.distributed.mesh import open_mesh
 from titanlike.launch.worker import Worker
-from titanlike.parallel import mesh as mesh_module
-from titanlike.parallel.mesh import open_mesh
 from titanlike.pipeline.schedules import SCHEDULES
 from titanlike.torch_private.pipeline_runtime import _lower
 

@@ -14,8 +14,8 @@ from support.models import tiny
 from support.world import run_world
 from titanlike.config.schema import Config, Fsdp, Schedule
 from titanlike.data.loader import open_data
+from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.launch.worker import Worker
-from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.proof import benchmark, benchmark_data
 from titanlike.proof.plain_loops import plain_loop
 from titanlike.training.build import build

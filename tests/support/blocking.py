@@ -118,7 +118,7 @@ def blocking_calls(config: Config, worker: Worker) -> tuple[int, list[str]]:
     """
     blocking, counted = Blocking(), set()
     if hasattr(loop, "settle"):
-        from titanlike.parallel.late import Sent
+        from titanlike.distributed.async_scalars import Sent
 
         Sent.read = blocking.allowed(Sent.read)
     documents._count_and_longest = blocking.allowed(documents._count_and_longest)

@@ -12,8 +12,8 @@ import torch
 
 from titanlike.config.schema import Config
 from titanlike.data.loader import batches, open_data
+from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.launch.worker import Worker
-from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.torch_private.fake_ranks import LiveStorages
 from titanlike.training.build import build
 from titanlike.training.feed import to_device

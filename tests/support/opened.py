@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from titanlike.config.schema import Config
 from titanlike.data.loader import batches
 from titanlike.data.sources import Batch
+from titanlike.distributed.mesh import Mesh, close_mesh, open_mesh
 from titanlike.launch.worker import Worker
-from titanlike.parallel.mesh import Mesh, close_mesh, open_mesh
 from titanlike.training.anomalies import Guard
 from titanlike.training.build import Run, build
 from titanlike.training.feed import to_device

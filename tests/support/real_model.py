@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from titanlike.config.schema import Config, Custom
+from titanlike.distributed.initialize import initialize
 from titanlike.models.registry import build_model, initial_weights_of, resolve_model
-from titanlike.parallel.initialize import initialize
 
 
 def real(model: Custom | Config, seed: int = 0) -> nn.Module:

@@ -14,10 +14,10 @@ from titanlike.checkpoint import storage
 from titanlike.checkpoint.checkpointer import Checkpointer
 from titanlike.config.schema import Config
 from titanlike.data.loader import open_data
+from titanlike.distributed.mesh import open_mesh
+from titanlike.distributed.placement import Part
 from titanlike.launch.worker import Worker
 from titanlike.metrics.run_files import Events
-from titanlike.parallel.mesh import open_mesh
-from titanlike.parallel.placement import Part
 from titanlike.training.build import Run, build
 
 

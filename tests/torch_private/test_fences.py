@@ -35,8 +35,8 @@ from support.models import tiny
 from support.opened import Opened, opened
 from support.world import run_world
 from titanlike.config.schema import Config, Fsdp, Launch
+from titanlike.distributed.mesh import close_mesh
 from titanlike.launch.worker import Worker
-from titanlike.parallel.mesh import close_mesh
 from titanlike.proof.verification import verify
 from titanlike.torch_private import distributed_checkpoint, pipeline_stage, tensors
 from titanlike.torch_private.compiler import as_if_compiling, is_graph_break

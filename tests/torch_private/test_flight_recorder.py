@@ -13,8 +13,8 @@ from torch.distributed.flight_recorder.components.loader import read_dir
 from support.models import tiny
 from support.world import run_world
 from titanlike.config.schema import Config
+from titanlike.distributed.mesh import open_mesh
 from titanlike.launch.worker import Worker
-from titanlike.parallel.mesh import open_mesh
 from titanlike.torch_private.process_groups import write_records
 
 

@@ -13,9 +13,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from support.models import tiny
 from support.world import run_world
 from titanlike.config.schema import Config
+from titanlike.distributed.collectives import Peers, exchange
+from titanlike.distributed.mesh import open_mesh
 from titanlike.launch.worker import Worker
-from titanlike.parallel.exchanges import Peers, exchange
-from titanlike.parallel.mesh import open_mesh
 from titanlike.torch_private.dtensor import traced_collective
 
 

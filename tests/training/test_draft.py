@@ -26,9 +26,9 @@ from titanlike.config.schema import (
 )
 from titanlike.driver.checks import problems
 from titanlike.graph.cut import message
-from titanlike.training import tensor_draft
+from titanlike.parallel.tp import draft as tensor_draft
 from titanlike.training.draft import draft, preflight
-from titanlike.training.report import epochs, tensor_parallel, warmup
+from titanlike.training.report import epochs, warmup
 
 
 def test_a_405b_model_is_drafted_in_seconds() -> None:
@@ -185,10 +185,11 @@ def test_a_plan_that_was_checked_is_not_compared_again(monkeypatch: pytest.Monke
     other = replace(config, pp=2, schedule=Schedule("1f1b", 4))
     before, alone = draft(config), draft(other)
     monkeypatch.setattr(tensor_draft, "Comparison", None)
-    again = draft(other, checked=before.tensor)
-    assert again.tensor is not before.tensor
-    assert replace(again.tensor, like=alone.tensor.like) == alone.tensor
-    assert again.tensor.like.sequence == alone.tensor.like.sequence is True
+    again = draft(other, checked=before.transforms)
+    tensors = [x.transforms["tp"].draft for x in (before, again, alone)]
+    assert tensors[1] is not tensors[0]
+    assert replace(tensors[1], like=tensors[2].like) == tensors[2]
+    assert tensors[1].like.sequence == tensors[2].like.sequence is True
     assert again.stage_parameters == alone.stage_parameters
     blocks = alone.recomputed.blocks
     assert again.memory().of_ranks(blocks) == alone.memory().of_ranks(blocks)
@@ -216,10 +217,10 @@ def test_a_loss_of_ones_own_is_given_all_logits_of_all_tokens(loss: str) -> None
     ids=["tp=2", "tp=4", "tp_sequence=false", "15 tokens", "a plan without sequence"],
 )  # fmt: skip
 def test_the_opening_table_says_what_is_divided(config: Config, said: str) -> None:
-    text = tensor_parallel(config, draft(config))
-    assert said in text and "% of the parameters divided" in text
-    alone = replace(config, tp=1)
-    assert tensor_parallel(alone, draft(alone)) == ""
+    plan = draft(config)
+    [(title, text)] = plan.transforms["tp"].describe(plan)
+    assert title == "tensor parallel" and said in text
+    assert "% of the parameters divided" in text
 
 
 def test_groups_over_machines_are_a_warning_and_no_error(

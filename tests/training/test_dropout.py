@@ -17,8 +17,8 @@ from support.vision_configs import of_images
 from support.world import run_world
 from titanlike.config.schema import Config, Custom
 from titanlike.data.loader import batches, open_data
+from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.launch.worker import Worker
-from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.training.build import build
 from titanlike.training.feed import to_device
 

@@ -16,8 +16,8 @@ from support.world import run_world
 from titanlike.config.schema import Config, Custom, Fsdp, Schedule
 from titanlike.data.loader import batches, open_data
 from titanlike.device.memory import peak_memory, resident_memory, return_freed_memory
+from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.launch.worker import Worker
-from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.torch_private.pipeline_stage import _TORCH_KEEPS_BUFFERS
 from titanlike.training.anomalies import Guard
 from titanlike.training.build import build, memory_is_short

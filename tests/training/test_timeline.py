@@ -23,13 +23,13 @@ from titanlike.config.schema import Checkpoint, Config, Fsdp, Schedule, Validati
 from titanlike.costs.simulate import Simulation, StageTimes, equal_stages, simulate
 from titanlike.costs.timeline_report import TimelineReport, report_of
 from titanlike.data.loader import batches, open_data
+from titanlike.distributed import timing as clock
+from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.driver.tools import timeline as main
 from titanlike.launch.worker import Worker
 from titanlike.metrics.chart import Box
 from titanlike.metrics.timeline_file import Place, RankStep, read_timeline, write_timeline
 from titanlike.metrics.timeline_file import Timeline as Recorded
-from titanlike.parallel import clock
-from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.training import loop
 from titanlike.training import timeline as timeline_module
 from titanlike.training.build import build

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from titanlike.checkpoint.state_dict import sync_tied_copies
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config
+from titanlike.distributed.placement import pieces
 from titanlike.models.hf_folder import FamilyWeights, folder_of, start_problems
 from titanlike.models.hf_names import FAMILIES, family_of
 from titanlike.models.registry import build_model, complete_arguments, resolve_model
 from titanlike.optim.optimizer import StageState
-from titanlike.parallel.placement import pieces
 from titanlike.torch_private.dtensor import local
 
 PREFIX = "hf:"

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from titanlike.checkpoint.metadata import OPTIMIZER, RNG, CheckpointHeader
 from titanlike.checkpoint.reader import read
 from titanlike.device.accelerator import rng_states, set_rng_state
+from titanlike.distributed.placement import Part, pieces
 from titanlike.optim.optimizer import StageState
-from titanlike.parallel.placement import Part, pieces
 from titanlike.torch_private.distributed_checkpoint import Blocks
 from titanlike.torch_private.dtensor import local
 

@@ -48,7 +48,7 @@ def advise(plan: Plan, seconds: float = _SECONDS) -> list[Advice]:
         if validate.problems(config):
             continue
         try:
-            other = make_plan(config, plan.hardware, checked=plan.draft.tensor)
+            other = make_plan(config, plan.hardware, checked=plan.draft.transforms)
         except (ConfigError, ValueError):
             continue
         gain = plan.step_seconds / other.step_seconds - 1

@@ -26,11 +26,11 @@ from titanlike.costs.run_costs import seconds_of_units
 from titanlike.costs.stage_costs import StageCosts
 from titanlike.costs.unit_costs import CostError, UnitCosts, memory_costs
 from titanlike.device import accelerator
+from titanlike.distributed.mesh import Mesh
 from titanlike.graph.model_graph import ModelGraph
 from titanlike.graph.partition import partition
 from titanlike.graph.unit import Unit
 from titanlike.optim.loss import Loss
-from titanlike.parallel.mesh import Mesh
 from titanlike.pipeline.order import Order
 
 MeasureTimes = Callable[[UnitCosts], list[int]]  # nanoseconds of each unit

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -21,10 +22,10 @@ from titanlike.costs.roofline import Roofline
 from titanlike.costs.simulate import simulate
 from titanlike.costs.stage_times import Layout, LayoutTimes, stage_times
 from titanlike.costs.unit_times import UnitTimes, unit_times
+from titanlike.distributed.placement import experts_of
+from titanlike.distributed.transform import Transform
 from titanlike.graph.cut import messages
 from titanlike.graph.partition import partition
-from titanlike.parallel.placement import experts_of
-from titanlike.parallel.tp.tensor_parallel import TensorDraft
 from titanlike.pipeline.from_config import build_order, defers_weight_gradients, stage_count
 from titanlike.pipeline.order import Order
 from titanlike.training.draft import Draft, draft
@@ -42,7 +43,7 @@ class UnitTable:
         config: Config,
         hardware: Hardware,
         rows: int,
-        checked: TensorDraft | None = None,
+        checked: Mapping[str, Transform] | None = None,
     ) -> None:
         """checked: see `draft`. Raises ConfigError and CostError."""
         schedule, fsdp = Schedule("1f1b", 1), replace(config.fsdp, zero=1)
@@ -95,7 +96,7 @@ class UnitTables:
         self._config, self._hardware = config, hardware
         self._known: dict[object, UnitTable] = {}
         self._plain: dict[object, UnitTable] = {}
-        self._checked: dict[int, TensorDraft | None] = {}
+        self._checked: dict[int, Mapping[str, Transform]] = {}
         self._sizes: dict[int, set[int]] = {}
         table = self(config, 1)
         self.units = len(table.units)
@@ -123,7 +124,7 @@ class UnitTables:
                 wanted = replace(self._config, tp=config.tp, ep=config.ep)
                 known = self._checked.get(config.tp)
                 self._plain[at] = UnitTable(wanted, self._hardware, rows, known)
-                self._checked[config.tp] = self._plain[at].draft.tensor
+                self._checked[config.tp] = self._plain[at].draft.transforms
             self._known[key] = self._plain[at].recomputing(config)
         return self._known[key]
 
@@ -139,7 +140,7 @@ class Judged:
     memory: list[int]  # of each pipeline rank
     order: Order  # of few microbatches
     parts: dict[str, float]  # seconds of a step by what they are, on the rank with the most
-    tensor: TensorDraft | None  # of the model on these tensor-parallel ranks
+    transforms: Mapping[str, Transform]  # of the model on these ranks
 
     @property
     def most(self) -> int:
@@ -190,7 +191,7 @@ def judge(
     )
     each = stage_times(config, layout, hardware, table.times)
     seconds, parts = step_seconds(order, each, microbatches, config, hardware)
-    return Judged(config, layout, each, seconds, found, order, parts, table.draft.tensor)
+    return Judged(config, layout, each, seconds, found, order, parts, table.draft.transforms)
 
 
 def _as_must_be(

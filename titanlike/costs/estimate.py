@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from titanlike.config.schema import Config
 from titanlike.costs.known_hardware import likely_hardware
 from titanlike.costs.plan import make_plan
-from titanlike.parallel.sharding import state_bytes
+from titanlike.distributed.sharding import state_bytes
 from titanlike.training.draft import Draft
 
 

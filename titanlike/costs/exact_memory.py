@@ -20,7 +20,7 @@ from titanlike.config.schema import Config
 from titanlike.costs.plan import Plan
 from titanlike.data.example_batch import example_batch
 from titanlike.data.sources import Batch
-from titanlike.parallel.mesh import Mesh, lay_mesh
+from titanlike.distributed.mesh import Mesh, lay_mesh
 from titanlike.pipeline.schedules import SCHEDULES
 from titanlike.torch_private.fake_ranks import (
     LiveStorages,
@@ -28,7 +28,7 @@ from titanlike.torch_private.fake_ranks import (
     fake_process_group,
     fake_tensors,
 )
-from titanlike.training.build import Run, assemble, ranks_of
+from titanlike.training.build import Run, assemble
 from titanlike.training.draft import draft
 from titanlike.training.step import drop_gradients, optimizer_step
 
@@ -115,14 +115,13 @@ def _assembled(
     fake: AbstractContextManager[Any],
     live: LiveStorages,
 ) -> Run:
-    ranks = ranks_of(mesh)
-    decided = draft(config, None, None, lambda: room, ranks)
+    decided = draft(config, None, None, lambda: room, mesh)
 
     def fill(stage: nn.Module, _: object, device: torch.device, *__: object, **___: object) -> None:
         with fake, live:
             allocate(stage, device)
 
-    return assemble(config, mesh, decided, ranks, fill=fill)
+    return assemble(config, mesh, decided, fill=fill)
 
 
 def _batch(config: Config, example: Batch) -> Batch:

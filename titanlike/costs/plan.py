@@ -20,7 +20,7 @@ from titanlike.costs.rank_memory import MemoryParts, Moment
 from titanlike.costs.simulate import Simulation, simulate
 from titanlike.costs.stage_times import LayoutTimes, Traffic, layout_times
 from titanlike.costs.unit_costs import CostError
-from titanlike.parallel.tp.tensor_parallel import TensorDraft
+from titanlike.distributed.transform import Transform
 from titanlike.pipeline.order import Order
 from titanlike.training.draft import Draft, draft
 
@@ -137,7 +137,7 @@ def make_plan(
     drafted: Draft | None = None,
     jitter: float = 0.0,
     times: LayoutTimes | None = None,
-    checked: TensorDraft | None = None,
+    checked: Mapping[str, Transform] | None = None,
 ) -> Plan:
     """checked: see `draft`. Raises ConfigError where a run of this config would be refused before it
     starts."""

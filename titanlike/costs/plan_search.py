@@ -117,7 +117,7 @@ def search(
         if enough and found.ranked:
             break
         try:
-            plan = make_plan(one.config, hardware, checked=one.tensor)
+            plan = make_plan(one.config, hardware, checked=one.transforms)
         except ConfigError:
             found.refused += 1
             continue
@@ -150,7 +150,7 @@ def _with_auto_split(ranked: list[Ranked]) -> Iterator[Ranked]:
             continue
         config = replace(one.plan.config, split=AutoSplit())
         try:
-            plan = make_plan(config, one.plan.hardware, checked=one.plan.draft.tensor)
+            plan = make_plan(config, one.plan.hardware, checked=one.plan.draft.transforms)
         except ConfigError:
             continue
         if plan.fits and plan.step_seconds < one.plan.step_seconds:

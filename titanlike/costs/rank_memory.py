@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from titanlike.config.schema import Config, Muon, TraceSplit
 from titanlike.costs.rank_steps import KnownKinds, steps
 from titanlike.costs.unit_costs import CostError, UnitCosts, UnitPeak
+from titanlike.distributed.placement import experts_of
+from titanlike.distributed.sharding import StateBytes, compute_dtype
 from titanlike.graph.cut import messages
 from titanlike.graph.model_graph import ModelGraph
 from titanlike.optim.loss import Loss
 from titanlike.parallel.activation_checkpoint import saved_operators
-from titanlike.parallel.placement import experts_of
-from titanlike.parallel.sharding import StateBytes, compute_dtype
 from titanlike.pipeline.order import Act, Order
 
 _REDUCED = 4  # bytes of a gradient in a message that reduces it: fp32

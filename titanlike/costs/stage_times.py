@@ -22,8 +22,8 @@ from titanlike.costs.simulate import Duration, StageTimes
 from titanlike.costs.unit_costs import CostError
 from titanlike.costs.unit_times import UnitTimes, as_measured, guessed_times, unit_times
 from titanlike.costs.update import orthogonalization, update_seconds
+from titanlike.distributed.sharding import StateBytes, compute_dtype
 from titanlike.graph.cut import messages
-from titanlike.parallel.sharding import StateBytes, compute_dtype
 from titanlike.training.draft import Draft
 
 

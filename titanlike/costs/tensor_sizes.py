@@ -9,8 +9,8 @@ from titanlike.config.errors import ConfigError
 from titanlike.config.schema import Config
 from titanlike.config.validate import MAX_TENSOR_RANKS
 from titanlike.models.registry import build_model, resolve_model
-from titanlike.models.tensor_plan import tensor_plan, written_plan
 from titanlike.parallel.tp.collectives import TensorRanks
+from titanlike.parallel.tp.plan import tensor_plan, written_plan
 from titanlike.parallel.tp.styles import divide
 
 TensorSizes = Callable[[Config], Mapping[int, str]]  # tp -> why it cannot be, or ""

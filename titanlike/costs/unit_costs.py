@@ -25,14 +25,14 @@ from titanlike.costs.node_memory import NodePeak, peak_bytes
 from titanlike.costs.node_operators import Exchanges, NodeOperators, node_operators
 from titanlike.costs.node_times import Times, node_times
 from titanlike.costs.stage_costs import StageCosts
+from titanlike.distributed.collectives import Peers
+from titanlike.distributed.sharding import state_bytes
 from titanlike.graph.cut import cut, unit_starts
 from titanlike.graph.model_graph import ModelGraph
 from titanlike.graph.pytree import tree_map
 from titanlike.graph.recording import Node
 from titanlike.models.float8 import in_bf16
 from titanlike.optim.loss import Loss
-from titanlike.parallel.exchanges import Peers
-from titanlike.parallel.sharding import state_bytes
 from titanlike.parallel.weight_gradients import DeferredWeightGradients
 from titanlike.pipeline.order import Order
 

@@ -18,10 +18,10 @@ from titanlike.costs import links
 from titanlike.costs.node_operators import Exchanges, NodeOperators, Operator
 from titanlike.costs.roofline import Roofline, Seconds
 from titanlike.costs.unit_costs import CostError
+from titanlike.distributed.collectives import Exchanged
+from titanlike.distributed.sharding import compute_dtype
 from titanlike.parallel.activation_checkpoint import keeps, saved_operators
-from titanlike.parallel.exchanges import Exchanged
 from titanlike.parallel.expert_parallel import SEND_TOKENS
-from titanlike.parallel.sharding import compute_dtype
 from titanlike.training.draft import Draft
 
 # Of what compiled blocks of tensor-parallel ranks exchange so much is beside their products
@@ -63,7 +63,7 @@ class _Exchanges:
     """How long what is exchanged takes, by the way each axis does it."""
 
     def __init__(self, config: Config, draft: Draft, hardware: Hardware) -> None:
-        context = None if draft.context is None else draft.context.ranks.method
+        context = getattr(draft.peers.get("cp"), "method", None)
         self._links = {axis: links.link(config, axis, hardware) for axis in draft.peers}
         self._rates = {axis: link.bandwidth for axis, link in self._links.items()}
         for axis in self._rates:

@@ -25,9 +25,9 @@ from titanlike.data.chat_template import find_template
 from titanlike.data.checks import tokenizer_of
 from titanlike.data.errors import DataError
 from titanlike.data.tokenizer import Tokenizer, open_tokenizer
+from titanlike.distributed.initialize import parameters_on_meta
 from titanlike.models.quiet_import import quiet_import
 from titanlike.models.registry import build_model, constructed_buffers
-from titanlike.parallel.initialize import parameters_on_meta
 
 
 class Coder(Protocol):

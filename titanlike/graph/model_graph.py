@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from titanlike.config.errors import Problem
 from titanlike.data.sources import Batch
 from titanlike.graph.cut import StageGraph, cut, start_offsets
 from titanlike.graph.find_units import find_units
@@ -45,6 +46,9 @@ class SequenceParts(Protocol):
 
     def parts(self, recording: Recording, shorter: Recording) -> Parts:
         """recording: of whole sequences; shorter: of shorter ones."""
+
+    def problem(self, error: UnknownTokens) -> Problem:
+        """What is wrong with a model whose recordings do not tell which values are a token's."""
 
 
 class ModelGraph:

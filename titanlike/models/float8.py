@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,10 +24,11 @@ from torch import nn
 from titanlike.config.errors import ConfigError, Problem, nearest
 from titanlike.config.schema import Config, Custom, Float8Precision
 from titanlike.device.accelerator import multiplies_float8
+from titanlike.device.choose import first_device
+from titanlike.distributed.placement import Placement
+from titanlike.distributed.transform import Transform
 from titanlike.graph.find_units import find_units
 from titanlike.models.quiet_import import quiet_import
-from titanlike.parallel.placement import Placement
-from titanlike.parallel.transform import Transform
 from titanlike.torch_private.known_code import own_code
 
 _MULTIPLE = 16  # of both sides of a matrix, for the kernels of float8
@@ -73,8 +75,19 @@ def use_float8(model: nn.Module, config: Config, device: torch.device) -> Float8
 
 
 class Float8(Transform):
-    def __init__(self, config: Config, device: torch.device) -> None:
-        self._config, self._device = config, device
+    def __init__(self, config: Config, model: nn.Module) -> None:
+        """model: on meta, changed in place. Raises ConfigError as `use_float8`."""
+        self._config, self._device = config, first_device(config.device)
+        self.layers = use_float8(model, config, self._device)
+
+    def describe(self, plan: Any) -> Iterator[tuple[str, str]]:
+        layers, precision = self.layers, self._config.precision
+        assert layers is not None and isinstance(precision, Float8Precision)
+        text = (
+            f"bf16, and {layers.count} of {layers.of} linear layers in float8 ({precision.recipe})"
+        )
+        emulated = "; emulated, which is slower: this device has no float8 matrix products"
+        yield "precision", text + emulated * layers.emulated
 
     def on_model(self, model: nn.Module, placements: dict[str, Placement]) -> None:
         use_float8(model, self._config, self._device)

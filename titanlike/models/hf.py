@@ -31,16 +31,16 @@ from titanlike.models.documents import Documents, sequence_spans
 from titanlike.models.hf_config import needs_eager, routes, settings_of
 from titanlike.models.hf_experts import sort_tokens
 from titanlike.models.hf_init import ScratchWeights
-from titanlike.models.hf_tensor_plan import set_local_sizes
 from titanlike.models.hf_weights import FolderWeights
 from titanlike.models.packing import attention_inputs, takes_documents
 from titanlike.models.quiet_import import quiet_import
 from titanlike.models.safetensors_folder import INDEX, SINGLE, has_weights, other_weights
+from titanlike.parallel.tp.hf_plan import set_local_sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from titanlike.parallel.initialize import InitialWeights
+    from titanlike.distributed.initialize import InitialWeights
 
 # Mask functions that transformers' models import by name -> config key of the sliding window.
 _MASKS = {"create_causal_mask": None, "create_sliding_window_causal_mask": "sliding_window"}
@@ -148,7 +148,7 @@ class Decoder(nn.Module):
         return None if self._folder is None else FolderWeights(self, self._folder)
 
     def initial_weights(self, seed: int) -> InitialWeights:
-        """See `titanlike.parallel.initialize`."""
+        """See `titanlike.distributed.initialize`."""
 
         def build() -> Decoder:
             config: Any = self.config

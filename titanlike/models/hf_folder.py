@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from titanlike.config.errors import Problem, override_text
+from titanlike.distributed.placement import Slices
 from titanlike.models.hf_config import read_config
 from titanlike.models.hf_names import (
     FAMILIES,
@@ -25,7 +26,6 @@ from titanlike.models.hf_names import (
 )
 from titanlike.models.quiet_import import quiet_import
 from titanlike.models.safetensors_folder import SafetensorsFolder, first_names, has_weights
-from titanlike.parallel.placement import Slices
 
 
 class FamilyWeights:

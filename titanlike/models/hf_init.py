@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from titanlike.parallel.initialize import draw, drawing_threads, parameters_on_meta, seeded
-from titanlike.parallel.placement import Slices
+from titanlike.distributed.initialize import draw, drawing_threads, parameters_on_meta, seeded
+from titanlike.distributed.placement import Slices
 
 _CONSTANT = {"zero_": 0.0, "zeros_": 0.0, "ones_": 1.0}
 

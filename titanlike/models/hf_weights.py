@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titanlike.distributed.placement import Slices
 from titanlike.models.safetensors_folder import SafetensorsFolder, first_names
-from titanlike.parallel.placement import Slices
 
 # Where a parameter is stored: its name in the files; or, of a parameter [experts, out, in] that is
 # merged from matrices [part of out, in], the names of each expert's matrices, in order.

@@ -26,8 +26,8 @@ from titanlike.config.other_frameworks import Context, translate
 from titanlike.config.parse import convert
 from titanlike.config.schema import Config, Custom
 from titanlike.data.checks import vocab_size
+from titanlike.distributed import initialize
 from titanlike.models.without_values import WithoutValues
-from titanlike.parallel import initialize
 
 MODELS = {
     "llama": "titanlike.models.llama.Llama",
@@ -195,7 +195,7 @@ def constructed_buffers(model: Custom, seed: int) -> dict[str, torch.Tensor]:
 
 
 def initial_weights_of(model: Custom, seed: int) -> initialize.InitialWeights:
-    """The initial weights of a model, see `titanlike.parallel.initialize`."""
+    """The initial weights of a model, see `titanlike.distributed.initialize`."""
     meta: Any = build_model(model)
     if hasattr(meta, "initial_weights"):
         return meta.initial_weights(seed)

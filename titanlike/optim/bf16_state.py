@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from titanlike.distributed.placement import Part, places
 from titanlike.optim.fused import fused_adamw
 from titanlike.optim.skipping import SkippingOptimizer
-from titanlike.parallel.placement import Part, places
 from titanlike.torch_private.dtensor import local
 
 _MEANS = ("exp_avg", "exp_avg_sq")

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from titanlike.distributed.placement import gathered_parts, style_of
 from titanlike.graph.cut import StageGraph
 from titanlike.graph.pytree import tree_map
 from titanlike.graph.recording import DEVICE, Node, RecordError
 from titanlike.optim.loss import Loss, OutputError, logits_of
-from titanlike.parallel.placement import gathered_parts, style_of
 
 _LINEAR = ("linear", "matmul", "__matmul__")
 _FIX = "loss=cross_entropy"

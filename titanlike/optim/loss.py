@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,9 @@ from titanlike.config.schema import Custom
 from titanlike.data.sources import IGNORE
 from titanlike.graph.gradient_flow import used_by
 from titanlike.graph.pytree import describe, tree_flatten, tree_map
-from titanlike.optim.vocabulary_loss import DividedVocabulary
+
+if TYPE_CHECKING:
+    from titanlike.parallel.tp.vocabulary_loss import DividedVocabulary
 
 Settings = schema.CrossEntropy | schema.ChunkedCrossEntropy | schema.Mse | Custom
 

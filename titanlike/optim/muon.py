@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titanlike.config.schema import Muon as MuonConfig
+from titanlike.distributed.placement import Part, experts_of
 from titanlike.graph.find_units import find_units
 from titanlike.optim.orthogonalize import Orthogonalizer, newton_schulz, shard_group
 from titanlike.optim.skipping import SkippingOptimizer, select
-from titanlike.parallel.placement import Part, experts_of
 from titanlike.torch_private.dtensor import local
 
 

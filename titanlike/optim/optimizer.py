@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlike.config.schema import Config, Muon, OwnOptimizer, Sgd
+from titanlike.distributed.initialize import piece_seed
+from titanlike.distributed.mesh import Mesh
+from titanlike.distributed.placement import Part, Placement
+from titanlike.distributed.sharding import compute_dtype
 from titanlike.optim import fused
 from titanlike.optim.bf16_state import Bf16StateAdamW
 from titanlike.optim.own import own_optimizer
-from titanlike.parallel.initialize import piece_seed
-from titanlike.parallel.mesh import Mesh
-from titanlike.parallel.placement import Part, Placement
-from titanlike.parallel.sharding import compute_dtype
 from titanlike.torch_private.dtensor import local
 from titanlike.torch_private.tensors import norms, scale
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from titanlike.parallel.placement import Part, Slices, pieces
+from titanlike.distributed.placement import Part, Slices, pieces
 from titanlike.torch_private.dtensor import local
 
 # of the quintic iteration, and the least norm that is divided by: as in torch.optim.Muon

@@ -1,4 +1,1 @@
-"""Parallelism inside a stage: mesh, FSDP, tied weights, batch norms, initial weights.
-
-May import data, launch, metrics, config and torch_private.
-"""
+"""What a config may ask to be done to a stage: tp, cp, ep, recomputation, compiled blocks, norms, balance."""

@@ -16,8 +16,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from titanlike.parallel.mesh import Mesh
-from titanlike.parallel.transform import Transform
+from titanlike.distributed.mesh import Mesh
+from titanlike.distributed.transform import Transform
 from titanlike.torch_private.autograd import in_backward
 from titanlike.torch_private.operators import BatchNorm
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from titanlike.parallel.transform import Transform
+from titanlike.distributed.transform import Transform
 from titanlike.torch_private.tensors import copy_values
 
 

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titanlike.parallel.mesh import Mesh
-from titanlike.parallel.placement import experts_of
-from titanlike.parallel.transform import Transform
+from titanlike.distributed.mesh import Mesh
+from titanlike.distributed.placement import experts_of
+from titanlike.distributed.transform import Transform
 from titanlike.torch_private.autograd import in_backward
 
 

@@ -12,7 +12,7 @@ experts, n ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,9 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlike.parallel.exchanges import Peers, exchange
-from titanlike.parallel.placement import Part, Placement, experts_of
-from titanlike.parallel.transform import Transform
+from titanlike.config.errors import ConfigError, Problem
+from titanlike.config.schema import Config
+from titanlike.distributed.collectives import Peers, exchange
+from titanlike.distributed.mesh import Mesh
+from titanlike.distributed.placement import Part, Placement, experts_of
+from titanlike.distributed.transform import Transform
+from titanlike.parallel.activation_checkpoint import keeps, saved_operators
 from titanlike.torch_private.process_groups import group_named
 
 SEND_TOKENS = "titanlike.send_tokens"  # the name of an operator
@@ -35,10 +39,28 @@ class ExpertRanks(Peers):
 
 
 class ExpertParallel(Transform):
-    def __init__(self, ranks: ExpertRanks, eager: Collection[str]) -> None:
-        """eager: blocks that repeat exchanges in a recomputation, of batches whose lengths differ between
-        ranks."""
-        self._ranks, self._eager = ranks, eager
+    def __init__(self, config: Config, model: nn.Module) -> None:
+        """Divide the experts of a model on meta in place, as the first rank has them. Raises ConfigError
+        where there are none, or where they cannot be divided."""
+        _check_experts(config, model)
+        self._config = config
+        self._eager: set[str] = set()
+        self.first = self.ranks = ExpertRanks(config.ep, 0)
+        divide_experts(model, self.first, {})
+
+    def describe(self, plan: Any) -> Iterator[tuple[str, str]]:
+        counts = {experts.num_experts for experts in _experts(plan.model_graph.model).values()}
+        shown = " or ".join(f"{count // self._config.ep} of {count}" for count in sorted(counts))
+        yield "expert parallel", f"each rank has {shown} experts of a layer"
+
+    def open(self, mesh: Mesh, plan: Any) -> None:
+        group = mesh.expert_group
+        rank = 0 if group is None else dist.get_rank(group)
+        self.ranks = ExpertRanks(self._config.ep, rank, group)
+        if plan.variable and not keeps(SEND_TOKENS, saved_operators(self._config)):
+            recomputed = (name for blocks in plan.recomputed.blocks for name in blocks)
+            model = plan.model_graph.model
+            self._eager = {name for name in recomputed if experts_of(model.get_submodule(name))}
 
     def why_not_compiled(self, block: str) -> str:
         # the repeated ones and those of gradients do not depend on each other: a compiler orders them
@@ -47,7 +69,37 @@ class ExpertParallel(Transform):
         return differ if block in self._eager else ""
 
     def on_model(self, model: nn.Module, placements: dict[str, Placement]) -> None:
-        placements.update(divide_experts(model, self._ranks, placements))
+        assert isinstance(self.ranks, ExpertRanks)
+        placements.update(divide_experts(model, self.ranks, placements))
+
+
+def _experts(model: nn.Module) -> dict[str, Any]:
+    return {**experts_of(model)}
+
+
+def _check_experts(config: Config, model: nn.Module) -> None:
+    modules = _experts(model)
+    if not modules:
+        reason = "the model has no experts (in modules that take them sorted, see docs/models.md)"
+        raise ConfigError([Problem("ep", config.ep, reason, "ep=1")])
+    for name, experts in modules.items():
+        shapes = [tuple(parameter.shape) for parameter in experts.parameters()]
+        direct = [*experts.parameters(recurse=False)]
+        inside = len(direct) < len(shapes) or next(experts.buffers(), None) is not None
+        if inside or any(shape[:1] != (experts.num_experts,) for shape in shapes):
+            reason = f"the parameters of {name} are not all its own, with its experts first"
+            fix = "ep=1, or experts as titanlike/models/experts.py says"
+            raise ConfigError([Problem("ep", config.ep, reason, fix)])
+    counts = {experts.num_experts for experts in modules.values()}
+    if any(count % config.ep for count in counts):
+        shown = ", ".join(map(str, sorted(counts)))
+        fits = max(
+            n
+            for n in range(1, config.ep + 1)
+            if config.shards % n == 0 and not any(c % n for c in counts)
+        )
+        reason = f"does not divide the {shown} experts of a layer"
+        raise ConfigError([Problem("ep", config.ep, reason, f"ep={fits}")])
 
 
 def divide_experts(

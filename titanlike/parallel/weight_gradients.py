@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlike.parallel.placement import adds_bias_later
-from titanlike.parallel.transform import Transform
+from titanlike.distributed.placement import adds_bias_later
+from titanlike.distributed.transform import Transform
 from titanlike.parallel.weight_gradient_operator import address, linear, take_waiting
 from titanlike.torch_private.autograd import accumulates, in_functorch, shaped
 

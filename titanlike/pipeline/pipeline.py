@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.data.sources import Batch
+from titanlike.distributed.mesh import Mesh
+from titanlike.distributed.transform import Transform
+from titanlike.distributed.unused_parameters import Reached
 from titanlike.graph.cut import StageGraph, messages, same_messages
 from titanlike.graph.model_graph import Fields, ModelGraph, fields_of, shapes
 from titanlike.graph.stage import Stage
 from titanlike.optim.chunked_loss import loss_of_output
 from titanlike.optim.loss import Loss, OutputsAt, TermsOf
-from titanlike.parallel.mesh import Mesh
-from titanlike.parallel.reached import Reached
-from titanlike.parallel.transform import Transform
 from titanlike.pipeline.order import Order
 from titanlike.torch_private.pipeline_runtime import OrderRuntime
 from titanlike.torch_private.pipeline_stage import make_stage

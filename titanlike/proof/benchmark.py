@@ -22,11 +22,11 @@ from titanlike.data.loader import batches
 from titanlike.data.sources import Data
 from titanlike.device.accelerator import synchronize
 from titanlike.device.memory import peak_memory, resident_memory
+from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.launch.worker import Worker
 from titanlike.metrics import units
 from titanlike.metrics.console import Console
 from titanlike.metrics.sinks import JsonlSink
-from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.proof.plain_loops import plain_loop, why_no_plain_loop
 from titanlike.training.anomalies import Guard
 from titanlike.training.build import Run, build

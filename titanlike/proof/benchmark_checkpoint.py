@@ -26,11 +26,11 @@ from titanlike.checkpoint.integrity import read_manifest
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.schema import Checkpoint, Config
 from titanlike.data.loader import batches
+from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.launch.worker import Worker
 from titanlike.metrics import units
 from titanlike.metrics.console import Console
 from titanlike.metrics.run_files import Events
-from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.training.anomalies import Guard
 from titanlike.training.build import Run, build
 from titanlike.training.session import open_data_on_every_rank

@@ -8,7 +8,7 @@ from itertools import chain
 
 from torch import Tensor
 
-from titanlike.parallel.placement import Part, local_of
+from titanlike.distributed.placement import Part, local_of
 from titanlike.torch_private.dtensor import local
 
 LOSS_TOLERANCE = 1e-6  # relative, fp32

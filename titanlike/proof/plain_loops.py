@@ -23,6 +23,8 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 from titanlike.config.schema import ChunkedCrossEntropy, Config, CrossEntropy
 from titanlike.data.loader import batches
 from titanlike.data.sources import IGNORE, Data
+from titanlike.distributed.initialize import initialize
+from titanlike.distributed.mesh import Mesh
 from titanlike.models.float8 import use_float8
 from titanlike.models.gpt2 import Gpt2
 from titanlike.models.llama import Llama, rotary_table
@@ -30,8 +32,6 @@ from titanlike.models.registry import build_model, initial_weights_of
 from titanlike.optim.learning_rate import set_lr
 from titanlike.optim.optimizer import build_optimizers
 from titanlike.parallel.activation_checkpoint import checkpoint_blocks, saved_operators
-from titanlike.parallel.initialize import initialize
-from titanlike.parallel.mesh import Mesh
 from titanlike.proof.plain_tensor_parallel import divide_by_hand, loss_context
 from titanlike.torch_private.dtensor import local
 from titanlike.training.draft import Draft

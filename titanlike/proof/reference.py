@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from titanlike.config.schema import Config
 from titanlike.data.loader import batches, validation_batches
 from titanlike.data.sources import Data
+from titanlike.distributed.initialize import draw, initialize
+from titanlike.distributed.placement import experts_of
 from titanlike.models.float8 import use_float8
 from titanlike.models.registry import build_model, initial_weights_of, resolve_model
 from titanlike.optim.learning_rate import set_lr
 from titanlike.optim.loss import build_loss
 from titanlike.optim.optimizer import build_optimizers, optimizer_state
-from titanlike.parallel.initialize import draw, initialize
-from titanlike.parallel.placement import experts_of
 from titanlike.proof.comparison import compare, reliable
 from titanlike.torch_private.autograd import watch_autocast
 from titanlike.torch_private.operators import BatchNorm

@@ -34,11 +34,11 @@ from titanlike.data.loader import batches
 from titanlike.data.sources import Data
 from titanlike.device.accelerator import is_accelerator
 from titanlike.device.choose import choose_device
+from titanlike.distributed.mesh import close_mesh, open_mesh
+from titanlike.distributed.placement import Part, pieces
 from titanlike.launch.worker import Worker, barrier
 from titanlike.metrics.console import Console
 from titanlike.optim.optimizer import StageState, gradient_norm
-from titanlike.parallel.mesh import close_mesh, open_mesh
-from titanlike.parallel.placement import Part, pieces
 from titanlike.proof.comparison import Comparison, compare, merge
 from titanlike.proof.reference import (
     EARLY_LOSSES,
@@ -139,8 +139,7 @@ def compare_with_one_process(config: Config, worker: Worker) -> Found:
         rows = _explain(rows, config, data, exact, worker, mesh.device)
     copies = Counter(name for names in run.draft.stage_parameters for name in names)
     # each element once a replica, and once a copy of a tied weight
-    placements = run.draft.tensor.placements if run.draft.tensor else {}
-    for name, placement in placements.items():  # and once for each tensor-parallel rank that has it
+    for name, placement in run.draft.placements.items():  # and once for each rank that has it
         copies[name] *= placement.copies
     wanted = {n: t.numel() * config.replicate * copies[n] for n, t in exact.initial.items()}
     compared = {row.name: row.elements for row in rows if row.kind == "initial"}
@@ -260,24 +259,21 @@ def _compare_layout(
 def _compare_copies(
     run: Run, kind: str, tensor_of: Callable[[nn.Parameter], Tensor | None]
 ) -> Iterator[Comparison]:
-    """What several tensor-parallel ranks have of the same elements, against the first of them, which
+    """What several ranks of an axis inside of layers have of the same elements, against the first of them, which
     it is equal to: else what they compute alike has come apart, as with other dropout masks."""
-    mesh, tensor = run.mesh, run.draft.tensor
-    if tensor is None:
-        return
-    for state in run.stage_states:
-        for name, parameter in state.parameters():
-            copies = tensor.placements[name].copies
-            if copies == 1:
+    for transform in run.draft.transforms.values():
+        ranks, placements = transform.ranks, transform.placements
+        if not placements or ranks is None:
+            continue
+        for name, parameter in (item for state in run.stage_states for item in state.parameters()):
+            if (copies := placements[name].copies) == 1:
                 continue
             value = tensor_of(parameter)
             value = torch.zeros_like(parameter) if value is None else value
-            mine = value.detach()
-            mine = local(mine).contiguous()
-            every = [torch.empty_like(mine) for _ in range(mesh.tp)]
-            dist.all_gather(every, mine, group=mesh.axes.get_group("tp"))
-            first = every[mesh.tp_rank // copies * copies]
-            yield compare(kind, name, mine, first.cpu())
+            mine = local(value.detach()).contiguous()
+            every = [torch.empty_like(mine) for _ in range(ranks.size)]
+            dist.all_gather(every, mine, group=ranks.group)
+            yield compare(kind, name, mine, every[ranks.rank // copies * copies].cpu())
 
 
 def _compare_buffers(run: Run, exact: Reference, rounded: Reference | None) -> Iterator[Comparison]:

@@ -22,22 +22,22 @@ from torch import Tensor, nn
 from titanlike.config.schema import Config, Muon
 from titanlike.data.sources import Data
 from titanlike.device.memory import return_freed_memory
+from titanlike.distributed.async_scalars import Late, on_device
+from titanlike.distributed.initialize import initialize, piece_seed
+from titanlike.distributed.mesh import Mesh
+from titanlike.distributed.placement import Placement
+from titanlike.distributed.sharding import shard_stage, state_bytes
+from titanlike.distributed.tied import tie
+from titanlike.distributed.timing import BusyTime
+from titanlike.distributed.transform import Transform
+from titanlike.distributed.unused_parameters import Reached
 from titanlike.graph.stage import Stage, fsdp_groups
 from titanlike.launch.process_end import built
 from titanlike.models.registry import build_model, initial_weights_of
 from titanlike.optim.loss import build_loss
 from titanlike.optim.optimizer import StageState, build_optimizers
-from titanlike.parallel.busy import BusyTime
-from titanlike.parallel.initialize import initialize, piece_seed
-from titanlike.parallel.late import Late, on_device
-from titanlike.parallel.mesh import Mesh
-from titanlike.parallel.placement import Placement
-from titanlike.parallel.reached import Reached
-from titanlike.parallel.sharding import shard_stage, state_bytes
-from titanlike.parallel.tied import tie
-from titanlike.parallel.transform import Transform
 from titanlike.pipeline.pipeline import Pipeline
-from titanlike.training.draft import Draft, Ranks, draft, memory_for_training
+from titanlike.training.draft import Draft, draft, memory_for_training
 from titanlike.training.transforms import stage_transforms
 
 if TYPE_CHECKING:
@@ -143,11 +143,11 @@ class Run:
 
     @cached_property
     def shares(self) -> Tensor | None:
-        """Of each of `owned`: 1 / the tensor-parallel ranks that have the same elements, fp32 on the
-        device; None without tensor parallelism."""
-        if self.draft.tensor is None:
+        """Of each of `owned`: 1 / the ranks of an axis inside of layers that have the same elements,
+        fp32 on the device; None without such an axis."""
+        placements = self.draft.placements
+        if not placements:
             return None
-        placements = self.draft.tensor.placements
         names = [n for state in self.stage_states for n, _ in state.parameters() if state.owns(n)]
         copies = [float(placements[name].copies) for name in names]
         return on_device(1.0 / torch.tensor(copies), self.mesh.device)
@@ -180,41 +180,25 @@ def build(
         return measured_times(config, mesh, unit_costs)
 
     memory = functools.cache(partial(_least_memory, config, mesh))
-    ranks = ranks_of(mesh)
-    plan = draft(config, data, times, memory, ranks)
+    plan = draft(config, data, times, memory, mesh)
     if memory_is_short(config, plan, mesh, memory):
         return_freed_memory()
-    return assemble(config, mesh, plan, ranks, say)
-
-
-def ranks_of(mesh: Mesh) -> Ranks:
-    """Those of this rank, without groups."""
-    tensor, context = None, None
-    if mesh.tp > 1:
-        from titanlike.parallel.tp.collectives import TensorRanks
-
-        tensor = TensorRanks(mesh.tp, mesh.tp_rank)
-    if mesh.cp > 1:
-        from titanlike.parallel.cp.tokens import ContextRanks
-
-        context = ContextRanks(mesh.cp, mesh.cp_rank)
-    return Ranks(tensor, context)
+    return assemble(config, mesh, plan, say)
 
 
 def assemble(
     config: Config,
     mesh: Mesh,
     plan: Draft,
-    ranks: Ranks,
     say: Callable[[str], object] = lambda _: None,
     fill: Callable[..., object] = initialize,
 ) -> Run:
-    """Build what was decided. Collective.
+    """Build what was decided. Collective: process groups are made here, not while a run is planned, when
+    rank 0 may have timed units alone.
 
-    ranks: those that the draft was made with, whose groups are made here, not before: rank 0 may have
-    timed units alone; fill: allocates a stage and gives it its weights, called as `initialize`.
+    fill: allocates a stage and gives it its weights, called as `initialize`.
     """
-    transforms = stage_transforms(config, mesh, plan, ranks)
+    transforms = stage_transforms(config, mesh, plan)
 
     # 2. stages, weights, optimizers
     canonical = plan.model_graph.canonical_names()
@@ -233,11 +217,8 @@ def assemble(
     tied = tie(holders, plan.order.place, local_parameters, mesh, config.launch.timeout)
     # random numbers of training (dropout) differ on every rank but those that share layers
     torch.manual_seed(piece_seed(config.seed, "rank", mesh.layers_rank))
-    loss = build_loss(config.loss, mesh.device)
-    if plan.tensor is not None and ranks.tensor is not None:
-        from titanlike.training.tensor_draft import loss_of
-
-        loss = loss_of(config, plan.tensor, ranks.tensor, mesh.device)
+    losses = (transform.loss(mesh.device) for transform in each)
+    loss = next(filter(None, losses), None) or build_loss(config.loss, mesh.device)
     for transform in each:
         transform.on_states(states)
     transforms["tied weights"] = tied

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -23,6 +23,10 @@ from titanlike.data.example_batch import example_batch, field_problems
 from titanlike.data.sources import Data
 from titanlike.device.choose import choose_device, first_device
 from titanlike.device.memory import total_memory
+from titanlike.distributed.collectives import Peers
+from titanlike.distributed.mesh import Mesh
+from titanlike.distributed.placement import Placement
+from titanlike.distributed.transform import Transform
 from titanlike.graph.cut import StageGraph
 from titanlike.graph.model_graph import Fields, ModelGraph, fields_of
 from titanlike.graph.partition import SplitError, partition
@@ -31,32 +35,17 @@ from titanlike.models.checks import model_problems
 from titanlike.models.registry import build_model, resolve_model
 from titanlike.optim import own
 from titanlike.optim.loss import Loss, build_loss
-from titanlike.parallel.exchanges import Peers
 from titanlike.pipeline import from_config
 from titanlike.pipeline.order import Order
 from titanlike.training import checks
 from titanlike.training.memory_choices import choose_by_memory
 from titanlike.training.recomputed_blocks import Recomputed
 from titanlike.training.recorded_model import record_model
+from titanlike.training.transforms import model_transforms
 
 if TYPE_CHECKING:  # each is imported where a config asks for it
     from titanlike.costs.auto_split import AutoSplitResult, MeasureTimes
     from titanlike.costs.rank_memory import RankMemory
-    from titanlike.models.float8 import Float8Layers
-    from titanlike.parallel.cp.tokens import ContextRanks
-    from titanlike.parallel.expert_parallel import ExpertRanks
-    from titanlike.parallel.tp.collectives import TensorRanks
-    from titanlike.parallel.tp.tensor_parallel import TensorDraft
-    from titanlike.training.context_draft import ContextDraft
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Those that compute a layer together with this one, whose groups are made when stages are built;
-    None = it does so alone."""
-
-    tensor: TensorRanks | None = None
-    context: ContextRanks | None = None
 
 
 @dataclass(frozen=True)
@@ -81,11 +70,8 @@ class Draft:
     # of each pipeline rank, for any choice of recomputed blocks; counted when it is first asked for
     memory: Callable[[], RankMemory]
     variable: bool  # batches differ in length
-    float8: Float8Layers | None = None  # of precision=float8
+    transforms: Mapping[str, Transform]  # by which the model was changed before it was recorded
     auto_split: AutoSplitResult | None = None  # how the stages were found, of split=auto
-    tensor: TensorDraft | None = None  # how tp divides the model
-    context: ContextDraft | None = None  # how cp divides sequences
-    experts: ExpertRanks | None = None  # with which ep's model on meta is recorded
 
     @property
     def microbatches(self) -> int:
@@ -93,11 +79,13 @@ class Draft:
 
     @property
     def peers(self) -> dict[str, Peers]:
-        """By the axes that exchange activations inside of layers."""
-        tensor = None if self.tensor is None else self.tensor.like
-        context = None if self.context is None else self.context.ranks
-        every = {"tp": tensor, "cp": context, "ep": self.experts}
-        return {axis: ranks for axis, ranks in every.items() if ranks is not None}
+        """By the axes whose ranks exchange activations inside of layers."""
+        return {n: t.first for n, t in self.transforms.items() if t.first is not None}
+
+    @property
+    def placements(self) -> dict[str, Placement]:
+        """Of parameters that several ranks of such an axis have, on the first of them."""
+        return {n: p for t in self.transforms.values() for n, p in t.placements.items()}
 
     @property
     def fields(self) -> Fields:
@@ -124,56 +112,36 @@ def draft(
     data: Data | None = None,
     measure_times: MeasureTimes | None = None,
     device_memory: Callable[[], int | None] | None = None,
-    ranks: Ranks | None = None,
-    checked: TensorDraft | None = None,
+    mesh: Mesh | None = None,
+    checked: Mapping[str, Transform] | None = None,
 ) -> Draft:
     """Decide stages, order and sharding. Raises ConfigError with every problem found.
 
     data: if it is open already; else a user's own data is opened for an example batch.
     measure_times: times units, for split.cost=time; without it FLOPs stand for times.
-    device_memory: as `memory_for_training`, the same on every rank. ranks: None in the launcher. checked: of a draft of the same model and data. On as many tensor-parallel
-    ranks its plan is not compared with the whole model again.
+    device_memory: as `memory_for_training`, the same on every rank; mesh: None in the launcher;
+    checked: the transforms of a draft of the same model and data: a check that holds is not repeated.
     """
     resolved = resolve_model(config)
     model = build_model(resolved)
     order, why_microbatches = _choose_order(config, model)
-    float8 = None
-    if isinstance(config.precision, schema.Float8Precision):
-        from titanlike.models.float8 import use_float8
-
-        float8 = use_float8(model, config, first_device(config.device))
     zero, why_zero = _choose_zero(config, order.splits_backward)
     whole_numel = sum(parameter.numel() for parameter in model.parameters())
     flops_per_token = _flops_per_token(config, model, data)
     batch = example_batch(config, data)
     if problems := field_problems(config, model, fields_of(batch)):
         raise ConfigError(problems)
-    ranks = ranks or Ranks()
-    tensor, experts, context, loss = None, None, None, build_loss(config.loss)
-    if config.tp > 1:
-        from titanlike.training.tensor_draft import divide_model
-
-        tensor, loss = divide_model(config, model, ranks.tensor, batch, checked)
-    if config.ep > 1:
-        experts = _divide_experts(config, model)
-    if config.cp > 1:
-        from titanlike.training.context_draft import context_draft
-
-        context = context_draft(config, ranks.context, batch)
-    whole = config, resolved, model, batch
-    recorded = record_model(*whole, order.microbatches, loss, tensor, context)
-    model_graph, targets = recorded
+    transforms = model_transforms(config, model, mesh, batch, checked or {})
+    loss = next((x for t in transforms.values() if (x := t.loss())), build_loss(config.loss))
     variable = data is not None and bool(data.variable)
-    if context is not None and variable:
-        context.check_padding(model, fields_of(batch))
+    recorded = record_model(
+        config, resolved, model, batch, order.microbatches, loss, transforms, variable
+    )
+    model_graph, targets = recorded.graph, recorded.targets
     found = _cut_stages(config, model_graph, targets, order, zero, measure_times, loss)
     auto_split, graphs, evaluated = found
     if problems := checks.stage_problems(config, model_graph, graphs, evaluated):
         raise ConfigError(problems)
-    if tensor is not None:
-        from titanlike.training.tensor_mistakes import check_draws
-
-        check_draws(config, tensor, [unit.name for unit in model_graph.units])
     stage_modules = model_graph.stage_modules(graphs, evaluated)
     parameters = [
         {name: p.numel() for name, p in model_graph.parameters_of(*stage).items()}
@@ -204,11 +172,8 @@ def draft(
         why_together=chosen.why_together,
         memory=chosen.memory,
         variable=variable,
-        float8=float8,
+        transforms=transforms,
         auto_split=auto_split,
-        tensor=tensor,
-        context=context,
-        experts=experts,
     )
 
 
@@ -228,7 +193,7 @@ def preflight(config: Config, drafted: Callable[[Draft], object] = lambda _: Non
         problem = compiler_problem(first_device(config.device))
         problems += [] if problem is None else [problem]
     if config.tp_async:
-        from titanlike.training.tensor_draft import async_problems
+        from titanlike.parallel.tp.draft import async_problems
 
         problems += async_problems(config)
     problems += own.problems(config)
@@ -294,7 +259,7 @@ def _choose_order(config: Config, model: nn.Module) -> tuple[Order, str]:
 
 
 def _choose_zero(config: Config, splits_backward: bool) -> tuple[int, str]:
-    """(1, 2 or 3, why) for `fsdp.zero`, see `titanlike.parallel.sharding`."""
+    """(1, 2 or 3, why) for `fsdp.zero`, see `titanlike.distributed.sharding`."""
     if config.fsdp.zero != "auto":
         return config.fsdp.zero, "asked for"
     if config.shards == 1:
@@ -304,38 +269,6 @@ def _choose_zero(config: Config, splits_backward: bool) -> tuple[int, str]:
     if config.pp == 1:
         return 3, "no pipeline: each block is gathered when it runs"
     return 2, "a pipeline: parameters stay gathered for a step, gradients do not"
-
-
-def _divide_experts(config: Config, model: nn.Module) -> ExpertRanks:
-    """Divide a model's experts on meta in place, as its first rank has them. Raises ConfigError."""
-    from titanlike.parallel.expert_parallel import ExpertRanks, divide_experts
-    from titanlike.parallel.placement import experts_of
-
-    found: dict[str, Any] = {**experts_of(model)}
-    if not found:
-        reason = "the model has no experts (in modules that take them sorted, see docs/models.md)"
-        raise ConfigError([Problem("ep", config.ep, reason, "ep=1")])
-    for name, experts in found.items():
-        shapes = [tuple(parameter.shape) for parameter in experts.parameters()]
-        own = [*experts.parameters(recurse=False)]
-        inside = len(own) < len(shapes) or next(experts.buffers(), None) is not None
-        if inside or any(shape[:1] != (experts.num_experts,) for shape in shapes):
-            reason = f"the parameters of {name} are not all its own, with its experts first"
-            fix = "ep=1, or experts as titanlike/models/experts.py says"
-            raise ConfigError([Problem("ep", config.ep, reason, fix)])
-    counts = {experts.num_experts for experts in found.values()}
-    if any(count % config.ep for count in counts):
-        shown = ", ".join(map(str, sorted(counts)))
-        fits = max(
-            n
-            for n in range(1, config.ep + 1)
-            if config.shards % n == 0 and not any(c % n for c in counts)
-        )
-        reason = f"does not divide the {shown} experts of a layer"
-        raise ConfigError([Problem("ep", config.ep, reason, f"ep={fits}")])
-    ranks = ExpertRanks(config.ep, 0)
-    divide_experts(model, ranks, {})
-    return ranks
 
 
 def _cut_stages(

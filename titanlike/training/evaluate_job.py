@@ -21,11 +21,11 @@ from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config
 from titanlike.data.loader import collate
 from titanlike.data.sources import ENDLESS, IGNORE, Batch, Data, Source
+from titanlike.distributed.mesh import close_mesh, open_mesh
+from titanlike.distributed.timing import device_queue
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
 from titanlike.metrics.console import Console
-from titanlike.parallel.device_events import device_queue
-from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.torch_private.process_groups import abort_groups
 from titanlike.training.build import Run, build
 from titanlike.training.feed import batches_for

@@ -12,9 +12,9 @@ from titanlike.config.schema import Config, Custom
 from titanlike.data.ahead import one_ahead
 from titanlike.data.checks import loader_workers
 from titanlike.data.sources import Batch
+from titanlike.distributed.mesh import Mesh
+from titanlike.distributed.sharding import compute_dtype
 from titanlike.models.documents import with_host_copy
-from titanlike.parallel.mesh import Mesh
-from titanlike.parallel.sharding import compute_dtype
 from titanlike.training.build import Run
 
 

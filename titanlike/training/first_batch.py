@@ -35,11 +35,11 @@ from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config, Custom
 from titanlike.data.sources import Batch
 from titanlike.device.accelerator import kept_rng
+from titanlike.distributed.initialize import seeded
 from titanlike.graph.model_graph import fields_of
 from titanlike.launch.worker import Worker, barrier
 from titanlike.models.float8 import in_bf16
 from titanlike.parallel.compiled_blocks import uncompiled
-from titanlike.parallel.initialize import seeded
 from titanlike.pipeline.pipeline import Pipeline
 from titanlike.torch_private.compiler import compiler_error
 from titanlike.torch_private.operators import BatchNorm

@@ -22,9 +22,9 @@ from titanlike.checkpoint.discovery import checkpoint_folder
 from titanlike.config.schema import Config
 from titanlike.data.loader import batches
 from titanlike.data.sources import Batch
+from titanlike.distributed.mesh import close_mesh
 from titanlike.launch.worker import Worker
 from titanlike.metrics.summary import objective_value, summarize
-from titanlike.parallel.mesh import close_mesh
 from titanlike.training import report
 from titanlike.training.anomalies import BadNumbers, Verdict
 from titanlike.training.checks import may_mix_samples

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
 
-from torch import Tensor, nn
+from torch import nn
 
 from titanlike.config import schema
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config, Custom
 from titanlike.data.sources import Batch
 from titanlike.device.choose import first_device
+from titanlike.distributed.sharding import compute_dtype
+from titanlike.distributed.transform import Recorded, Transform
 from titanlike.graph.cut import StageGraph, cut
 from titanlike.graph.model_graph import Fields, ModelGraph, fields_of
 from titanlike.graph.recording import RecordError
@@ -20,11 +22,6 @@ from titanlike.models.registry import build_model, constructed_buffers
 from titanlike.optim.chunked_loss import HeadNested, find_head, with_chunked_loss
 from titanlike.optim.loss import Loss, check_loss, trained_outputs
 from titanlike.parallel.batchnorm import freeze_statistics
-from titanlike.parallel.sharding import compute_dtype
-
-if TYPE_CHECKING:
-    from titanlike.parallel.tp.tensor_parallel import TensorDraft
-    from titanlike.training.context_draft import ContextDraft
 
 
 def record_model(
@@ -34,30 +31,36 @@ def record_model(
     batch: Batch,
     microbatches: int,
     loss: Loss,
-    tensor: TensorDraft | None,
-    context: ContextDraft | None,
-) -> tuple[ModelGraph, Tensor]:
-    """The model's forward on a microbatch, recorded on meta, and the microbatch's targets.
+    transforms: Mapping[str, Transform],
+    variable: bool,
+) -> Recorded:
+    """Record a changed model's forward on a microbatch, and have it checked by those that changed it.
 
-    batch: see `example_batch`. Raises ConfigError where model, data and loss do not fit each other.
+    batch: of one sequence, see `example_batch`; loss: of what the model returns; variable: batches differ
+    in length. Raises ConfigError where model, data and loss do not fit each other.
     """
     _prepare(model, config)
-    fields = fields_of(batch)
     size = config.batch_size // config.dp // microbatches
-    model_graph = _record(config, resolved, model, fields, size, loss, tensor, context)
-    targets = batch["targets"].repeat_interleave(size, 0)
-    if context is not None:
-        targets = context.parallel.targets(targets)
-    output = model_graph.meta_output(fields, True)
-    problems = check_loss(config.loss, output, targets, size)
-    if context is not None and not problems:
-        problems = context.loss_problems(loss, output, targets)
-    if problems:
+    graph = _record(config, resolved, model, fields_of(batch), size, loss, transforms)
+    for transform in transforms.values():
+        transform.recorded(graph)
+    microbatch = {name: x.repeat_interleave(size, 0) for name, x in batch.items()}
+    for transform in transforms.values():
+        microbatch = transform.batch(microbatch)
+    targets, output = microbatch["targets"], graph.meta_output(graph.fields, True)
+    if problems := check_loss(config.loss, output, targets, size):
         raise ConfigError(problems)
-    model_graph.trained_outputs = trained_outputs(loss, output, targets)
-    if context is not None:
-        _check_tokens(config, resolved, context, batch, model_graph)
-    return model_graph, targets
+    graph.trained_outputs = trained_outputs(loss, output, targets)
+
+    def unchanged() -> nn.Module:
+        another = build_model(resolved)
+        _prepare(another, config)
+        return another
+
+    recorded = Recorded(graph, batch, loss, output, targets, variable, unchanged)
+    for transform in transforms.values():
+        transform.check(recorded)
+    return recorded
 
 
 def _prepare(model: nn.Module, config: Config) -> None:
@@ -68,24 +71,6 @@ def _prepare(model: nn.Module, config: Config) -> None:
     freeze_statistics(model)  # meta tensors have none
 
 
-def _check_tokens(
-    config: Config,
-    resolved: Custom,
-    context: ContextDraft,
-    batch: Batch,
-    model_graph: ModelGraph,
-) -> None:
-    """Raise ConfigError where a forward does not compute each token by itself, but for attention."""
-    model = model_graph.model
-    if config.tp > 1:
-        model = build_model(resolved)
-        _prepare(model, config)
-    model.train()
-    size = model_graph.microbatch_size if config.tp == 1 else 2
-    fields = {n: x.repeat_interleave(size, 0) for n, x in batch.items() if n != "targets"}
-    context.check(model, fields, model_graph)
-
-
 def _record(
     config: Config,
     resolved: Custom,
@@ -93,38 +78,45 @@ def _record(
     fields: Fields,
     microbatch_size: int,
     loss: Loss,
-    tensor: TensorDraft | None,
-    context: ContextDraft | None,
+    transforms: Mapping[str, Transform],
 ) -> ModelGraph:
     points = config.split.points if isinstance(config.split, schema.PointSplit) else []
     chunked = isinstance(config.loss, schema.ChunkedCrossEntropy)
-    traced = isinstance(config.split, schema.TraceSplit)
-    key = "model.name"
+    sequence = next(filter(None, (t.sequence for t in transforms.values())), None)
+
+    def before(fields: Fields) -> None:
+        for transform in transforms.values():
+            transform.prepare(fields)
+
+    def graph() -> ModelGraph:
+        return ModelGraph(
+            model,
+            fields,
+            microbatch_size,
+            points,
+            traced=isinstance(config.split, schema.TraceSplit),
+            device=first_device(config.device).type,
+            buffers=buffers,
+            before=before,
+            sequence=sequence,
+        )
+
     buffers = functools.cache(lambda: constructed_buffers(resolved, config.seed))
-    device = first_device(config.device).type
-    options: dict[str, Any] = {"traced": traced, "device": device, "buffers": buffers}
-    if tensor is not None:
-        options["before"] = functools.partial(tensor.prepare, tensor.like)
-    if context is not None:
-        options["sequence"] = context
+    key = "model.name"
     try:
-        graph = ModelGraph(model, fields, microbatch_size, points, **options)
-        while chunked and (nested := _chunk_loss(graph, loss)):
+        model_graph = graph()
+        while chunked and (nested := _chunk_loss(model_graph, loss)):
             points = [*points, *nested]
-            graph = ModelGraph(model, fields, microbatch_size, points, **options)
-        graph.recording(fields, False)
-        if context is not None:
-            for unit in graph.units:
-                context.attention.around(model.get_submodule(unit.name), unit.name)
-        return graph
+            model_graph = graph()
+        model_graph.recording(fields, False)
+        return model_graph
     except ConfigError:
         raise
     except RecordError as error:
         reason, fix = error.reason, error.fix
     except UnknownTokens as error:
-        reason = f"{error.call} {error.reason}, and a cp rank has a part of the tokens"
-        fix = f"cp=1 dp={config.dp * config.cp}"
-        raise ConfigError([Problem("cp", config.cp, reason, fix)]) from None
+        assert sequence is not None
+        raise ConfigError([sequence.problem(error)]) from None
     except TypeError as error:  # of the call, or of something inside
         given = ", ".join(fields)
         reason = f"its forward cannot be called with what the data gives ({given}): {error}"

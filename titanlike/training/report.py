@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from titanlike.config.groups import Float8Precision
 from titanlike.config.program import train_program
 from titanlike.config.schema import Config, Muon
+from titanlike.distributed.mesh import Mesh
 from titanlike.metrics import units
 from titanlike.metrics.summary import summarize
-from titanlike.parallel.mesh import Mesh
 from titanlike.training.draft import Draft
 
 if TYPE_CHECKING:
@@ -32,6 +31,10 @@ def opening(session: Session) -> None:
     if config.ep > 1:
         shape += f"; ep {config.ep}"
     shape += f"; ZeRO {draft.zero} ({draft.why_zero})"
+    described = {
+        title: text for t in draft.transforms.values() for title, text in t.describe(draft)
+    }
+    precision = described.pop("precision", config.precision.name)
     tokens = config.batch_size * config.seq_len
     most = "at most " if data.variable is not None else ""
     cut = f"{draft.microbatches} x {draft.model_graph.microbatch_size} sequences on each dp rank"
@@ -40,12 +43,10 @@ def opening(session: Session) -> None:
         ("mesh", shape if mesh.world_size > 1 else "one process"),
         ("model", f"{config.model.name}, {units.count(draft.whole_numel)} parameters"),
         ("weights", "" if start or config.checkpoint.start_from else run.origin),
-        ("tensor parallel", tensor_parallel(config, draft)),
-        ("context parallel", _context_parallel(config, draft)),
-        ("expert parallel", _expert_parallel(config, draft)),
+        *described.items(),
         ("not used", f"{_first(draft.unused)}: no gradient, no update" if draft.unused else ""),
-        ("not checked", _unchecked(draft)),
-        ("precision", _precision(config, draft)),
+        ("not checked", "; ".join(t.unchecked for t in draft.transforms.values() if t.unchecked)),
+        ("precision", precision),
         ("optimizer", _optimizer(config, draft)),
         ("recomputed", _recomputed(config, draft)),
         ("gradients", f"of weights {draft.why_together}" if draft.why_together else ""),
@@ -117,67 +118,6 @@ def closing(session: Session, start: int) -> None:
     console.line(f"{'resume' if stopped else 'continue'} with: {shlex.join(more)}")
 
 
-def tensor_parallel(config: Config, draft: Draft) -> str:
-    """What tp divides, and whether activations are divided, too; "" without it."""
-    tensor, tp = draft.tensor, config.tp
-    if tensor is None:
-        return ""
-    divided, repeated = (
-        {name: p for name, p in tensor.placements.items() if p.part is not None and wanted(p)}
-        for wanted in (lambda p: p.copies == 1, lambda p: p.copies > 1)
-    )
-    parts = [p.part for p in (divided | repeated).values()]
-    share = sum(part.shape.numel() for part in parts if part is not None) / draft.whole_numel
-    text = f"{share:.0%} of the parameters divided: {_modules(divided)}"
-    if repeated:
-        most = max(p.copies for p in repeated.values())
-        text += f", and {_modules(repeated)} with each head on {most} ranks"
-    length = tensor.length(draft.fields)
-    if not config.tp_sequence:
-        activations = "whole (tp_sequence=false)"
-    elif not tensor.sequence:
-        activations = "whole: the plan has no style sequence"
-    elif draft.variable:
-        activations = f"divided along the sequence in batches whose length {tp} divides, else whole"
-    elif length % tp:
-        fits = -(-length // tp) * tp
-        activations = f"whole: {tp} does not divide {length} tokens (it would {fits})"
-    else:
-        activations = "divided along the sequence"
-    return f"{text}; activations between them {activations}"
-
-
-def _context_parallel(config: Config, draft: Draft) -> str:
-    """How cp divides sequences; "" without it."""
-    context = draft.context
-    if context is None:
-        return ""
-    text = {
-        "gather": "keys and values are gathered",
-        "ulysses": "heads are exchanged for tokens",
-        "ring": "keys and values go round",
-    }[context.ranks.method]
-    tokens = draft.fields["inputs"].shape[0] // config.cp
-    return f"{context.ranks.method}, {text} ({context.why}); {tokens} tokens a rank"
-
-
-def _expert_parallel(config: Config, draft: Draft) -> str:
-    """What ep divides; "" without it."""
-    if config.ep == 1:
-        return ""
-    from titanlike.parallel.placement import experts_of
-
-    experts: set[Any]
-    experts = {module.num_experts for module in experts_of(draft.model_graph.model).values()}
-    counts = " or ".join(f"{count // config.ep} of {count}" for count in sorted(experts))
-    return f"each rank has {counts} experts of a layer"
-
-
-def _modules(parameters: Mapping[str, object]) -> str:
-    """The last names of their modules: wq, wk"""
-    return ", ".join(dict.fromkeys(name.split(".")[-2] for name in parameters if "." in name))
-
-
 _MANY_EPOCHS = 50
 
 _TEXT: dict[str, Callable[[float], str]] = {  # of a cost of split=auto, by `split.cost`
@@ -201,27 +141,6 @@ def _splits(found: AutoSplitResult) -> list[tuple[str, str]]:
         ("split", f"auto by {found.cost}: {heaviest_rank(found.chosen)}{proven}"),
         ("", f"even would give: {heaviest_rank(found.even)}"),
     ]
-
-
-def _unchecked(draft: Draft) -> str:
-    found = []
-    if draft.tensor is not None and draft.tensor.unchecked:
-        text = "the tensor-parallel plan against the whole model's forward, and dropout masks"
-        found.append(f"{text}: {draft.tensor.unchecked}")
-    if draft.context is not None and draft.context.unchecked:
-        found.append(f"whether a token sees others by attention alone: {draft.context.unchecked}")
-    return "; ".join(found)
-
-
-def _precision(config: Config, draft: Draft) -> str:
-    """And for float8 how many layers compute in it, and that it is emulated, which gains nothing."""
-    layers, precision = draft.float8, config.precision
-    if layers is None:
-        return precision.name
-    assert isinstance(precision, Float8Precision)
-    text = f"bf16, and {layers.count} of {layers.of} linear layers in float8 ({precision.recipe})"
-    emulated = "emulated, which is slower: this device has no float8 matrix products"
-    return f"{text}; {emulated}" if layers.emulated else text
 
 
 def _optimizer(config: Config, draft: Draft) -> str:

@@ -15,11 +15,11 @@ from titanlike.checkpoint.storage import Storage
 from titanlike.checkpoint.warm_start import warm_start
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config
+from titanlike.distributed.mesh import close_mesh, open_mesh
+from titanlike.distributed.timing import device_queue
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
 from titanlike.metrics.console import Console
-from titanlike.parallel.device_events import device_queue
-from titanlike.parallel.mesh import close_mesh, open_mesh
 from titanlike.torch_private.process_groups import abort_groups
 from titanlike.training.build import Run, build
 from titanlike.training.samples import Sampler

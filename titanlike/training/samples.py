@@ -14,9 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
 
 from titanlike.config import files
 from titanlike.config.errors import ConfigError, Problem
@@ -96,22 +94,13 @@ class Sampler:
         logits = self._pipeline.outputs(batch)  # [B, V or part of it]
         chosen = torch.zeros(len(texts), dtype=torch.int64)
         if logits is not None:
-            logits = self._whole(logits)[: len(texts)]
+            for transform in self._run.draft.transforms.values():
+                logits = transform.logits(logits)
+            logits = logits[: len(texts)]
             if mesh.dp_rank == 0 and mesh.tp_rank == 0:
                 chosen = next_tokens(logits, sampling, random)
         chosen = chosen.to(mesh.device)
         return (mesh.sum(chosen) if mesh.world_size > 1 else chosen).tolist()
-
-    def _whole(self, logits: Tensor) -> Tensor:
-        """All of the vocabulary, of which tensor-parallel ranks have parts."""
-        tensor, mesh = self._run.draft.tensor, self._run.mesh
-        if tensor is None or tensor.vocabulary is None:
-            return logits
-        each = -(-tensor.vocabulary // mesh.tp)
-        padded = F.pad(logits.float(), (0, each - logits.size(-1)))
-        parts = [torch.empty_like(padded) for _ in range(mesh.tp)]
-        dist.all_gather(parts, padded.contiguous(), group=mesh.axes.get_group("tp"))
-        return torch.cat(parts, -1)[:, : tensor.vocabulary]
 
 
 def write_samples(

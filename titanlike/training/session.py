@@ -16,6 +16,8 @@ from titanlike.data.errors import DataError, data_problem
 from titanlike.data.loader import open_data
 from titanlike.data.sources import Data
 from titanlike.device.accelerator import deterministic, matmul_precision
+from titanlike.distributed.mesh import open_mesh
+from titanlike.distributed.timing import BusyTime, device_queue
 from titanlike.launch.failures import clear_failures
 from titanlike.launch.run_dir_owner import Owner, held
 from titanlike.launch.signals import Interrupted
@@ -25,9 +27,6 @@ from titanlike.launch.worker import Worker, barrier
 from titanlike.metrics.console import Console
 from titanlike.metrics.run_files import Events, RunFiles, log_start
 from titanlike.metrics.sinks import Sink, open_sinks
-from titanlike.parallel.busy import BusyTime
-from titanlike.parallel.device_events import device_queue
-from titanlike.parallel.mesh import open_mesh
 from titanlike.torch_private.fsdp import parameter_groups
 from titanlike.torch_private.process_groups import abort_groups
 from titanlike.training.anomalies import Guard, Stragglers

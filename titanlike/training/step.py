@@ -23,11 +23,11 @@ from titanlike.data.loader import validation_batches
 from titanlike.data.sources import Batch, Data
 from titanlike.device.accelerator import peak_flops
 from titanlike.device.memory import peak_memory
+from titanlike.distributed.async_scalars import Sent, Timer
 from titanlike.launch.worker import Worker
 from titanlike.optim.learning_rate import learning_rate, set_lr
 from titanlike.optim.optimizer import clip_gradients, gradient_norms, norm_of_squares, square_sum
 from titanlike.optim.skipping import step_unless
-from titanlike.parallel.late import Sent, Timer
 from titanlike.training.anomalies import Guard, Verdict, is_bad
 from titanlike.training.build import Run
 from titanlike.training.feed import batches_for, to_device

@@ -25,13 +25,13 @@ from titanlike.config.profile import TIMELINE, timeline_folder
 from titanlike.config.program import tool_program
 from titanlike.config.schema import Config
 from titanlike.device import accelerator
+from titanlike.distributed.timing import Clock, clock_offset
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
 from titanlike.metrics import timeline_file
 from titanlike.metrics.chart import Box
 from titanlike.metrics.sinks import Sink
 from titanlike.metrics.timeline_file import RankFile, RankStep
-from titanlike.parallel.clock import Clock, clock_offset
 from titanlike.torch_private.fsdp import exchanges_told, parameter_groups
 from titanlike.training.build import Run
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from titanlike.config.errors import ConfigError, Problem
+from titanlike.distributed.collectives import exchange
 from titanlike.parallel.cp.positions import (
     Call,
     Counted,
@@ -38,7 +39,6 @@ from titanlike.parallel.cp.positions import (
 )
 from titanlike.parallel.cp.ring import ring_attention
 from titanlike.parallel.cp.tokens import ContextRanks
-from titanlike.parallel.exchanges import exchange
 from titanlike.torch_private import block_attention
 
 

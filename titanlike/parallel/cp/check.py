@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from titanlike.distributed.placement import Placement
 from titanlike.parallel.cp.attention import ContextAttention, Looking
-from titanlike.parallel.placement import Placement
 from titanlike.parallel.tp.call import Operand
 from titanlike.parallel.tp.divided_run import DividedRun
 from titanlike.parallel.tp.layout import Division, Layout, WrongCall, part_of

@@ -8,15 +8,17 @@ from math import lcm
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titanlike.distributed.transform import Transform
 from titanlike.parallel.cp.attention import ContextAttention
 from titanlike.parallel.cp.tokens import ContextRanks
-from titanlike.parallel.transform import Transform
 
 IGNORED = -100  # a target that counts for no loss
 _PADDING = {"targets": IGNORED, "document_ids": -1}  # else 0, or False
 
 
 class ContextParallel(Transform):
+    ranks: ContextRanks
+
     def __init__(self, ranks: ContextRanks, attention: ContextAttention, tp: int) -> None:
         """tp: tensor-parallel ranks, which divide the rank's tokens once more."""
         self.ranks, self.attention, self.tp = ranks, attention, tp

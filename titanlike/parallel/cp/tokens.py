@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from titanlike.parallel.exchanges import Peers
+from titanlike.distributed.collectives import Peers
 
 Method = Literal["gather", "ulysses", "ring"]
 

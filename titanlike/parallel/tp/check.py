@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from titanlike.parallel.placement import Placement
+from titanlike.distributed.placement import Placement
 from titanlike.parallel.tp.collectives import TensorRanks
 from titanlike.parallel.tp.divided_run import DividedRun, Mistake, Need, PlanError
 from titanlike.parallel.tp.layout import WrongCall

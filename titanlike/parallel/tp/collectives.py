@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from titanlike.parallel.exchanges import Peers, exchange
+from titanlike.distributed.collectives import Peers, exchange
 
 
 @dataclass(eq=False)

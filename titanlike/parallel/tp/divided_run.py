@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from titanlike.parallel.placement import Placement
+from titanlike.distributed.placement import Placement
 from titanlike.parallel.tp.call import Call, Operand
 from titanlike.parallel.tp.layout import Division, Kind, Layout, Shape, WrongCall, packed, part_of
 from titanlike.parallel.tp.operators import layouts_of

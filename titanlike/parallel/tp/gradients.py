@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlike.parallel.mesh import Mesh
-from titanlike.parallel.placement import Placement
+from titanlike.distributed.mesh import Mesh
+from titanlike.distributed.placement import Placement
 from titanlike.parallel.tp.collectives import TensorRanks
 from titanlike.torch_private.dtensor import local
 

@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from titanlike.config.errors import ConfigError, Problem, nearest
+from titanlike.config.schema import Config
 
 STYLES = {
     "colwise": "a linear layer's output features; N = they are heads of N",
@@ -154,3 +155,30 @@ def named(model: nn.Module, entries: list[Entry], key: str) -> dict[str, Entry]:
     if problems:
         raise ConfigError(problems)
     return found
+
+
+KEY = "model.tp_plan"
+
+
+def written_plan(config: Config) -> Mapping[str, Any] | None:
+    """The plan in the config; None = the model's own counts."""
+    return getattr(config.model, "tp_plan", None)  # a Config made in Python may have a Custom
+
+
+def tensor_plan(config: Config, model: nn.Module) -> dict[str, Entry]:
+    """Module -> how it is divided. Raises ConfigError where the model has no plan, or a wrong one."""
+    from titanlike.parallel.tp.hf_plan import has_transformers_plan, transformers_plan
+
+    plain = written_plan(config)
+    if plain is None:
+        own = getattr(model, "tp_plan", None)
+        if callable(own):
+            plain = own()
+        elif has_transformers_plan(model):
+            plain = transformers_plan(model, config.tp)
+    if not plain:
+        name = model.config.model_type if has_transformers_plan(model) else config.model.name
+        reason = f"{name} has no tensor-parallel plan"
+        fix = f"tp=1 dp={config.dp * config.tp}, or a plan (docs/tensor_parallel.md)"
+        raise ConfigError([Problem("tp", config.tp, reason, fix)])
+    return named(model, parse_plan(plain, KEY), KEY)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from titanlike.device.accelerator import kept_rng
-from titanlike.parallel.initialize import piece_seed
+from titanlike.distributed.initialize import piece_seed
 from titanlike.parallel.tp.collectives import TensorRanks
 
 # module -> {whether it draws for the rank's part}: both for a module that does both

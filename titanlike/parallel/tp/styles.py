@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlike.config.errors import ConfigError, Problem
-from titanlike.parallel.placement import BIAS_LATER, GATHERS, STYLE, Part, Placement, When
+from titanlike.distributed.placement import BIAS_LATER, GATHERS, STYLE, Part, Placement, When
 from titanlike.parallel.tp.collectives import (
     TensorRanks,
     copy_in,

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from titanlike.parallel.mesh import Mesh
-from titanlike.parallel.placement import Placement
+from titanlike.config.schema import Config
+from titanlike.distributed.mesh import Mesh
+from titanlike.distributed.placement import Placement
+from titanlike.distributed.transform import Recorded, Transform
+from titanlike.optim.loss import Loss, build_loss
 from titanlike.parallel.tp.collectives import TensorRanks
 from titanlike.parallel.tp.gradients import PartialGradients
+from titanlike.parallel.tp.mistakes import check_draws
 from titanlike.parallel.tp.plan import Entry
 from titanlike.parallel.tp.random_numbers import Draws, RandomRegions, drawing_parts
 from titanlike.parallel.tp.styles import divide
-from titanlike.parallel.transform import Transform
+from titanlike.parallel.tp.vocabulary_loss import DividedVocabulary
+from titanlike.torch_private.compiler import overlap_in_compiled_blocks
 
 
 @dataclass(frozen=True)
@@ -61,30 +69,91 @@ class TensorDraft:
 
 
 class TensorParallel(Transform):
-    def __init__(self, draft: TensorDraft, ranks: TensorRanks, mesh: Mesh, timeout: float) -> None:
-        """timeout: seconds, of the process groups."""
-        self.draft, self.ranks = draft, ranks
-        self._mesh, self._timeout = mesh, timeout
-        self._regions = RandomRegions(ranks, mesh.device)
-        ranks.group = mesh.axes.get_group("tp")
+    def __init__(self, config: Config, draft: TensorDraft, ranks: TensorRanks) -> None:
+        """ranks: of this process."""
+        self._config, self.draft, self._ranks = config, draft, ranks
+        self.first, self.ranks = draft.like, ranks
+        self.placements, self.unchecked = draft.placements, ""
+        if draft.unchecked:
+            what = "the tensor-parallel plan against the whole model's forward, and dropout masks"
+            self.unchecked = f"{what}: {draft.unchecked}"
+
+    def loss(self, device: torch.device | None = None) -> Loss:
+        size = self.draft.vocabulary
+        vocabulary = None if size is None else DividedVocabulary(size, self._ranks)
+        return build_loss(self._config.loss, device, vocabulary)
+
+    def check(self, recorded: Recorded) -> None:
+        check_draws(self._config, self.draft, [unit.name for unit in recorded.graph.units])
+
+    def describe(self, plan: Any) -> Iterator[tuple[str, str]]:
+        """Which layers are divided, and whether activations between them are."""
+        config, tp = self._config, self._config.tp
+        divided, repeated = (
+            {name: p for name, p in self.placements.items() if p.part is not None and wanted(p)}
+            for wanted in (lambda p: p.copies == 1, lambda p: p.copies > 1)
+        )
+        parts = [p.part for p in (divided | repeated).values()]
+        share = sum(part.shape.numel() for part in parts if part is not None) / plan.whole_numel
+        text = f"{share:.0%} of the parameters divided: {_modules(divided)}"
+        if repeated:
+            most = max(p.copies for p in repeated.values())
+            text += f", and {_modules(repeated)} with each head on {most} ranks"
+        length = self.draft.length(plan.fields)
+        if not config.tp_sequence:
+            activations = "whole (tp_sequence=false)"
+        elif not self.draft.sequence:
+            activations = "whole: the plan has no style sequence"
+        elif plan.variable:
+            activations = (
+                f"divided along the sequence in batches whose length {tp} divides, else whole"
+            )
+        elif length % tp:
+            fits = -(-length // tp) * tp
+            activations = f"whole: {tp} does not divide {length} tokens (it would {fits})"
+        else:
+            activations = "divided along the sequence"
+        yield "tensor parallel", f"{text}; activations between them {activations}"
+
+    def open(self, mesh: Mesh, plan: Any) -> None:
+        self._mesh, self._regions = mesh, RandomRegions(self._ranks, mesh.device)
+        self._ranks.group = mesh.axes.get_group("tp")
+        group = self._ranks.group if self._config.tp_async else None
+        overlap_in_compiled_blocks(group)
 
     def on_model(self, model: nn.Module, placements: dict[str, Placement]) -> None:
-        placements.update(self.draft.divide(model, self.ranks))
+        placements.update(self.draft.divide(model, self._ranks))
 
     def on_stage(self, index: int, stage: nn.Module, units: Sequence[str]) -> None:
         self._regions.add(stage, self.draft.draws, self.draft.draws_whole)
 
     def on_states(self, states: Mapping[int, Any]) -> None:
         parameters = (item for state in states.values() for item in state.placed_parameters())
-        of_model = self.draft.placements.values()
-        common = self.ranks, self._mesh, self._timeout
+        of_model = self.placements.values()
+        common = self._ranks, self._mesh, self._config.launch.timeout
         self._partial = PartialGradients(parameters, of_model, *common)
 
     def why_not_compiled(self, block: str) -> str:
         return self.draft.why_not_compiled(block)
 
     def prepare(self, fields: Mapping[str, Any]) -> None:
-        self.draft.prepare(self.ranks, fields)
+        for ranks in (self.draft.like, self._ranks):
+            self.draft.prepare(ranks, fields)
 
     def after_backward(self) -> None:
         self._partial.sum()
+
+    def logits(self, part: Tensor) -> Tensor:
+        size, ranks = self.draft.vocabulary, self._ranks
+        if size is None:
+            return part
+        each = -(-size // ranks.size)
+        padded = F.pad(part.float(), (0, each - part.size(-1)))
+        parts = [torch.empty_like(padded) for _ in range(ranks.size)]
+        dist.all_gather(parts, padded.contiguous(), group=ranks.group)
+        return torch.cat(parts, -1)[:, :size]
+
+
+def _modules(parameters: Mapping[str, object]) -> str:
+    """The last names of their modules: wq, wk"""
+    return ", ".join(dict.fromkeys(name.split(".")[-2] for name in parameters if "." in name))

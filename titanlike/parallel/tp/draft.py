@@ -12,32 +12,43 @@ from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config, TraceSplit
 from titanlike.device.accelerator import own_backend
 from titanlike.device.choose import first_device
+from titanlike.distributed.mesh import Mesh
+from titanlike.distributed.transform import Transform
 from titanlike.graph.equal_units import call_key
 from titanlike.graph.model_graph import fields_of
-from titanlike.models.tensor_plan import tensor_plan, written_plan
-from titanlike.optim.loss import Loss, build_loss, takes_divided_logits
-from titanlike.optim.vocabulary_loss import DividedVocabulary
+from titanlike.optim.loss import takes_divided_logits
 from titanlike.parallel.tp.check import Comparison
 from titanlike.parallel.tp.collectives import TensorRanks
 from titanlike.parallel.tp.divided_run import PlanError
+from titanlike.parallel.tp.mistakes import mixed_draws, plan_error, unnamed
+from titanlike.parallel.tp.plan import tensor_plan, written_plan
 from titanlike.parallel.tp.random_numbers import Draws
 from titanlike.parallel.tp.styles import divide
-from titanlike.parallel.tp.tensor_parallel import TensorDraft
-from titanlike.training.tensor_mistakes import mixed_draws, plan_error, unnamed
+from titanlike.parallel.tp.tensor_parallel import TensorDraft, TensorParallel
 
 
-def divide_model(
+def tensor_parallel(
     config: Config,
     model: nn.Module,
-    ranks: TensorRanks | None,
+    mesh: Mesh | None,
     batch: dict[str, Tensor],
-    checked: TensorDraft | None = None,
-) -> tuple[TensorDraft, Loss]:
-    """Divide a model on meta in place, as its first tensor-parallel rank has it; the loss on `ranks`.
+    checked: Transform | None = None,
+) -> TensorParallel:
+    """Divide a model on meta in place, as its first tensor-parallel rank has it.
 
-    batch: of one sequence, on meta, see `example_batch`; checked: what was found of the same model
-    and batch before, which holds for as many ranks. Raises ConfigError, also where the divided model would compute other numbers.
+    mesh: None in the launcher; batch: of one sequence, on meta, see `example_batch`; checked: what was
+    made for the same model and batch before, whose checks hold for as many ranks. Raises ConfigError,
+    also where the divided model would compute other results.
     """
+    before = checked.draft if isinstance(checked, TensorParallel) else None
+    tensor = _divided(config, model, batch, before)
+    ranks = tensor.like if mesh is None else TensorRanks(mesh.tp, mesh.tp_rank)
+    return TensorParallel(config, tensor, ranks)
+
+
+def _divided(
+    config: Config, model: nn.Module, batch: dict[str, Tensor], checked: TensorDraft | None
+) -> TensorDraft:
     if isinstance(config.split, TraceSplit):
         reason = "a graph that is traced has no exchanges between tensor-parallel ranks"
         raise ConfigError([Problem("split", "trace", reason, "split=points")])
@@ -46,7 +57,7 @@ def divide_model(
         tensor = replace(checked, like=like)
         tensor.divide(model.train(), like)
         tensor.prepare(like, fields_of(batch))
-        return tensor, loss_of(config, tensor, ranks or like)
+        return tensor
     modules = tensor_plan(config, model)
     styles = {entry.style for entry in modules.values()}
     whole = not takes_divided_logits(config.loss)
@@ -69,8 +80,7 @@ def divide_model(
         context=config.cp,
     )
     tensor.prepare(like, fields_of(batch))
-    tensor = _checked(config, tensor, comparison, probes, microbatch)
-    return tensor, loss_of(config, tensor, ranks or like)
+    return _checked(config, tensor, comparison, probes, microbatch)
 
 
 def _two_of(field: Tensor, model: nn.Module) -> Tensor:
@@ -137,15 +147,3 @@ def async_problems(config: Config) -> list[Problem]:
         (nvidia, "it needs the symmetric memory of NVIDIA GPUs", "tp_async=false"),
     ]
     return [Problem("tp_async", True, why, fix) for there, why, fix in missing if not there]
-
-
-def loss_of(
-    config: Config,
-    tensor: TensorDraft,
-    ranks: TensorRanks,
-    device: torch.device | None = None,
-) -> Loss:
-    """The loss of what the divided model returns."""
-    size = tensor.vocabulary
-    vocabulary = None if size is None else DividedVocabulary(size, ranks)
-    return build_loss(config.loss, device, vocabulary)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config
-from titanlike.models.tensor_plan import written_plan
 from titanlike.parallel.tp.divided_run import Mistake
-from titanlike.parallel.tp.plan import DIVIDING, Entry
+from titanlike.parallel.tp.plan import DIVIDING, Entry, written_plan
 from titanlike.parallel.tp.random_numbers import Draws
-from titanlike.parallel.tp.tensor_parallel import TensorDraft
+
+if TYPE_CHECKING:
+    from titanlike.parallel.tp.tensor_parallel import TensorDraft
 
 _WHOLE = ("sequence", "replicate", "replicate_sum")  # styles of modules that are not divided
 # whose results, or what they are given, are parts

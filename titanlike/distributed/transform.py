@@ -7,20 +7,69 @@ imports those that a config asks for; building, the pipeline and the step go thr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from titanlike.data.sources import Batch
-from titanlike.parallel.placement import Placement
+from titanlike.distributed.collectives import Peers
+from titanlike.distributed.mesh import Mesh
+from titanlike.distributed.placement import Placement
+
+if TYPE_CHECKING:
+    from titanlike.graph.model_graph import ModelGraph, SequenceParts
+    from titanlike.optim.loss import Loss
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A changed model whose forward on a microbatch is recorded, on meta."""
+
+    graph: ModelGraph
+    batch: Batch  # of one whole sequence, without what transforms make of it
+    loss: Loss
+    output: Any  # of the model, for a microbatch
+    targets: Tensor
+    variable: bool  # batches differ in length
+    unchanged: Callable[[], nn.Module]  # another one, as the transforms were given it
 
 
 class Transform:
     """Does nothing; a technique overrides what concerns it. On every rank the list is the same."""
 
+    # --- while a run is planned: the model is on meta, and there are no process groups
+
+    # Ranks with which layers exchange activations, if they do: the first of them, as which the model is
+    # recorded, and this one, whose group `open` makes. Their transform is named after their mesh axis.
+    first: Peers | None = None
+    ranks: Peers | None = None
+    placements: Mapping[
+        str, Placement
+    ] = {}  # of parameters that several ranks have, on the first one
+    sequence: SequenceParts | None = None  # how a rank has a part of every sequence
+    unchecked: str = ""  # what of it is not known to be right, and why
+
+    def loss(self, device: torch.device | None = None) -> Loss | None:
+        """The loss of what the changed model returns; None = as the config says."""
+
+    def recorded(self, graph: ModelGraph) -> None:
+        """When the changed model's forward is recorded."""
+
+    def check(self, recorded: Recorded) -> None:
+        """Raise ConfigError where the changed model would compute other results."""
+
+    def describe(self, plan: Any) -> Iterator[tuple[str, str]]:
+        """Rows (title, text) of the opening table; plan: a `training.draft.Draft`."""
+        return iter(())
+
     # --- while this rank's stages are built
+
+    def open(self, mesh: Mesh, plan: Any) -> None:
+        """Make process groups, before any stage is built. Collective."""
 
     def on_model(self, model: nn.Module, placements: dict[str, Placement]) -> None:
         """Change a model on meta in place, before a stage takes its modules out of it; placements: of
@@ -68,6 +117,10 @@ class Transform:
     def after_update(self, skip: Tensor | None) -> None:
         """When the optimizers have stepped. Collective. skip: a scalar on the device, 1 = the step is
         not applied; None = 0."""
+
+    def logits(self, part: Tensor) -> Tensor:
+        """Of the whole vocabulary [B, V], of what this rank's last stage returns [B, V or a part]."""
+        return part
 
     # --- for metrics.jsonl
 

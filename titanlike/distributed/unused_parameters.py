@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from titanlike.parallel.late import on_device
-from titanlike.parallel.mesh import Mesh
+from titanlike.distributed.async_scalars import on_device
+from titanlike.distributed.mesh import Mesh
 from titanlike.torch_private.fsdp import reduce_missing_gradients
 
 

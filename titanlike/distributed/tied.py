@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titanlike.parallel.mesh import Mesh
-from titanlike.parallel.transform import Transform
+from titanlike.distributed.mesh import Mesh
+from titanlike.distributed.transform import Transform
 from titanlike.torch_private.dtensor import local
 
 

@@ -20,8 +20,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from titanlike.config.schema import AdamW, Config, Muon, Sgd
 from titanlike.device.accelerator import is_accelerator
-from titanlike.parallel.mesh import Mesh
-from titanlike.parallel.placement import experts_of
+from titanlike.distributed.mesh import Mesh
+from titanlike.distributed.placement import experts_of
 from titanlike.torch_private.fsdp import gather_with
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from torch import nn
 
 from titanlike.config.errors import ConfigError, Problem
-from titanlike.parallel.placement import style_of
+from titanlike.distributed.placement import style_of
 from titanlike.parallel.tp.plan import TRANSFORMERS, Entry
 
 if TYPE_CHECKING:

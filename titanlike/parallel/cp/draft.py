@@ -5,23 +5,28 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 from math import lcm
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config, TraceSplit
 from titanlike.device.choose import first_device
+from titanlike.distributed.mesh import Mesh
+from titanlike.distributed.placement import experts_of
+from titanlike.distributed.transform import Recorded
 from titanlike.graph.equal_units import call_key
 from titanlike.graph.model_graph import Field, Fields, ModelGraph, fields_of
 from titanlike.graph.record_forward import record_forward
 from titanlike.graph.recording import Recording
 from titanlike.graph.replay import replay
-from titanlike.graph.token_parts import Parts, with_parts
+from titanlike.graph.token_parts import Parts, UnknownTokens, with_parts
 from titanlike.models.attention import undivided_attention
 from titanlike.models.documents import (
     Documents,
@@ -34,11 +39,10 @@ from titanlike.parallel.cp.attention import Attended, ContextAttention, Document
 from titanlike.parallel.cp.check import TokenCheck, TokensMixed, Unchecked
 from titanlike.parallel.cp.context_parallel import ContextParallel, token_dims_of
 from titanlike.parallel.cp.tokens import ContextRanks
-from titanlike.parallel.placement import experts_of
 
 
-@dataclass
-class ContextDraft:
+@dataclass(eq=False)
+class ContextDraft(ContextParallel):
     """How sequences are divided; the method is chosen once the model's attention is known."""
 
     config: Config
@@ -46,24 +50,60 @@ class ContextDraft:
     why: str = ""  # of the method
     seen: list[Attended] = field(default_factory=list)  # calls of attention, each kind once
     offsets: bool = False  # whether documents, or a window, are given to attention by their offsets
-    attention: ContextAttention = field(init=False)
-    unchecked: str = ""  # why it is not known whether each token is computed by itself, if so
     _first: tuple[Recording, Recording] | None = None  # of whole sequences, and of shorter ones
 
     def __post_init__(self) -> None:
-        self.attention = ContextAttention(
-            self.ranks, DocumentAttention(Documents, undivided_attention, document_mask)
-        )
+        documents = DocumentAttention(Documents, undivided_attention, document_mask)
+        super().__init__(self.ranks, ContextAttention(self.ranks, documents), self.config.tp)
+        self.first, self.sequence = self.ranks, self
 
     @property
     def name(self) -> str:
         return f"{self.ranks.method} of {self.ranks.size}"
 
-    @property
-    def parallel(self) -> ContextParallel:
-        return ContextParallel(self.ranks, self.attention, self.config.tp)
+    def describe(self, plan: Any) -> Iterator[tuple[str, str]]:
+        """How sequences are divided."""
+        text = {
+            "gather": "keys and values are gathered",
+            "ulysses": "heads are exchanged for tokens",
+            "ring": "keys and values go round",
+        }[self.ranks.method]
+        tokens = length(plan.fields) // self.config.cp
+        yield (
+            "context parallel",
+            f"{self.ranks.method}, {text} ({self.why}); {tokens} tokens a rank",
+        )
 
-    def check(self, model: nn.Module, batch: Mapping[str, Tensor], graph: ModelGraph) -> None:
+    def open(self, mesh: Mesh, plan: Any) -> None:
+        timeout = timedelta(seconds=self.config.launch.timeout)
+        ranks = mesh.context_ranks()
+        self.ranks.group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+
+    def recorded(self, graph: ModelGraph) -> None:
+        for unit in graph.units:
+            self.attention.around(graph.model.get_submodule(unit.name), unit.name)
+
+    def check(self, recorded: Recorded) -> None:
+        if problems := self._loss_problems(recorded.loss, recorded.output, recorded.targets):
+            raise ConfigError(problems)
+        model, graph = recorded.graph.model, recorded.graph
+        if self.config.tp > 1:
+            model = recorded.unchanged()
+        model.train()
+        size = graph.microbatch_size if self.config.tp == 1 else 2
+        batch = {n: x.repeat_interleave(size, 0) for n, x in recorded.batch.items()}
+        self._check_tokens(model, {n: x for n, x in batch.items() if n != "targets"}, graph)
+        if recorded.variable:
+            self._check_padding(graph.model, graph.fields)
+
+    def problem(self, error: UnknownTokens) -> Problem:
+        """Of a model whose recorded forward does not tell which of its values are a token's."""
+        reason = f"{error.call} {error.reason}, and a cp rank has a part of the tokens"
+        return Problem("cp", self.config.cp, reason, f"cp=1 dp={self.config.dp * self.config.cp}")
+
+    def _check_tokens(
+        self, model: nn.Module, batch: Mapping[str, Tensor], graph: ModelGraph
+    ) -> None:
         """Raise ConfigError where the model would compute other numbers with parts of sequences.
 
         model: as it was recorded, or without tensor parallelism where that divides it, which is checked
@@ -96,7 +136,7 @@ class ContextDraft:
                 self.attention.counted = attention.counted
             self._check_recomputed(recordings[0])
         except Unchecked as error:
-            self.unchecked = str(error)
+            self.unchecked = f"whether a token sees others by attention alone: {error}"
             if attention.counted:
                 reason = (
                     f"its blocks count their tokens, and their evaluation is not known: {error}"
@@ -119,7 +159,7 @@ class ContextDraft:
                 fix = f"cp=1 dp={self.config.dp * self.config.cp}"
                 raise ConfigError([Problem("cp", self.config.cp, reason, fix)])
 
-    def loss_problems(self, loss: Loss, output: Any, targets: Tensor) -> list[Problem]:
+    def _loss_problems(self, loss: Loss, output: Any, targets: Tensor) -> list[Problem]:
         """What is wrong with a loss of a rank's tokens; output and targets on meta."""
         if not isinstance(loss, CustomLoss):
             return []
@@ -131,7 +171,7 @@ class ContextDraft:
         reason += ": with cp a rank has a part of the tokens, and each must have its own"
         return [Problem("loss.name", self.config.loss.name, reason, "return losses [B, T, ...]")]
 
-    def check_padding(self, model: nn.Module, fields: Fields) -> None:
+    def _check_padding(self, model: nn.Module, fields: Fields) -> None:
         """Raise ConfigError where batches, which differ in length, cannot be padded to what cp needs."""
         reason = ""
         if not takes_divided_logits(self.config.loss):
@@ -141,7 +181,7 @@ class ContextDraft:
         elif experts_of(model):
             reason = "what they are padded with would count where experts are balanced"
         if reason:
-            multiple = self.parallel.multiple()
+            multiple = self.multiple()
             text = f"batches differ in length, are padded to a multiple of {multiple}, and {reason}"
             fix = f"cp=1 dp={self.config.dp * self.config.cp}"
             raise ConfigError([Problem("cp", self.config.cp, text, fix)])
@@ -270,12 +310,10 @@ _METHODS: dict[str, Callable[[ContextDraft], str]] = {
 }
 
 
-def context_draft(
-    config: Config, ranks: ContextRanks | None, batch: Mapping[str, Tensor]
-) -> ContextDraft:
+def context_draft(config: Config, mesh: Mesh | None, batch: Mapping[str, Tensor]) -> ContextDraft:
     """How cp divides these sequences. Raises ConfigError.
 
-    ranks: of this process; None in the launcher. batch: of one sequence, on meta.
+    mesh: None in the launcher; batch: of one sequence, on meta.
     """
     if isinstance(config.split, TraceSplit):
         reason = "a traced graph has the lengths of whole sequences written into it"
@@ -292,4 +330,4 @@ def context_draft(
         each = f"2 x cp{f' and cp x tp = {config.cp * config.tp}' if config.tp > 1 else ''}"
         reason = f"{tokens} tokens are no multiple of {each} = {2 * config.cp}"
         raise ConfigError([Problem("seq_len", tokens, reason, f"seq_len={fits}")])
-    return ContextDraft(config, ranks or ContextRanks(config.cp, 0))
+    return ContextDraft(config, ContextRanks(config.cp, 0 if mesh is None else mesh.cp_rank))

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlike.parallel.mesh import Mesh
+from titanlike.distributed.mesh import Mesh
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from titanlike.distributed.placement import Part, Slices, pieces
 from titanlike.launch.environment import available_cores
 from titanlike.metrics import units
-from titanlike.parallel.placement import Part, Slices, pieces
 from titanlike.torch_private.dtensor import local
 
 _PIECE = 2**18  # numbers in a piece: small beside a shard, large beside seeding a generator

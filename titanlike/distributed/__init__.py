@@ -1,0 +1,1 @@
+"""What every run needs of its ranks: mesh, collectives, FSDP, where parameters are, initial weights."""
