@@ -250,7 +250,9 @@ def fit_mesh(config: Config, ranks: int | None) -> tuple[Config, list[Problem]]:
     unfit = _new_problems(fitted, ranks, known)
     if isinstance(fitted, Config) and not unfit:
         return fitted, []
-    possible = ", ".join(map(str, _possible_counts(config, ranks, known))) or "none"
+    likely = islice(_likely_counts(config, ranks, known), _MAX_CHECKED)
+    fits = (n for n in likely if not _new_problems(_with_ranks(config, n), n, known))
+    possible = ", ".join(map(str, sorted(islice(fits, _MAX_NAMED)))) or "none"
     dp = f", so dp={ranks // config.model_ranks}" if not isinstance(fitted, Problem) else ""
     available = f"{_available(ranks)} (launch.elastic){dp}"
     return config, [
@@ -287,13 +289,6 @@ def _new_problems(fitted: Config | Problem, ranks: int, known: set[str]) -> list
     if isinstance(fitted, Problem):
         return [fitted]
     return [found for found in problems(fitted, ranks) if str(found) not in known]
-
-
-def _possible_counts(config: Config, ranks: int, known: set[str]) -> list[int]:
-    """A few numbers of ranks that the config allows, the nearest to `ranks`."""
-    likely = islice(_likely_counts(config, ranks, known), _MAX_CHECKED)
-    fits = (n for n in likely if not _new_problems(_with_ranks(config, n), n, known))
-    return sorted(islice(fits, _MAX_NAMED))
 
 
 def _likely_counts(config: Config, ranks: int, known: set[str]) -> Iterator[int]:

@@ -95,17 +95,18 @@ def run_jobs(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared], here: Her
                 folder = sweep.job_folder(item.job)
                 folder.mkdir(parents=True, exist_ok=True)
                 ResultReporter(folder, item.job.overrides, 1).job_failed(failed)
-    numbers = [item.job.number for item in valid]
-    ends |= zip(numbers, _run(sweep, runner, valid, here), strict=True)
-    return [ends[item.job.number] for item in jobs]
-
-
-def _run(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared], here: Here) -> list[End]:
     if runner.ranks is not None:
-        return [_run_here(sweep, item, here) for item in jobs]
-    if sweep.settings.submit is not None:
-        return _submit_all(sweep, runner, jobs)
-    return _as_processes(sweep, runner, jobs)
+        for item in valid:
+            sweep.say(f"\njob {item.name}")
+            try:
+                ends[item.job.number] = here(item)
+            except JobFailed as failed:  # already reported
+                ends[item.job.number] = failed
+    elif sweep.settings.submit is not None:
+        ends |= _submit_all(sweep, runner, valid, sweep.settings.submit)
+    else:
+        ends |= _as_processes(sweep, runner, valid)
+    return [ends[item.job.number] for item in jobs]
 
 
 def _check_all(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> dict[int, JobFailed]:
@@ -116,20 +117,15 @@ def _check_all(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> dict
             rest = "the others are checked when they begin"
             sweep.say(f"checked {index} of {len(jobs)} jobs in {_CHECK_TIME:.0f} s; {rest}")
             break
-        _say_imports(sweep, item)
+        for line in outside(to_plain(item.config), {}) if item.config is not None else ():
+            if line not in sweep.imports:
+                sweep.imports.append(line)
+                sweep.say(redact(line))
         if failed := _refusal(runner, item):
             _say_failed(sweep, item, " is invalid" if failed.invalid else "", failed.error)
             refused[item.job.number] = failed
         item.checked = failed is None
     return refused
-
-
-def _say_imports(sweep: SweepRun, item: Prepared) -> None:
-    lines = outside(to_plain(item.config), {}) if item.config is not None else ()
-    for line in lines:
-        if line not in sweep.imports:
-            sweep.imports.append(line)
-            sweep.say(redact(line))
 
 
 def _say_failed(sweep: SweepRun, item: Prepared, what: str, error: str) -> JobFailed:
@@ -151,15 +147,7 @@ def _refusal(runner: JobRunner, item: Prepared) -> JobFailed | None:
     return JobFailed(text, text, invalid=True) if text else None
 
 
-def _run_here(sweep: SweepRun, item: Prepared, here: Here) -> End:
-    sweep.say(f"\njob {item.name}")
-    try:
-        return here(item)
-    except JobFailed as failed:  # already reported
-        return failed
-
-
-def _as_processes(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> list[End]:
+def _as_processes(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> dict[int, End]:
     count = 0
 
     def begun(command: Command) -> None:
@@ -169,7 +157,7 @@ def _as_processes(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> l
         alone = sweep.settings.parallel == 1
         sweep.say(f"\njob {command.name}{of}" if alone else f"job {command.name} begins{of}")
 
-    def ended(end: EndedJob) -> None:
+    def ended(end: JobProcess) -> None:
         if end.done and sweep.settings.parallel == 1:
             return  # the job has printed it
         what = {"completed": "is done"}.get(end.status, end.status)
@@ -195,19 +183,23 @@ def _as_processes(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> l
 
     processes = Processes(sweep.settings.parallel, begun, ended)
     ends = processes.run([partial(command, item) for item in jobs])
-    return [end.value if end.done else JobFailed(end.error, end.error) for end in ends]
+    return {
+        item.job.number: end.value if end.done else JobFailed(end.error, end.error)
+        for item, end in zip(jobs, ends, strict=True)
+    }
 
 
-def _submit_all(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> list[End]:
+def _submit_all(
+    sweep: SweepRun, runner: JobRunner, jobs: list[Prepared], submit: str
+) -> dict[int, End]:
     """Pass each job to the submit command; wait for the results if sweep.wait is set."""
-    assert sweep.settings.submit is not None
     ends: dict[int, End] = {}
     for item in jobs:
-        if error := _submit(sweep, runner, item, sweep.settings.submit):
+        if error := _submit(sweep, runner, item, submit):
             ends[item.job.number] = _say_failed(sweep, item, " is not submitted", error)
     if sweep.settings.wait is not None:
         ends |= _wait_for(sweep, [item for item in jobs if item.job.number not in ends])
-    return [ends.get(item.job.number) for item in jobs]
+    return {item.job.number: ends.get(item.job.number) for item in jobs}
 
 
 def submit_command(submit: str, arguments: list[str]) -> list[str]:
@@ -336,39 +328,55 @@ class Command:
     checked: bool = False  # its config is known to have no errors
 
 
-@dataclass(frozen=True)
-class EndedJob:
-    """How a job's process ended."""
+@dataclass
+class JobProcess:
+    """A job's process, and how it ended."""
 
     command: Command
-    code: int  # negative: the signal that killed it
-    status: str  # as in result.json
-    error: str
-    value: float | None
-    seconds: float
+    taken: list[str]  # devices
+    start: float
+    output: IO[bytes] | None = None
+    process: subprocess.Popen[bytes] | None = None
+    status: str = ""  # as in result.json
+    error: str = ""  # of its end, or why there is no process
+    value: float | None = None
+    seconds: float = 0.0
+
+    @property
+    def has_ended(self) -> bool:
+        return self.process is None or self.process.poll() is not None
+
+    @property
+    def code(self) -> int:
+        """Of a process that has ended; negative: the signal that killed it."""
+        return 1 if self.process is None else self.process.returncode
 
     @property
     def done(self) -> bool:
         """Completed, or ended by its own max_time."""
         return self.status == "completed" or ended_by_max_time(self.status, self.error)
 
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()  # its workers end with it
+
 
 class Processes:
     """Runs commands, at most `parallel` at a time (0 = as many as there are devices for)."""
 
     def __init__(
-        self, parallel: int, begun: Callable[[Command], None], ended: Callable[[EndedJob], None]
+        self, parallel: int, begun: Callable[[Command], None], ended: Callable[[JobProcess], None]
     ) -> None:
         self._parallel, self._begun, self._ended = parallel, begun, ended
-        self._running: dict[int, _Running] = {}  # by the command's index
+        self._running: dict[int, JobProcess] = {}  # by the command's index
 
-    def run(self, builders: list[Callable[[], Command]]) -> list[EndedJob]:
+    def run(self, builders: list[Callable[[], Command]]) -> list[JobProcess]:
         """Run all commands, each built when it is due; returns how each ended, in their order.
 
         Raises SystemExit(75) where a signal stopped the jobs with checkpoints, Interrupted where
         it ended them.
         """
-        ended: dict[int, EndedJob] = {}
+        ended: dict[int, JobProcess] = {}
         waiting = dict(enumerate(builders))
         made: dict[int, Command] = {}
         stop = _ForwardedStop(self._forward)
@@ -411,7 +419,7 @@ class Processes:
 
     def _start(self, number: int, command: Command, taken: list[str], total: int) -> None:
         self._begun(command)
-        running = self._running[number] = _Running(command, taken, time.monotonic())
+        running = self._running[number] = JobProcess(command, taken, time.monotonic())
         try:
             command.folder.mkdir(parents=True, exist_ok=True)
             (command.folder / "result.json").unlink(missing_ok=True)
@@ -427,8 +435,9 @@ class Processes:
         except OSError as error:
             running.error = f"could not be started: {error.strerror}: {error.filename}"
 
-    def _end(self, running: _Running) -> EndedJob:
-        command, seconds = running.command, time.monotonic() - running.start
+    def _end(self, running: JobProcess) -> JobProcess:
+        command = running.command
+        running.seconds = time.monotonic() - running.start
         if running.output is not None:
             running.output.close()
         result: dict[str, Any] | None = None
@@ -438,42 +447,19 @@ class Processes:
             error = running.error or describe_exit(running.code)
             error += _output_tail(command.folder) if running.output else ""
             result = {"status": "failed", "value": None, "error": error}
-            record: dict[str, Any] = {**result, "seconds": seconds, "overrides": command.overrides}
+            record: dict[str, Any] = {"seconds": running.seconds, "overrides": command.overrides}
             with contextlib.suppress(OSError):  # a full disk may be why it failed
-                write_result(command.folder, **record)
-        error = result["error"] or ""
-        ended = EndedJob(command, running.code, result["status"], error, result["value"], seconds)
-        self._ended(ended)
-        return ended
+                write_result(command.folder, **result, **record)
+        running.status, running.value = result["status"], result["value"]
+        running.error = result["error"] or ""
+        self._ended(running)
+        return running
 
     def _forward(self, signum: int) -> bool:
         for running in list(self._running.values()):
             if running.process is not None:
                 running.process.send_signal(signum)
         return bool(self._running)
-
-
-@dataclass
-class _Running:
-    command: Command
-    taken: list[str]  # devices
-    start: float
-    output: IO[bytes] | None = None
-    process: subprocess.Popen[bytes] | None = None
-    error: str = ""  # why there is no process
-
-    @property
-    def has_ended(self) -> bool:
-        return self.process is None or self.process.poll() is not None
-
-    @property
-    def code(self) -> int:
-        """Of a process that has ended."""
-        return 1 if self.process is None else self.process.returncode
-
-    def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()  # its workers end with it
 
 
 class _ForwardedStop(StopRequest):
@@ -499,7 +485,7 @@ class _ForwardedStop(StopRequest):
     def code(self, max_time: float | None = None) -> int:
         return self._code
 
-    def kill_overdue(self, jobs: Iterable[_Running]) -> None:
+    def kill_overdue(self, jobs: Iterable[JobProcess]) -> None:
         """Kill jobs that have not ended long after a second signal."""
         if self._times > 1 and time.monotonic() - self._last > _KILL_AFTER:
             for running in jobs:
