@@ -20,7 +20,7 @@ from titanlike.checkpoint.checkpointer import Progress
 from titanlike.checkpoint.discovery import committed, newest_complete, resolve, step_name
 from titanlike.checkpoint.integrity import check_all, checksum, commit
 from titanlike.checkpoint.storage import Storage
-from titanlike.checkpoint.writer import Saved, superseded
+from titanlike.checkpoint.writer import superseded
 from titanlike.config.schema import Checkpoint, Config
 from titanlike.distributed.mesh import close_mesh
 from titanlike.driver import checks as check
@@ -133,9 +133,8 @@ losses = st.none() | st.floats(0, 9) | st.sampled_from([float("nan"), float("inf
 def test_retention_keeps_what_was_asked_for_and_never_removes_the_newest(
     found: dict[int, float | None], keep: int, keep_every: int, keep_best: int
 ) -> None:
-    saved = [Saved(step, val_loss) for step, val_loss in found.items()]
     settings = Checkpoint(keep=keep, keep_every=keep_every, keep_best=keep_best)
-    gone = superseded(saved, settings)
+    gone = superseded(found, settings)
     assert gone == sorted(set(gone)) and set(gone) <= set(found)
     left = sorted(set(found) - set(gone))
     if keep == 0:
@@ -151,5 +150,5 @@ def test_retention_keeps_what_was_asked_for_and_never_removes_the_newest(
     kept_for_loss = [s for s in left[:-keep] if not keep_every or s % keep_every]
     assert len(kept_for_loss) <= keep_best and set(kept_for_loss) <= set(validated)
     # what is let go now is not asked for later: one more checkpoint brings none of it back
-    again = superseded([one for one in saved if one.step in left], settings)
+    again = superseded({step: found[step] for step in left}, settings)
     assert again == []

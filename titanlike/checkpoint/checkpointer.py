@@ -25,11 +25,11 @@ from titanlike.checkpoint.discovery import (
     select_resume,
     step_of,
 )
-from titanlike.checkpoint.integrity import DamagedCheckpoint, read_state
+from titanlike.checkpoint.integrity import DamagedCheckpoint
 from titanlike.checkpoint.metadata import OPTIMIZER, CheckpointHeader
 from titanlike.checkpoint.reader import read_header_on_all_ranks
 from titanlike.checkpoint.storage import Storage, UnreadableFile
-from titanlike.checkpoint.writer import CheckpointWriter, Save, Saved
+from titanlike.checkpoint.writer import CheckpointWriter, Save
 from titanlike.config.credentials import redact_value
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.files import as_record
@@ -176,8 +176,7 @@ class Checkpointer:
             self._events.log("leftover", step_of(path), f"{text}; {end}")
         for path in committed(self._folder):
             with contextlib.suppress(ValueError, UnreadableFile):  # it stays
-                val_loss = read_state(path)["val_loss"]
-                self._writer.saved[step_of(path)] = Saved(step_of(path), val_loss)
+                self._writer.saved[step_of(path)] = integrity.read_state(path)["val_loss"]
         return selection.path
 
     def _mark_damaged(self, path: Storage, damage: str) -> None:
@@ -233,8 +232,7 @@ class Checkpointer:
         self._writer.wait()
         if progress.step != self.newest:
             folder = self._folder.at(discovery.step_name(progress.step))
-            record = Saved(progress.step, val_loss)
-            save = Save(folder, self._state(progress, val_loss), record, begin)
+            save = Save(folder, self._state(progress, val_loss), begin=begin)
             tensors = state_dict.run_tensors(self._stage_states)
             tensors = state_dict.share_step(tensors, self._group)
             self._writer.start(save, tensors, self._settings.mode)
@@ -261,7 +259,7 @@ class Checkpointer:
         if done and self._settings.model_only != "none":
             dtype = state_dict.DTYPES[self._settings.model_only]
             folder = self._folder.at(f"model-{progress.step:08d}")
-            save = Save(folder, self._state(progress, None), None)
+            save = Save(folder, self._state(progress, None), model_only=True)
             self._writer.start(save, state_dict.model_tensors(self._stage_states, dtype), "sync")
         if self._writer.failures:
             raise OSError(self._writer.failures[-1])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import isfinite
@@ -45,19 +45,11 @@ if TYPE_CHECKING:
 MAX_FAILURES = 2  # saves in a row
 
 
-@dataclass(frozen=True)
-class Saved:
-    """A committed checkpoint."""
-
-    step: int
-    val_loss: float | None  # None where its step was not validated
-
-
 @dataclass
 class Save:
     folder: Storage
     state: dict[str, Any]  # for state.json
-    record: Saved | None  # for retention; None for a save of the model alone
+    model_only: bool = False
     begin: float = field(default_factory=time.perf_counter)
     future: Future[Any] = field(default_factory=Future)
     prepared: PreparedSave | None = None
@@ -90,13 +82,14 @@ class CheckpointWriter:
         self._thread: ThreadPoolExecutor | None = None
         self._memory: HostMemory | None = None
         self._process: WriterProcess | None = None
-        self.saved: dict[int, Saved] = {}  # committed checkpoints in the folder, by step; on rank 0
+        # on rank 0: validation losses of the committed checkpoints, by step; None where not validated
+        self.saved: dict[int, float | None] = {}
         self.failures: list[str] = []  # since the last save that succeeded
         self.newest = 0  # step of the newest committed checkpoint; 0 for none
 
     def start(self, save: Save, tensors: Tensors, mode: str) -> None:
         """Save `tensors`; in the background after a copy, or at once."""
-        prepared = prepare_save(tensors, self._plan if save.record else None, self._group)
+        prepared = prepare_save(tensors, None if save.model_only else self._plan, self._group)
         save.prepared, self._in_progress = prepared, save
         copy, write_file = None, write_tensors
         if mode == "async":
@@ -128,8 +121,8 @@ class CheckpointWriter:
                 return
             save.seconds = time.perf_counter() - save.begin
             save.bytes = sum(size for size, _ in files.values())
-            if save.record is not None:
-                self.saved[save.record.step] = save.record
+            if not save.model_only:
+                self.saved[save.state["step"]] = save.state["val_loss"]
                 save.deleted, save.retention_error = self._delete_superseded()
 
         if mode == "sync":
@@ -187,8 +180,8 @@ class CheckpointWriter:
         self._report(save)
         if error is None:
             self.failures.clear()
-            if save.record is not None:
-                self.newest = save.record.step
+            if not save.model_only:
+                self.newest = save.state["step"]
                 self._plan = save.prepared.plan if save.prepared else None
             return
         self._plan = None
@@ -213,10 +206,15 @@ class CheckpointWriter:
                 delete_checkpoint(save.folder)  # first: events.jsonl may be on the same full disk
             self._events.log("save_failed", step, f"{text}; training continues without it")
             return
-        numbers: dict[str, Any] = {"bytes": save.bytes, "seconds": save.seconds}
-        numbers["stall_seconds"] = save.stall
-        kind = "saved" if save.record else "saved_model"
-        self._events.log(kind, step, path=str(save.folder), **numbers, let_go=save.deleted)
+        self._events.log(
+            "saved_model" if save.model_only else "saved",
+            step,
+            path=str(save.folder),
+            bytes=save.bytes,
+            seconds=save.seconds,
+            stall_seconds=save.stall,
+            let_go=save.deleted,
+        )
         if save.retention_error:
             self._events.log("retention_failed", step, save.retention_error)
 
@@ -230,7 +228,7 @@ class CheckpointWriter:
     def _delete_superseded(self) -> tuple[list[int], str]:
         """The steps that are deleted, and what went wrong. On rank 0, in the thread that saves."""
         deleted, problem = [], ""
-        for step in superseded(list(self.saved.values()), self._settings):
+        for step in superseded(self.saved, self._settings):
             try:
                 delete_checkpoint(self._folder.at(step_name(step)))
             except Exception as error:  # the new one is complete all the same
@@ -248,16 +246,20 @@ def _reason(save: Save, error: BaseException) -> str:
     return f"checkpoint {save.folder} could not be written{note}: {error_line(error)}"
 
 
-def superseded(saved: list[Saved], settings: Checkpoint) -> list[int]:
-    """The steps that `keep`, `keep_every` and `keep_best` delete, oldest first; never the newest."""
+def superseded(saved: Mapping[int, float | None], settings: Checkpoint) -> list[int]:
+    """The steps that `keep`, `keep_every` and `keep_best` delete, oldest first; never the newest.
+
+    saved: validation losses by step.
+    """
     if settings.keep == 0:
         return []
-    steps = sorted(record.step for record in saved)
+    steps = sorted(saved)
     kept = {*steps[-settings.keep :]}
     if settings.keep_every:
         kept |= {step for step in steps if step % settings.keep_every == 0}
-    validated = [r for r in saved if r.val_loss is not None and isfinite(r.val_loss)]
+    validated = [
+        (loss, step) for step, loss in saved.items() if loss is not None and isfinite(loss)
+    ]
     # of equal ones the earlier is the best
-    best = sorted(validated, key=lambda record: (record.val_loss, record.step))
-    kept |= {record.step for record in best[: settings.keep_best]}
+    kept |= {step for _, step in sorted(validated)[: settings.keep_best]}
     return [step for step in steps if step not in kept]
