@@ -30,6 +30,7 @@ from titanlike.config.program import conf_dir
 from titanlike.config.schema import OPEN_GROUPS, VARIANTS
 
 _CONFIG_FILE = re.compile(r".*\.(py|toml|ya?ml|json|sh)")
+_KEY = re.compile(rf"(?!{_CONFIG_FILE.pattern}$)[A-Za-z_][\w./-]*")
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def _spaced(word: str, words: list[str]) -> str | InvalidOverride:
     elif not word.endswith((":", "=")) and ":" in word:
         key, _, value = word.partition(":")
         return InvalidOverride(word, key, value)
-    if typed[-1] in ("=", word) and words and _is_value(words[0]) and _is_key(key):
+    if typed[-1] in ("=", word) and words and _is_value(words[0]) and _KEY.fullmatch(key):
         typed.append(words.pop(0))
     if len(typed) == 1:
         if word.endswith("=") and key:
@@ -114,10 +115,6 @@ def _spaced(word: str, words: list[str]) -> str | InvalidOverride:
 
 def _is_value(word: str) -> bool:
     return "=" not in word and not re.match(r"-+[A-Za-z]|[~+]", word)
-
-
-def _is_key(word: str) -> bool:
-    return re.fullmatch(r"[A-Za-z_][\w./-]*", word) is not None and not _CONFIG_FILE.fullmatch(word)
 
 
 def _unclosed(word: str, following: list[str]) -> int:

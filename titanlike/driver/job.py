@@ -84,7 +84,13 @@ class JobRunner:
                 started = self.restart_state.get("started") if name is None else None
                 start = float(started or time.time())
                 job = Job(self.function, config, run_dir, overrides, start)
-                result = self._run_on_all_ranks(job, stop, reporter, single=name is None)
+                if self.ranks:
+                    result = self.ranks.run(job, stop, reporter.failed)
+                else:
+                    # a tool's job cannot be restarted
+                    restarted = None if self.folder else partial(restarted_config, job.config)
+                    workers = self.workers if name is None else None
+                    result = run_local(job, stop, reporter.failed, restarted, workers)
             # 4. write result.json
             except Interrupted as interrupted:
                 reporter.interrupted(interrupted)
@@ -143,16 +149,6 @@ class JobRunner:
             write_config(fitted, run_dir)  # of a resumed run: once it has resumed (session.py)
         checks.report_layout(fitted, config, ranks, self.restart_state)
         return fitted
-
-    def _run_on_all_ranks(
-        self, job: Job, stop: StopRequest, reporter: ResultReporter, single: bool
-    ) -> dict[str, Any]:
-        if self.ranks:
-            return self.ranks.run(job, stop, reporter.failed)
-        # a tool's job cannot be restarted
-        restarted = None if self.folder else partial(restarted_config, job.config)
-        workers = self.workers if single else None
-        return run_local(job, stop, reporter.failed, restarted, workers)
 
 
 @dataclass(frozen=True)

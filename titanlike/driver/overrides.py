@@ -139,7 +139,10 @@ class _OverrideChecker:
         except Exception as error:
             self.checked.add(Problem(f"--config-name {self.config_name}", "", one_line(error)))
             return
-        self.checked.multirun |= self._is_multirun_by_config()
+        # hydra.mode makes this a sweep, without -m
+        modes = [o.value() for o in self.overrides if o.key_or_group == "hydra.mode"]
+        mode = str(modes[-1]) if modes else getattr(self.composed.hydra.mode, "name", "")
+        self.checked.multirun |= mode == RunMode.MULTIRUN.name
         groups, values = self._split_by_kind()
         wrong = [text for text, override in parsed if override is None]
         swept = {o.key_or_group for o in (*groups, *values) if o.is_sweep_override()}
@@ -179,13 +182,6 @@ class _OverrideChecker:
                 self.choices = choices
                 return composed
         return self._compose(lines)
-
-    def _is_multirun_by_config(self) -> bool:
-        """Whether hydra.mode makes this a sweep, without -m."""
-        modes = [o.value() for o in self.overrides if o.key_or_group == "hydra.mode"]
-        if modes:
-            return str(modes[-1]) == RunMode.MULTIRUN.name
-        return self.composed.hydra.mode == RunMode.MULTIRUN
 
     def _split_by_kind(self) -> tuple[list[Override], list[Override]]:
         """The overrides that choose a group's file, and those that set a key; valid ones alone."""

@@ -301,7 +301,7 @@ class SweepSettings:
         stored on disk: resumed, it has `done` fewer trials left.
         """
         defaults = {
-            "direction": _best_direction(value),
+            "direction": "maximize" if OBJECTIVES[value] else "minimize",
             "max_failure_rate": "1.0",
             "n_jobs": str(config.sweep.parallel or 1),
             "storage": f"'sqlite:///{self.folder}/optuna.db'",
@@ -320,7 +320,7 @@ class SweepSettings:
 
     def problems(self, value: str, resume: bool) -> Iterator[Problem]:
         """Settings of a search that contradict `value` or cannot be resumed."""
-        key, best = "hydra.sweeper.direction", _best_direction(value)
+        key, best = "hydra.sweeper.direction", "maximize" if OBJECTIVES[value] else "minimize"
         direction = self.sweeper.get("direction")
         if key in self.given and getattr(direction, "name", direction) != best:
             reason = f"the best {value} is the {'highest' if OBJECTIVES[value] else 'lowest'} one"
@@ -362,8 +362,13 @@ def open_sweep(
     args.overrides.append(f"hydra.sweep.dir={quoted(str(settings.folder))}")
     if args.check:
         args.overrides.append("hydra/launcher=jobs")  # others would start the jobs
+    secrets, submit = list[Problem](), config.sweep.submit
+    if submit is not None and REDACTED in submit:  # copied from what a sweep has printed or written
+        missing = re.findall(rf"(?:[^\s'\"]+\s+)?[^\s'\"]*{re.escape(REDACTED)}", submit)
+        reason = f"secrets are not written down; give them again: {', '.join(missing)}"
+        secrets.append(Problem("sweep.submit", submit, reason))
     problems = [
-        *_missing_secrets(config.sweep.submit),
+        *secrets,
         *settings.problems(sweep_run.value, config.sweep.resume),
     ] or sweep_run.open()
     if not problems and not settings.grid:
@@ -371,18 +376,6 @@ def open_sweep(
         if sweep_run.base:  # a resumed search adds jobs, whose launcher counts from 0 again
             args.overrides.append(f"hydra.sweep.subdir='{sweep_run.base}+${{hydra.job.num}}'")
     return sweep_run, problems
-
-
-def _missing_secrets(submit: str | None) -> Iterator[Problem]:
-    """*** in a submit command: it was copied from what a sweep has printed or written."""
-    if submit is not None and REDACTED in submit:
-        missing = re.findall(rf"(?:[^\s'\"]+\s+)?[^\s'\"]*{re.escape(REDACTED)}", submit)
-        reason = f"secrets are not written down; give them again: {', '.join(missing)}"
-        yield Problem("sweep.submit", submit, reason)
-
-
-def _best_direction(value: str) -> str:
-    return "maximize" if OBJECTIVES[value] else "minimize"
 
 
 def _job_options(words: list[str]) -> list[str]:

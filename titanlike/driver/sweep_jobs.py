@@ -343,10 +343,6 @@ class JobProcess:
     seconds: float = 0.0
 
     @property
-    def has_ended(self) -> bool:
-        return self.process is None or self.process.poll() is not None
-
-    @property
     def code(self) -> int:
         """Of a process that has ended; negative: the signal that killed it."""
         return 1 if self.process is None else self.process.returncode
@@ -399,8 +395,10 @@ class Processes:
                             self._start(number, made.pop(number), taken, total)
                         elif new:
                             break  # a smaller one behind it may fit: tried at the next poll
-                    for number in [n for n, at in self._running.items() if at.has_ended]:
-                        running = self._running.pop(number)
+                    for number, running in list(self._running.items()):
+                        if running.process is not None and running.process.poll() is None:
+                            continue
+                        del self._running[number]
                         free += running.taken
                         ended[number] = self._end(running)
                     if stop.received and not self._running:
@@ -445,7 +443,11 @@ class Processes:
             result = read_result(command.folder)
         if result is None or running.error:
             error = running.error or describe_exit(running.code)
-            error += _output_tail(command.folder) if running.output else ""
+            if running.output:  # its last lines
+                path = command.folder / OUTPUT
+                text = path.read_text(encoding="utf-8", errors="replace")[-_TAIL:]
+                lines = [line for line in text.splitlines() if line.strip()]
+                error += "".join(f"\n  {line}" for line in lines[-5:])
             result = {"status": "failed", "value": None, "error": error}
             record: dict[str, Any] = {"seconds": running.seconds, "overrides": command.overrides}
             with contextlib.suppress(OSError):  # a full disk may be why it failed
@@ -533,10 +535,3 @@ def _program(command: Command) -> str:
         "from titanlike.launch.process_end import run_as_process; "
         f"from titanlike.cli import start_job; {call}"
     )
-
-
-def _output_tail(folder: Path) -> str:
-    """The last lines in a job's output.log."""
-    text = (folder / OUTPUT).read_text(encoding="utf-8", errors="replace")[-_TAIL:]
-    lines = [line for line in text.splitlines() if line.strip()]
-    return "".join(f"\n  {line}" for line in lines[-5:])

@@ -54,7 +54,10 @@ def draw(table: Table) -> Path | None:
     if len(rows) > FEW:
         curves = {number: _smooth(curve) for number, curve in curves.items()}
     colours = _job_colours(rows, table.value)
-    bars = _bars(rows)
+    bars = [row for row in rows if row.summary.tokens_per_second]
+    if len(bars) > FEW:  # few in order of their numbers, many by speed
+        bars.sort(key=lambda row: -(row.summary.tokens_per_second or 0))
+        bars = bars if len(bars) <= BARS else bars[: BARS - _SLOWEST] + bars[-_SLOWEST:]
     height = min(14.0, max(4.6, 1.3 + 0.19 * len(bars)))
     figure = Figure(figsize=(14, height), dpi=110, layout="constrained", facecolor="white")
     ratio = [1.75, 1] if bars else [1]
@@ -68,15 +71,6 @@ def draw(table: Table) -> Path | None:
         FigureCanvasAgg(figure).print_png(image)
     files.atomic_write_bytes(table.folder / PICTURE, image.getvalue())
     return table.folder / PICTURE
-
-
-def _bars(rows: list[JobRow]) -> list[JobRow]:
-    """The rows that have a bar: few in order of their numbers, many by speed."""
-    fast = [row for row in rows if row.summary.tokens_per_second]
-    if len(fast) <= FEW:
-        return fast
-    fast.sort(key=lambda row: -(row.summary.tokens_per_second or 0))
-    return fast if len(fast) <= BARS else fast[: BARS - _SLOWEST] + fast[-_SLOWEST:]
 
 
 def _draw_throughput(axes: Axes, bars: list[JobRow], colours: dict[int, Any], table: Table) -> None:
@@ -168,14 +162,11 @@ def _add_legend(axes: Axes, rows: list[JobRow], lines: dict[int, Line2D], table:
 
 def _add_colourbar(axes: Axes, value: str, all_ranked: bool) -> None:
     ranks = ScalarMappable(Normalize(0, 1 / _BEST_TO_WORST), _COLOURMAP)
-    place: dict[str, Any] = {
-        "ax": axes,
-        "orientation": "horizontal",
-        "location": "bottom",
-        "aspect": 50,
-        "pad": 0.02,
-    }
-    colourbar = axes.figure.colorbar(ranks, boundaries=[i / 100 for i in range(101)], **place)
+    place: dict[str, Any]
+    place = {"orientation": "horizontal", "location": "bottom", "aspect": 50, "pad": 0.02}
+    colourbar = axes.figure.colorbar(
+        ranks, boundaries=[i / 100 for i in range(101)], ax=axes, **place
+    )
     colourbar.set_ticks([0, 1], labels=["best", "worst"])
     unranked = "" if all_ranked else " (grey, dashed: did not complete)"
     colourbar.set_label(f"rank by {_without_math(value)}{unranked}", fontsize=8, labelpad=-8)

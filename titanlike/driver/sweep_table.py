@@ -196,16 +196,12 @@ def _errors(rows: list[JobRow], width: int) -> list[str]:
         if row.error and row.status != "completed":
             by_text.setdefault(f"{row.status}: {first_line(row.error)}", []).append(row)
     lines = [
-        shorten_end(f"  {_numbers(those)} {text}", width)
+        line if len(line := f"  {_numbers(those)} {text}") <= width else line[: width - 1] + "…"
         for text, those in list(by_text.items())[:_ERRORS]
     ]
     if len(by_text) > _ERRORS:
         lines.append(f"  and {len(by_text) - _ERRORS} other errors; {CSV} has all")
     return lines
-
-
-def shorten_end(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def first_line(error: str | None) -> str:
@@ -350,7 +346,13 @@ def report(
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else LOG_WIDTH
     for line in terminal_lines(table, width):
         say(line)
-    drawn = _try(say, PICTURE, lambda: _draw(table)) if picture else None
+
+    def draw() -> Path | None:
+        from titanlike.driver import sweep_picture  # matplotlib takes a second to import
+
+        return sweep_picture.draw(table)
+
+    drawn = _try(say, PICTURE, draw) if picture else None
     numbers = _try(say, CSV, lambda: write_csv(table))
     text = _try(say, MARKDOWN, lambda: write_markdown(table, drawn is not None))
     if written := [str(path) for path in (numbers, text, drawn) if path]:
@@ -441,12 +443,6 @@ def _md_line(cells: list[str]) -> str:
 def _escaped(text: str) -> str:
     """Text that a table's cell shows as it is."""
     return re.sub(r"([\\`*<\[\]|~]|\b_|_\b)", r"\\\1", " ".join(text.split()))
-
-
-def _draw(table: Table) -> Path | None:
-    from titanlike.driver.sweep_picture import draw  # matplotlib takes a second to import
-
-    return draw(table)
 
 
 def _try(say: Callable[[str], None], name: str, write: Callable[[], Path | None]) -> Path | None:

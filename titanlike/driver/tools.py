@@ -10,11 +10,10 @@ import shlex
 import shutil
 import sys
 import tempfile
-import textwrap
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titanlike.config import validate
 from titanlike.config.errors import ConfigError, Problem
@@ -33,31 +32,35 @@ _PLAN = (
     "tokens/s, MFU, bubble, traffic, and what would help. No GPU, process group or data are needed. "
     "hardware= names the devices. `search` tries every layout of gpus=N devices for the global batch."
 )
-_FLAGS = {
-    "--json": "print one JSON object",
-    "--picture FILE": "draw the pipeline: .svg or .png",
-    "--trace FILE": "write the events for https://ui.perfetto.dev",
-    "--exact": "count the memory in a step of each pipeline rank, without devices: seconds a rank",
-    "--jitter SHARE": "let each action's time vary by this standard deviation",
-    "--top N": "layouts that a search prints (10)",
+_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {  # in --help; for argparse
+    "--json": ("print one JSON object", {"action": "store_true"}),
+    "--picture FILE": ("draw the pipeline: .svg or .png", {"type": Path}),
+    "--trace FILE": ("write the events for https://ui.perfetto.dev", {"type": Path}),
+    "--exact": (
+        "count the memory in a step of each pipeline rank, without devices: seconds a rank",
+        {"action": "store_true"},
+    ),
+    "--jitter SHARE": (
+        "let each action's time vary by this standard deviation",
+        {"type": float, "default": 0.0},
+    ),
+    "--top N": ("layouts that a search prints (10)", {"type": int, "default": 10}),
 }
 
 
 def plan(argv: list[str]) -> int:
     """The exit code: 0; 1 if the run would not fit; 2 for errors in the config."""
     if {"-h", "--help"} & set(argv):
-        print(_help())
+        rows = [f"  {flag:<16}  {meaning}" for flag, (meaning, _) in _FLAGS.items()]
+        example = "example: search experiment=llama3_8b gpus=64 hardware=h100_sxm"
+        print("\n".join([command_help(program(), _PLAN), "", *rows, "", example]))
         return 0
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # the user's models
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--json", action="store_true")
-    own.add_argument("--picture", type=Path)
-    own.add_argument("--trace", type=Path)
-    own.add_argument("--exact", action="store_true")
-    own.add_argument("--jitter", type=float, default=0.0)
-    own.add_argument("--top", type=int, default=10)
-    flags, words = own.parse_known_args(argv)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag, (_, options) in _FLAGS.items():
+        parser.add_argument(flag.partition(" ")[0], **options)
+    flags, words = parser.parse_known_args(argv)
     searching = "search" in words[:1]
     words = words[1:] if searching else words
     gpus, words, problems = _gpus(words, searching)
@@ -161,13 +164,6 @@ def _search(config: Config, words: list[str], gpus: int | None, flags: argparse.
         width = max(60, shutil.get_terminal_size().columns)
         print(search_text(found, flags.top, width))
     return 0 if found.ranked else 1
-
-
-def _help() -> str:
-    text = command_help(program(), _PLAN)
-    rows = [f"  {flag:<16}  {meaning}" for flag, meaning in _FLAGS.items()]
-    example = "example: search experiment=llama3_8b gpus=64 hardware=h100_sxm"
-    return "\n".join([text, "", *rows, "", textwrap.fill(example, 100)])
 
 
 _TIMELINE = (
