@@ -94,9 +94,9 @@ def pictures() -> None:
     """docs/pictures: a plan of each schedule, of the default model with longer sequences."""
     from titanlike.config.parse import parse
     from titanlike.costs.auto_schedule import with_found_order
+    from titanlike.costs.estimate import make_estimate
+    from titanlike.costs.estimate_text import chart_of
     from titanlike.costs.known_hardware import shipped
-    from titanlike.costs.plan import make_plan
-    from titanlike.costs.plan_chart import chart_of
     from titanlike.metrics.chart_picture import draw
     from titanlike.pipeline.schedules import SCHEDULES
 
@@ -112,7 +112,7 @@ def pictures() -> None:
         assert not problems, problems
         with TemporaryDirectory() as found:
             config = dataclasses.replace(config, hardware=device, run_dir=found)
-            plan = make_plan(with_found_order(config), device)
+            plan = make_estimate(with_found_order(config), device)
         draw(chart_of(plan), folder / f"{name}.svg")
 
 

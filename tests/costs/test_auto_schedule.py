@@ -26,8 +26,8 @@ from titanlike.config.schema import (
 )
 from titanlike.costs import advice, auto_schedule, measured
 from titanlike.costs.auto_schedule import find, with_found_order
+from titanlike.costs.estimate import make_estimate
 from titanlike.costs.known_hardware import planned_hardware, shipped
-from titanlike.costs.plan import make_plan
 from titanlike.costs.simulate import in_flight
 from titanlike.driver.tools import plan
 from titanlike.pipeline.from_config import build_order, microbatch_problem
@@ -165,5 +165,5 @@ def test_measured_times_are_those_of_weight_gradients_that_wait(
     config = tiny(
         2, 1, AUTO, run_dir=str(tmp_path), hardware=MeasuredHardware(folder=str(tmp_path))
     )
-    found, plan = find(config), make_plan(with_found_order(config), planned_hardware(config))
+    found, plan = find(config), make_estimate(with_found_order(config), planned_hardware(config))
     assert found.seconds == pytest.approx(plan.simulation.pipeline, rel=0.02)

@@ -10,9 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titanlike.costs.best_split import best_split, cost_of_split
-from titanlike.costs.best_split_search import VPlacementSearch, load_lower_bound
-from titanlike.costs.stage_costs import StageCosts
+from titanlike.costs.best_split import (
+    StageCosts,
+    VPlacementSearch,
+    best_split,
+    cost_of_split,
+    load_lower_bound,
+)
 from titanlike.pipeline.schedules import loop, vee
 
 

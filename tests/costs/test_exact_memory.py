@@ -25,13 +25,12 @@ from titanlike.config.schema import (
     Precision,
     Sgd,
 )
-from titanlike.costs import advice, plan_search
-from titanlike.costs.estimate import estimate
+from titanlike.costs import advice
+from titanlike.costs.estimate import Estimate, estimate, make_estimate
+from titanlike.costs.estimate_text import as_data, as_text
 from titanlike.costs.exact_memory import with_exact_memory
 from titanlike.costs.known_hardware import shipped
-from titanlike.costs.plan import Plan, make_plan
-from titanlike.costs.plan_search import search, search_text
-from titanlike.costs.plan_text import as_data, as_text
+from titanlike.costs.search import search, search_text
 from titanlike.driver.tools import plan as main
 from titanlike.training.draft import draft
 
@@ -78,7 +77,7 @@ def test_what_is_estimated_and_counted_is_what_real_ranks_take(
     how = config.activation_checkpoint
     if isinstance(how, FitActivationCheckpoint):
         assert max(estimated) <= how.memory and max(real) < 1.05 * how.memory
-    plan = with_exact_memory(make_plan(config, shipped("cpu")))
+    plan = with_exact_memory(make_estimate(config, shipped("cpu")))
     if config.ep > 1:
         assert plan.not_counted
         return
@@ -100,12 +99,12 @@ def test_a_rank_takes_less_the_more_tensor_parallel_ranks_there_are(tmp_path: Pa
 def test_a_job_of_many_ranks_needs_none_of_them() -> None:
     """Nor all microbatches, but where memory grows with them."""
     config = small(2, 512, Schedule("1f1b", 4), batch_size=4 * 512, layers=2)
-    plan = with_exact_memory(make_plan(config, shipped("cpu")), [0, 1])
+    plan = with_exact_memory(make_estimate(config, shipped("cpu")), [0, 1])
     assert set(plan.counted) == {0, 1} and not dist.is_initialized()
     assert as_data(plan)["memory_counted"] == [True, True]
     assert plan.counted[0] > plan.counted[1]
     several = small(2, 1, Schedule("gpipe", 16), layers=2)
-    plan = make_plan(several, shipped("cpu"))
+    plan = make_estimate(several, shipped("cpu"))
     counted = with_exact_memory(plan, [0]).counted
     assert counted[0] == pytest.approx(plan.memory_bytes[0], rel=0.1)
 
@@ -119,7 +118,7 @@ def test_a_job_of_many_ranks_needs_none_of_them() -> None:
 )
 def test_what_cannot_be_counted_stays_estimated_with_the_reason(changes: dict, reason: str) -> None:
     config = replace(layout(1, 1, Schedule("1f1b", 2)), **changes)
-    plan = make_plan(config, shipped("cpu"))
+    plan = make_estimate(config, shipped("cpu"))
     counted = with_exact_memory(plan)
     assert counted.memory_bytes == plan.memory_bytes and reason in counted.not_counted
     assert reason in as_text(counted, width=200)
@@ -146,11 +145,11 @@ def test_a_search_leaves_out_what_does_not_fit_when_it_is_counted(
     config = replace(small(1, 2, Schedule("1f1b", 2), layers=2), hardware=shipped("h100_sxm"))
     asked = []
 
-    def counted(plan: Plan, ranks: list[int]) -> Plan:
+    def counted(plan: Estimate, ranks: list[int]) -> Estimate:
         asked.append((plan, ranks))
         return replace(plan, counted={0: 1 << 40}) if len(asked) == 1 else plan
 
-    monkeypatch.setattr(plan_search, "with_exact_memory", counted)
+    monkeypatch.setattr("titanlike.costs.search.with_exact_memory", counted)
     words = [
         "pp=1",
         "dp=2",
@@ -179,4 +178,4 @@ def test_a_shipped_experiment_fits_on_the_gpus_that_it_is_for(words: str) -> Non
     assert checked.config is not None and not checked.problems
     drafted = draft(checked.config)
     assert max(drafted.recomputed.memory, default=0) <= limit
-    assert estimate(checked.config, drafted).memory <= limit
+    assert estimate(checked.config, drafted).fullest <= limit

@@ -13,9 +13,9 @@ from support.models import tiny
 from titanlike.config.hardware import MeasuredHardware
 from titanlike.config.schema import Config
 from titanlike.costs import measured
+from titanlike.costs.estimate import make_estimate
 from titanlike.costs.known_hardware import shipped
 from titanlike.costs.measured import measured_hardware, measured_times
-from titanlike.costs.plan import make_plan
 from titanlike.training.draft import draft
 
 
@@ -60,6 +60,6 @@ def test_units_of_a_rank_with_a_part_of_each_sequence_are_measured(
     """In real processes, a core each."""
     hardware = MeasuredHardware(folder=str(tmp_path))
     config = tiny(1, layers=1, batch_size=4, seq_len=16 * cp, hardware=hardware)
-    plan = make_plan(replace(config, cp=cp, context_parallel=method, tp=tp), shipped("cpu"))
+    plan = make_estimate(replace(config, cp=cp, context_parallel=method, tp=tp), shipped("cpu"))
     assert not plan.times.estimated and plan.step_seconds > 0
     assert len([*(tmp_path / "units").iterdir()]) == 1

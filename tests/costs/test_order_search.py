@@ -15,15 +15,23 @@ import pytest
 from support.cells import GRID, slow
 from support.cost_sets import CostSet, compare, compare_all, known
 from support.message_streams import a_pair, compute, makespan, one_stream
-from titanlike.costs.list_scheduling import Problem, Rule, list_order, wanted
-from titanlike.costs.order_search import Found, best_order, lower_bound, trials_for
+from titanlike.costs.order_search import (
+    Problem,
+    Rule,
+    SearchResult,
+    best_order,
+    list_order,
+    lower_bound,
+    trials_for,
+    wanted,
+)
 from titanlike.costs.simulate import Duration, StageTimes, equal_stages
 from titanlike.pipeline.order import Act, Order
 from titanlike.pipeline.schedules import interleaved_1f1b, loop
 from titanlike.torch_private.pipeline_runtime import _lower
 
 
-def checked(found: Found) -> None:
+def checked(found: SearchResult) -> None:
     """It runs to its end, under NCCL's streams too, and keeps within its memory."""
     order = found.order.check()
     assert found.problem.fits(order)

@@ -12,10 +12,9 @@ from support.commands import command
 from support.plans import planned
 from titanlike.costs.advice import advise
 from titanlike.costs.closed_form import simulated_seconds
+from titanlike.costs.estimate_text import as_text, chart_of
 from titanlike.costs.known_hardware import shipped
-from titanlike.costs.plan_chart import chart_of
-from titanlike.costs.plan_text import as_text
-from titanlike.costs.roofline import Roofline
+from titanlike.costs.unit_times import Roofline
 from titanlike.driver import tools
 from titanlike.metrics.chart import write_trace
 from titanlike.metrics.chart_picture import draw
@@ -158,12 +157,12 @@ def test_a_search_finds_what_planning_each_layout_finds(
     """Of a small space, by planning every layout in full. What all are judged by first is near that."""
     judged = []
     monkeypatch.setattr(
-        "titanlike.costs.plan_search.simulated_seconds",
+        "titanlike.costs.search.simulated_seconds",
         lambda one, hardware: judged.append(one) or simulated_seconds(one, hardware),
     )
     words = [*TINY, "precision=bf16", "fsdp.zero=1", "activation_checkpoint=none", "seq_len=512"]
     words += ["tp=1", "schedule=1f1b"]
-    monkeypatch.setattr("titanlike.costs.plan_search._PROGRESS", -1.0)
+    monkeypatch.setattr("titanlike.costs.search._PROGRESS", -1.0)
     code, text, said = run(capsys, "search", *words, "gpus=2", "--json", "--top", "2")
     assert code == 0 and "2 layouts estimated, now " in said
     first = json.loads(text)["ranked"][0]

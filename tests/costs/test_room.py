@@ -21,8 +21,8 @@ from titanlike.config.groups import (
     ZeroBubbleSchedule,
 )
 from titanlike.config.schema import Config, Custom, Fsdp, Schedule
+from titanlike.costs.advice import memory_warning
 from titanlike.costs.estimate import estimate
-from titanlike.costs.memory_fit import memory_warning
 from titanlike.training.draft import draft
 
 SMALL = [f"model.{key}={value}" for key, value in MODEL.items() if value is not None]
@@ -43,7 +43,7 @@ def warned(*words: str, memory: int) -> tuple[str, list[str]]:
 def test_a_run_that_cannot_fit_is_told_what_does() -> None:
     config = examined(*WORDS, *PIPELINE, "activation_checkpoint=full").config
     assert config is not None
-    needed = estimate(config, draft(config)).memory
+    needed = estimate(config, draft(config)).fullest
     for share in (0.9, 0.45):
         memory = int(share * needed)
         text, overrides = warned(*PIPELINE, memory=memory)
@@ -69,7 +69,7 @@ def test_auto_takes_the_least_traffic_that_fits() -> None:
     assert roomy.zero == 1 and "least traffic" in roomy.why_zero
     assert tight.zero == 2 and "would take about" in tight.why_zero
     assert draft(config, device_memory=lambda: None).zero == 2
-    assert estimate(config, tight).memory == needed
+    assert estimate(config, tight).fullest == needed
 
     config = tiny(1, 2, Schedule("1f1b", 4))
     roomy = draft(config, device_memory=lambda: 2**30)
@@ -87,7 +87,7 @@ def squeezed(schedule: object) -> Config:
     drafted = draft(full, device_memory=lambda: None)
     memory = drafted.memory()
     deferred = max(memory.of_ranks(drafted.recomputed.blocks))
-    together = max(memory.deferring(()).of_ranks(drafted.recomputed.blocks))
+    together = max(memory.with_deferred(()).of_ranks(drafted.recomputed.blocks))
     assert together < deferred
     limit = FitActivationCheckpoint(memory=(deferred + together) // 2)
     return replace(config, activation_checkpoint=limit)
@@ -108,6 +108,6 @@ def test_weight_gradients_wait_only_where_their_queue_fits(
     assert draft(config).deferred == drafted.deferred  # as on a resume
     for stage in stages - drafted.deferred:  # as few as needed
         rank = drafted.order.place[stage]
-        memory = drafted.memory().deferring(drafted.deferred | {stage})
+        memory = drafted.memory().with_deferred(drafted.deferred | {stage})
         assert memory.of_rank(rank, drafted.recomputed.blocks) > config.activation_checkpoint.memory
     assert_proven(config, tmp_path)

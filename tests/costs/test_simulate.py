@@ -7,7 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from support.message_streams import a_pair, makespan, order_of
-from titanlike.costs.overlap import backward_seconds, forward_seconds
+from titanlike.costs.links import backward_seconds, forward_seconds
 from titanlike.costs.simulate import Duration, StageTimes, equal_stages, simulate
 from titanlike.pipeline.schedules import LOOPED, SCHEDULES
 from titanlike.torch_private.pipeline_runtime import _lower

@@ -23,8 +23,7 @@ from titanlike.config.errors import ConfigError
 from titanlike.config.parse import parse
 from titanlike.config.schema import Config
 from titanlike.costs.estimate import estimate
-from titanlike.costs.layouts import SearchSpace
-from titanlike.costs.machine import Machine
+from titanlike.costs.layouts import Machine, SearchSpace
 from titanlike.driver.job import JobRunner, config_problems
 from titanlike.driver.layout_search import filter_layouts, read_space
 from titanlike.driver.sweep_status import read_spec
@@ -192,7 +191,7 @@ def test_a_layout_that_is_another_one_in_other_words_is_run_once():
         "schedule.microbatches=2", "schedule.microbatches=4",
     ]  # fmt: skip
     configs = [composed(words) for words in found.combinations]
-    times = [estimate(config, draft(config)).time for config in configs]
+    times = [estimate(config, draft(config)).step_seconds for config in configs]
     (skipped,) = found.skipped
     assert composed(list(skipped)) == configs[times.index(max(times))]
     search = SearchSpace(schedules=["gpipe", "1f1b"], microbatches=[1])

@@ -170,9 +170,9 @@ def test_the_estimates_and_flops_are_those_of_bf16() -> None:
     bf16, eight = (estimate(c, d) for c, d in zip((config, float8), drafts, strict=True))
     assert drafts[0].flops_per_token == drafts[1].flops_per_token
     # on the CPU it is emulated: operands are cast once more
-    assert bf16.time <= eight.time < 1.05 * bf16.time
+    assert bf16.step_seconds <= eight.step_seconds < 1.05 * bf16.step_seconds
     # operands in float8 are in memory beside those in bf16 while a layer runs
-    assert bf16.memory <= eight.memory < 1.1 * bf16.memory
+    assert bf16.fullest <= eight.fullest < 1.1 * bf16.fullest
 
 
 # --- what a user is told ------------------------------------------------------------------------

@@ -11,12 +11,17 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from support.message_streams import order_of
-from titanlike.costs.best_split import best_split
-from titanlike.costs.list_scheduling import Problem
-from titanlike.costs.order_search import Found, Known, best_known, best_order, lower_bound
+from titanlike.costs.auto_schedule import Placement, best_cut
+from titanlike.costs.best_split import StageCosts, best_split
+from titanlike.costs.order_search import (
+    Baseline,
+    Problem,
+    SearchResult,
+    best_known,
+    best_order,
+    lower_bound,
+)
 from titanlike.costs.simulate import Duration, StageTimes
-from titanlike.costs.split_search import Cut, best_cut
-from titanlike.costs.stage_costs import StageCosts
 from titanlike.pipeline.schedules import LOOPED, SCHEDULES, V_SCHEDULES, loop, one_f_one_b, vee
 
 Split = tuple[int, ...]  # the first unit of each stage
@@ -109,13 +114,13 @@ class CostSet:
 
 
 @cache
-def known(place: tuple[int, ...], pp: int, microbatches: int) -> list[Known]:
+def known(place: tuple[int, ...], pp: int, microbatches: int) -> list[Baseline]:
     """Schedules of a placement."""
     found = []
     for name in SCHEDULES:
         of = vee(pp) if name in V_SCHEDULES else loop(pp, 2 if name in LOOPED else 1)
         if of == place and (order := order_of(name, pp, microbatches)) is not None:
-            found.append(Known(name, order))
+            found.append(Baseline(name, order))
     return found
 
 
@@ -123,8 +128,8 @@ def known(place: tuple[int, ...], pp: int, microbatches: int) -> list[Known]:
 class Compared:
     """One set of costs under one limit of memory."""
 
-    built_in: Found | None  # the fastest of all schedules
-    found: Found | None
+    built_in: SearchResult | None  # the fastest of all schedules
+    found: SearchResult | None
     bound: float  # below which no order of any of the placements can be
 
 
@@ -143,23 +148,27 @@ def compare(costs: CostSet, limit: float, trials: int) -> Compared:
 def compare_all(costs: CostSet, limit: float, trials: int) -> Compared:
     """The best split, placement and order together, against schedules with split=auto."""
 
-    def problem_of(cut: Cut) -> Problem:
+    def problem_of(cut: Placement) -> Problem:
         return costs.problem(cut.place, cut.starts, limit)
 
-    def known_of(problem: Problem) -> list[Known]:
+    def known_of(problem: Problem) -> list[Baseline]:
         return known(problem.place, costs.pp, costs.microbatches)
 
     built_in, cuts = None, []
     for place in costs.places:
-        balanced = Cut(place, costs.balanced(place))
+        balanced = Placement(place, costs.balanced(place))
         problem = problem_of(balanced)
         built_in = _faster(built_in, best_known(problem, known_of(problem)))
-        cuts += [balanced, Cut(place, costs.even(place)), Cut(place, costs.balanced(place, True))]
+        cuts += [
+            balanced,
+            Placement(place, costs.even(place)),
+            Placement(place, costs.balanced(place, True)),
+        ]
     one = best_cut(problem_of, known_of, cuts, len(costs.forward), trials)
     work = sum(costs.forward) + sum(costs.inputs) + sum(costs.weights)
     return Compared(built_in, one and one.found, costs.microbatches * work / costs.pp)
 
 
-def _faster(one: Found | None, other: Found | None) -> Found | None:
+def _faster(one: SearchResult | None, other: SearchResult | None) -> SearchResult | None:
     found = [each for each in (one, other) if each is not None]
     return min(found, key=lambda each: each.seconds, default=None)

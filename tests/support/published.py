@@ -23,11 +23,10 @@ from dataclasses import dataclass, replace
 
 from support.command_lines import examined
 from titanlike.config.hardware import Hardware
+from titanlike.costs.estimate import Estimate, make_estimate
 from titanlike.costs.known_hardware import planned_hardware
-from titanlike.costs.plan import Plan, make_plan
-from titanlike.costs.roofline import Roofline, Seconds
-from titanlike.costs.stage_times import Layout, LayoutTimes, stage_times
-from titanlike.costs.unit_times import UnitTimes, unit_times
+from titanlike.costs.stage_times import LayoutTimes, StageLayout, stage_times
+from titanlike.costs.unit_times import Roofline, Seconds, UnitTimes, unit_times
 from titanlike.training.draft import draft
 
 
@@ -137,14 +136,14 @@ LATER = [
 ]
 
 
-def planned(row: Row, **hardware: float) -> Plan:
+def planned(row: Row, **hardware: float) -> Estimate:
     """hardware: numbers to change."""
     checked = examined(*row.words.split())
     assert checked.config is not None and not checked.problems, checked.problems
     device = replace(planned_hardware(checked.config), **hardware)
     config = replace(checked.config, hardware=device)
     drafted = draft(config)
-    return make_plan(config, device, drafted, times=times_of(row, config, drafted, device))
+    return make_estimate(config, device, drafted, times=times_of(row, config, drafted, device))
 
 
 def times_of(row: Row, config, drafted, device: Hardware) -> LayoutTimes:
@@ -153,7 +152,7 @@ def times_of(row: Row, config, drafted, device: Hardware) -> LayoutTimes:
     if row.scores:
         more = row.scores / (device.memory_bandwidth * device.memory_efficiency)
         units = {n: _unfused(u, more) if n.startswith("layers.") else u for n, u in units.items()}
-    return stage_times(config, Layout.of(config, drafted), device, units)
+    return stage_times(config, StageLayout.of(config, drafted), device, units)
 
 
 def _unfused(times: UnitTimes, seconds: float) -> UnitTimes:
@@ -166,12 +165,12 @@ def _unfused(times: UnitTimes, seconds: float) -> UnitTimes:
     return replace(
         times,
         forward=times.forward + once,
-        again=times.again + once,
+        recompute=times.recompute + once,
         input_gradient=times.input_gradient + back,
     )
 
 
-def predicted(row: Row, plan: Plan) -> float:
+def predicted(row: Row, plan: Estimate) -> float:
     """In the units of what was measured."""
     if row.teraflops:
         assert plan.draft.flops_per_token is not None

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -26,22 +27,21 @@ from titanlike.config.errors import Problem as ConfigProblem
 from titanlike.config.hardware import Hardware
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import AutoSchedule, AutoSplit, Config, PointSplit
-from titanlike.costs.best_split import best_split
-from titanlike.costs.closed_form import UnitTable, rows_of
+from titanlike.costs.best_split import StageCosts, best_split
+from titanlike.costs.closed_form import CostTable, rows_of
+from titanlike.costs.estimate import seconds_of_units
 from titanlike.costs.known_hardware import likely_hardware, planned_hardware
-from titanlike.costs.list_scheduling import Problem
 from titanlike.costs.order_search import (
-    Found,
-    Known,
+    Baseline,
+    Problem,
+    SearchResult,
+    adapted,
     best_known,
     best_order,
     lower_bound,
     trials_for,
 )
-from titanlike.costs.plan import seconds_of_units
-from titanlike.costs.split_search import Cut, FoundCut, best_cut
-from titanlike.costs.stage_costs import StageCosts
-from titanlike.costs.stage_times import Layout, stage_times
+from titanlike.costs.stage_times import stage_times
 from titanlike.costs.unit_costs import CostError
 from titanlike.costs.unit_times import as_measured
 from titanlike.graph.partition import SplitError, partition
@@ -71,7 +71,9 @@ class FoundSchedule:
     stages: Stages
     seconds: float  # of a step, simulated
     bound: float  # below which no order of these stages can be
-    known: Found | None  # the fastest schedule that keeps within the memory, as config.split cuts
+    known: (
+        SearchResult | None
+    )  # the fastest schedule that keeps within the memory, as config.split cuts
 
     @property
     def text(self) -> str:
@@ -150,7 +152,8 @@ class _Search:
             declared_microbatches(schedule) or (derive_microbatches(schedule, config.pp, rows)[0])
         )
         rows = rows_of(config, self.microbatches)
-        self.table = UnitTable(config, self.hardware, rows).recomputing(config)
+        self.table = CostTable(config, self.hardware, rows).with_recompute(config)
+        self.recomputed = self.table.recomputed(config)
         self.deferred = schedule.weight_gradients == "deferred"
         drafted = self.table.draft
         deferred = range(len(drafted.stages)) if self.deferred else ()
@@ -159,7 +162,7 @@ class _Search:
             self.table.times = as_measured(self.table.times, seconds)
         self.limits: dict[str, float] = {}  # bytes that each key allows
         self._bytes: dict[object, tuple[int, int]] = {}
-        self._orders: dict[tuple[int, ...], list[Known]] = {}
+        self._orders: dict[tuple[int, ...], list[Baseline]] = {}
         whole = self._given(loop(config.pp)) or self._given(loop(config.pp), even=True)
         if whole is None:
             raise ValueError(f"schedule=auto: the model has fewer units than pp={config.pp}; pp=1")
@@ -176,7 +179,7 @@ class _Search:
         """Raises ConfigError."""
         cuts, given = [], []
         for place in _placements(self.schedule, self.config.pp):
-            own: list[Cut | None] = [self._given(place)]
+            own: list[Placement | None] = [self._given(place)]
             given += [cut for cut in own if cut is not None]
             if self.schedule.search == "split":  # whose stages are not empty
                 own = [cut for cut in own if cut is not None and len({*cut.starts}) == len(place)]
@@ -194,7 +197,7 @@ class _Search:
             best = best_cut(self.problem, self._known, cuts, len(self.table.units), trials, seed)
         else:
             each = [
-                FoundCut(cut, found)
+                PlacedOrder(cut, found)
                 for cut, problem in zip(cuts, problems, strict=True)
                 if (found := best_order(problem, self._known(problem), trials, seed)) is not None
             ]
@@ -226,12 +229,12 @@ class _Search:
             found.append(ConfigProblem(key, value, reason, f"{key}={fix}"))
         return found
 
-    def names(self, cut: Cut) -> list[list[str]]:
+    def names(self, cut: Placement) -> list[list[str]]:
         """Of the units of each stage."""
         names = [unit.name for unit in self.table.units]
         return [names[a:b] for a, b in pairwise([*cut.starts, len(names)])]
 
-    def _given(self, place: tuple[int, ...], even: bool = False) -> Cut | None:
+    def _given(self, place: tuple[int, ...], even: bool = False) -> Placement | None:
         """As config.split cuts; None where it has another number of stages."""
         split = schema.EvenSplit() if even else self.config.split
         if isinstance(split, AutoSplit):
@@ -241,9 +244,9 @@ class _Search:
         except SplitError:
             return None
         starts = [0, *accumulate(map(len, stages))][:-1]
-        return Cut(place, tuple(starts))
+        return Placement(place, tuple(starts))
 
-    def _balanced(self, place: tuple[int, ...], by_memory: bool = False) -> Cut | None:
+    def _balanced(self, place: tuple[int, ...], by_memory: bool = False) -> Placement | None:
         """With ranks that take the same time, or the same memory, as far as can be."""
         names = [unit.name for unit in self.table.units]
         if by_memory:
@@ -254,26 +257,14 @@ class _Search:
             each = [round(seconds.device * 1e9) for seconds in whole]
         none = np.zeros((len(names) + 1, len(names) + 1), dtype=np.int64)
         starts = best_split(StageCosts(none, each, [1] * len(place)), place).starts
-        return Cut(place, tuple(starts)) if len(names) >= len(place) else None
+        return Placement(place, tuple(starts)) if len(names) >= len(place) else None
 
-    def problem(self, cut: Cut) -> Problem:
+    def problem(self, cut: Placement) -> Problem:
         """What an order of such stages is made for."""
-        config, table, stages = self.config, self.table, self.names(cut)
-        recomputed = [frozenset(name for name in own if self._again(name)) for own in stages]
-        between, numel = [table.message] * (len(stages) - 1), table.memory.unit_parameters()
-        layout = Layout(
-            stages,
-            recomputed,
-            range(len(stages)) if self.deferred else (),
-            cut.place,
-            1,
-            self.microbatches,
-            [sum(numel[name][0] for name in own) for own in stages],
-            [0, *between],
-            [*between, 0],
-            [sum(numel[name][1] for name in own) for own in stages],
-        )
-        times = stage_times(config, layout, self.hardware, table.times).stages
+        table, stages = self.table, self.names(cut)
+        deferred = range(len(stages)) if self.deferred else ()
+        layout = table.layout(stages, self.recomputed, deferred, cut.place, 1, self.microbatches)
+        times = stage_times(self.config, layout, self.hardware, table.times).stages
         held, queued = zip(*(self._held(own) for own in stages), strict=True)
         ahead = self.hardware.runs_ahead
         limit = min(self.limits.values(), default=math.inf)
@@ -286,21 +277,13 @@ class _Search:
         if key not in self._bytes:
             order = Order(((),), (0,), self.microbatches)
             deferred, message = (range(1) if self.deferred else ()), self.table.message * sends
-            memory = self.table.memory.arranged(self.config, order, 1, [names], deferred, message)
-            self._bytes[key] = memory.activations(0, [n for n in names if self._again(n)])
+            memory = self.table.memory.with_layout(
+                self.config, order, 1, [names], deferred, message
+            )
+            self._bytes[key] = memory.activations(0, self.recomputed.intersection(names))
         return self._bytes[key]
 
-    def _again(self, name: str) -> bool:
-        """Whether a unit is recomputed; of `fit`, which asks for the order, none is here."""
-        how, blocks = self.config.activation_checkpoint, self.table.blocks
-        if name not in blocks:
-            return False
-        if isinstance(how, schema.EveryActivationCheckpoint):
-            ordered = [unit.name for unit in self.table.units if unit.block]
-            return ordered.index(name) % how.every == 0
-        return how.name in ("full", "selective")
-
-    def _known(self, problem: Problem) -> list[Known]:
+    def _known(self, problem: Problem) -> list[Baseline]:
         """Schedules of a problem's placement."""
         key = problem.place
         if key in self._orders:
@@ -315,7 +298,7 @@ class _Search:
                 schedule = schema.Schedule(name, m)
             of = vee(pp) if name in V_SCHEDULES else loop(pp, chunks if looped else 1)
             if of == problem.place and microbatch_problem(schedule, pp, m) is None:
-                found.append(Known(name, build_order(schedule, pp, m)))
+                found.append(Baseline(name, build_order(schedule, pp, m)))
         return found
 
 
@@ -331,3 +314,96 @@ def _hardware(config: Config) -> Hardware:
     if config.hardware.name == "none":
         return likely_hardware(config)
     return planned_hardware(config)
+
+
+# --- where stages begin, which rank has them, and in which order they are computed, chosen together ---
+
+
+_CHANGED = 2  # layouts
+
+Starts = tuple[int, ...]  # the first unit of each stage
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A placement, and where its stages begin."""
+
+    place: tuple[int, ...]
+    starts: Starts
+
+
+@dataclass(frozen=True)
+class PlacedOrder:
+    cut: Placement
+    found: SearchResult
+
+
+def best_cut(
+    problem_of: Callable[[Placement], Problem],
+    known_of: Callable[[Problem], Sequence[Baseline]],
+    cuts: Sequence[Placement],
+    units: int,
+    trials: int,
+    seed: int = 0,
+) -> PlacedOrder | None:
+    """The fastest, beginning with `cuts`; None where no order fits. units: of the model."""
+    first = []
+    for cut in cuts:
+        problem = problem_of(cut)
+        found = best_order(problem, known_of(problem), trials // len(cuts), seed)
+        if found is not None:
+            first.append(PlacedOrder(cut, found))
+    if not first:
+        return None
+    first.sort(key=lambda one: one.found.seconds)
+    changed = [
+        _changed(one, problem_of, units, trials, random.Random(seed)) for one in first[:_CHANGED]
+    ]
+    best = min(changed, key=lambda one: one.found.seconds)
+    known = [*known_of(best.found.problem), Baseline("", best.found.order)]
+    found = best_order(best.found.problem, known, trials, seed)
+    if found is not None and found.seconds < best.found.seconds:
+        best = PlacedOrder(best.cut, found)
+    return best
+
+
+def _changed(
+    best: PlacedOrder,
+    problem_of: Callable[[Placement], Problem],
+    units: int,
+    trials: int,
+    draw: random.Random,
+) -> PlacedOrder:
+    """With units moved between stages as long as steps get shorter."""
+    left = trials
+    while left > 0:
+        moves = _moves(best.cut, units)
+        draw.shuffle(moves)
+        for cut in moves:
+            problem = problem_of(cut)
+            if lower_bound(problem) >= best.found.seconds:
+                continue
+            left -= 1
+            found = adapted(problem, best.found.order)
+            if found is not None and found.seconds < best.found.seconds * (1 - 1e-6):
+                best = PlacedOrder(cut, found)
+                break
+            if left <= 0:
+                return best
+        else:
+            return best
+    return best
+
+
+def _moves(cut: Placement, units: int) -> list[Placement]:
+    """Every way to take a unit from a stage and give one to another."""
+    found, stages = [], len(cut.starts)
+    for first in range(1, stages):
+        for last in range(first, stages):
+            for by in (-1, 1):
+                starts = [
+                    at + by if first <= stage <= last else at for stage, at in enumerate(cut.starts)
+                ]
+                if all(a < b for a, b in pairwise([*starts, units])):
+                    found.append(replace(cut, starts=tuple(starts)))
+    return found

@@ -20,16 +20,17 @@ from torch import Tensor
 
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.files import atomic_write_text, read_object
+from titanlike.config.parse import parse
+from titanlike.config.profile import TIMELINE
 from titanlike.config.schema import AutoSplit, Config, EvenSplit
-from titanlike.costs.best_split import CostedSplit, best_split, cost_of_split
-from titanlike.costs.run_costs import seconds_of_units
-from titanlike.costs.stage_costs import StageCosts
+from titanlike.costs.best_split import CostedSplit, StageCosts, best_split, cost_of_split
 from titanlike.costs.unit_costs import CostError, UnitCosts, memory_costs
 from titanlike.device import accelerator
 from titanlike.distributed.mesh import Mesh
 from titanlike.graph.model_graph import ModelGraph
 from titanlike.graph.partition import partition
 from titanlike.graph.unit import Unit
+from titanlike.metrics.timeline_file import Timeline, read_timeline, stage_seconds
 from titanlike.optim.loss import Loss
 from titanlike.pipeline.order import Order
 
@@ -101,7 +102,7 @@ def of_run(config: Config, unit_costs: UnitCosts, units: list[Unit]) -> Sequence
     assert isinstance(config.split, AutoSplit)
     run = config.split.run or ""
     names = [unit.name for unit in units]
-    return seconds_of_units(run, names, unit_costs.flops(), config, unit_costs.microbatch_size)
+    return seconds_of_run(run, names, unit_costs.flops(), config, unit_costs.microbatch_size)
 
 
 def measured_times(config: Config, mesh: Mesh, unit_costs: UnitCosts) -> list[int]:
@@ -136,3 +137,52 @@ def _read_or_measure(config: Config, device: torch.device, unit_costs: UnitCosts
     accelerator.empty_cache()
     atomic_write_text(path, json.dumps({**key, "nanoseconds": times}) + "\n")
     return times
+
+
+# --- what a run's timeline says of the units of a model, in any layout of it ----------------------
+
+
+Seconds = tuple[float, float, float]  # forward, input gradient, weight gradient of a microbatch
+
+
+def run_timeline(run: str) -> Timeline:
+    """Raises CostError where there is none."""
+    path = Path(run) / TIMELINE
+    try:
+        return read_timeline(path)
+    except OSError as error:
+        raise CostError(
+            f"{path} cannot be read: {error.strerror}; timeline=true writes it"
+        ) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise CostError(f"{path} is no timeline: {type(error).__name__} {error}") from None
+
+
+def seconds_of_run(
+    run: str, names: Sequence[str], flops: Sequence[int], config: Config, microbatch: int
+) -> list[Seconds]:
+    """Of each unit in a run of `config`. flops: of each, forward and backward; microbatch: its samples.
+
+    Raises CostError where the run is of another model.
+    """
+    timeline = run_timeline(run)
+    weight = dict(zip(names, flops, strict=True))
+    known = [name for stage in timeline.stages for name in stage]
+    if known != [*names]:
+        other = next((b for a, b in zip(names, known, strict=False) if a != b), "")
+        raise CostError(f"{run} is a run of another model: it has {other or len(known)}")
+    before = parse(timeline.config)[0]
+    scale = microbatch * config.seq_len / (config.cp * config.tp)
+    scale /= timeline.microbatch * before.seq_len / (before.cp * before.tp)
+    found: dict[str, Seconds] = {}
+    for stage, inside in enumerate(timeline.stages):
+        seconds = stage_seconds(timeline, stage)
+        forward, backward = seconds["F"], seconds["B"]
+        if before.activation_checkpoint.name == "full":
+            backward = max(0.0, backward - forward)
+        inputs, weights = seconds["I"] + backward / 2, seconds["W"] + backward / 2
+        total = sum(weight[name] for name in inside)
+        for name in inside:
+            share = scale * (weight[name] / total if total else 1 / len(inside))
+            found[name] = forward * share, inputs * share, weights * share
+    return [found[name] for name in names]

@@ -1,6 +1,6 @@
 """Memory and time of a layout by closed forms, of units that were counted once.
 
-`UnitTable` holds what the units of a model take in microbatches of one size on one number of tensor-
+`CostTable` holds what the units of a model take in microbatches of one size on one number of tensor-
 parallel ranks. A layout of them takes some 2 ms to judge; what comes of it is drafted and simulated.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,12 +16,11 @@ from typing import Any
 from titanlike.config.groups import ActivationCheckpoint, EveryActivationCheckpoint
 from titanlike.config.hardware import Hardware
 from titanlike.config.schema import Config, EvenSplit, PointSplit, Schedule
-from titanlike.costs.plan import agreement
+from titanlike.costs.estimate import agreement
 from titanlike.costs.rank_memory import RankMemory
-from titanlike.costs.roofline import Roofline
 from titanlike.costs.simulate import simulate
-from titanlike.costs.stage_times import Layout, LayoutTimes, stage_times
-from titanlike.costs.unit_times import UnitTimes, unit_times
+from titanlike.costs.stage_times import LayoutTimes, StageLayout, stage_times
+from titanlike.costs.unit_times import Roofline, UnitTimes, unit_times
 from titanlike.distributed.placement import experts_of
 from titanlike.distributed.transform import Transform
 from titanlike.graph.cut import messages
@@ -35,7 +34,7 @@ _MOST_SIZES = 6  # of microbatches, on each number of tensor-parallel ranks
 _ROUNDS = 2  # microbatches a pipeline rank with which an order is as good as any longer one
 
 
-class UnitTable:
+class CostTable:
     """Of a model's units in microbatches of `rows` sequences on `config.tp` ranks."""
 
     def __init__(
@@ -73,12 +72,44 @@ class UnitTable:
     def memory(self) -> RankMemory:
         return self.draft.memory()
 
-    def recomputing(self, config: Config) -> UnitTable:
+    def with_recompute(self, config: Config) -> CostTable:
         """The same, with what `config.activation_checkpoint` keeps and computes again."""
         other = copy.copy(self)
-        other.memory = self.draft.memory().recomputing(config)
+        other.memory = self.draft.memory().with_recompute(config)
         other.times = unit_times(config, self.draft, Roofline.of(config, self._hardware))
         return other
+
+    def recomputed(self, config: Config) -> frozenset[str]:
+        """Names of the blocks that are recomputed; none of `fit`, which depends on the layout."""
+        how, blocks = config.activation_checkpoint, [u.name for u in self.units if u.block]
+        if isinstance(how, EveryActivationCheckpoint):
+            return frozenset(blocks[:: how.every])
+        return frozenset(blocks if how.name in ("full", "selective") else ())
+
+    def layout(
+        self,
+        stages: Sequence[Sequence[str]],
+        recomputed: Collection[str],
+        deferred: Collection[int],
+        place: Sequence[int],
+        zero: int,
+        microbatches: int,
+    ) -> StageLayout:
+        """Of stages of these units; recomputed: names of units."""
+        parameters = self.memory.unit_parameters()
+        messages = [self.message] * (len(stages) - 1)
+        return StageLayout(
+            stages=stages,
+            recomputed=[frozenset(recomputed).intersection(names) for names in stages],
+            deferred=deferred,
+            place=place,
+            zero=zero,
+            microbatches=microbatches,
+            numel=[sum(parameters[name][0] for name in names) for names in stages],
+            received=[0, *messages],
+            sent=[*messages, 0],
+            experts=[sum(parameters[name][1] for name in names) for names in stages],
+        )
 
     def stages(self, count: int, config: Config) -> list[list[str]]:
         if isinstance(config.split, PointSplit):
@@ -89,13 +120,13 @@ class UnitTable:
         return self._stages[count]
 
 
-class UnitTables:
+class CostCache:
     """Of units, by tensor-parallel ranks and sequences of a microbatch: each is counted once."""
 
     def __init__(self, config: Config, hardware: Hardware) -> None:
         self._config, self._hardware = config, hardware
-        self._known: dict[object, UnitTable] = {}
-        self._plain: dict[object, UnitTable] = {}
+        self._known: dict[object, CostTable] = {}
+        self._plain: dict[object, CostTable] = {}
         self._checked: dict[int, Mapping[str, Transform]] = {}
         self._sizes: dict[int, set[int]] = {}
         table = self(config, 1)
@@ -114,7 +145,7 @@ class UnitTables:
         sizes.add(rows)
         return True
 
-    def __call__(self, config: Config, rows: int) -> UnitTable:
+    def __call__(self, config: Config, rows: int) -> CostTable:
         how = config.activation_checkpoint
         saving = tuple(getattr(how, "save", ()))
         key = config.tp, config.ep, rows, saving
@@ -123,18 +154,18 @@ class UnitTables:
             if at not in self._plain:
                 wanted = replace(self._config, tp=config.tp, ep=config.ep)
                 known = self._checked.get(config.tp)
-                self._plain[at] = UnitTable(wanted, self._hardware, rows, known)
+                self._plain[at] = CostTable(wanted, self._hardware, rows, known)
                 self._checked[config.tp] = self._plain[at].draft.transforms
-            self._known[key] = self._plain[at].recomputing(config)
+            self._known[key] = self._plain[at].with_recompute(config)
         return self._known[key]
 
 
 @dataclass(frozen=True)
-class Judged:
+class ScoredLayout:
     """A layout by closed forms."""
 
     config: Config
-    layout: Layout
+    layout: StageLayout
     times: LayoutTimes
     seconds: float  # of a step
     memory: list[int]  # of each pipeline rank
@@ -149,49 +180,31 @@ class Judged:
 
 def judge(
     config: Config,
-    table: UnitTable,
+    table: CostTable,
     hardware: Hardware,
     orders: dict[object, Order],
     microbatches: int,
     zero: int,
-) -> Judged:
+) -> ScoredLayout:
     """As many blocks are recomputed as must be, or as `activation_checkpoint` says."""
     pp, schedule = config.pp, config.schedule
     order = short_order(config, microbatches, orders)
     names = table.stages(stage_count(schedule, pp, microbatches), config)
     waits = order.splits_backward and defers_weight_gradients(schedule)
     deferred = range(order.stages) if waits else ()
-    how = config.activation_checkpoint
     muon = config.optimizer.name == "muon"
     blocks = [[name for name in stage if name in table.blocks] for stage in names]
-    memory = table.memory.arranged(config, order, zero, names, deferred, table.message, muon)
-    if how.name == "fit":
+    memory = table.memory.with_layout(config, order, zero, names, deferred, table.message, muon)
+    if config.activation_checkpoint.name == "fit":
         recomputed, found = _as_must_be(memory, blocks, order, hardware.usable)
     else:
-        recomputed = [[] for _ in names]
-        if how.name in ("full", "selective"):
-            recomputed = blocks
-        elif isinstance(how, EveryActivationCheckpoint):
-            every = {name for at, name in enumerate(sum(blocks, [])) if at % how.every == 0}
-            recomputed = [[name for name in stage if name in every] for stage in blocks]
+        chosen = table.recomputed(config)
+        recomputed = [[name for name in stage if name in chosen] for stage in blocks]
         found = memory.of_ranks(recomputed)
-    numel = table.memory.unit_parameters()
-    count = len(names)
-    layout = Layout(
-        names,
-        [frozenset(own) for own in recomputed],
-        deferred,
-        order.place,
-        zero,
-        microbatches,
-        [sum(numel[name][0] for name in own) for own in names],
-        [0, *([table.message] * (count - 1))],
-        [*([table.message] * (count - 1)), 0],
-        [sum(numel[name][1] for name in own) for own in names],
-    )
+    layout = table.layout(names, sum(recomputed, []), deferred, order.place, zero, microbatches)
     each = stage_times(config, layout, hardware, table.times)
     seconds, parts = step_seconds(order, each, microbatches, config, hardware)
-    return Judged(config, layout, each, seconds, found, order, parts, table.draft.transforms)
+    return ScoredLayout(config, layout, each, seconds, found, order, parts, table.draft.transforms)
 
 
 def _as_must_be(
@@ -272,7 +285,7 @@ _PERIODIC = (
 )
 
 
-def simulated_seconds(judged: Judged, hardware: Hardware) -> float:
+def simulated_seconds(judged: ScoredLayout, hardware: Hardware) -> float:
     """Of a step: that of the short order is simulated, and what it lacks goes on at its pace."""
     order, config = judged.order, judged.config
     simulation = simulate(

@@ -17,7 +17,7 @@ from torch import nn
 
 from titanlike.config.errors import ConfigError
 from titanlike.config.schema import Config
-from titanlike.costs.plan import Plan
+from titanlike.costs.estimate import Estimate
 from titanlike.data.example_batch import example_batch
 from titanlike.data.sources import Batch
 from titanlike.distributed.mesh import Mesh, lay_mesh
@@ -35,7 +35,7 @@ from titanlike.training.step import drop_gradients, optimizer_step
 _CPU = torch.device("cpu")
 
 
-def with_exact_memory(plan: Plan, ranks: Sequence[int] | None = None) -> Plan:
+def with_exact_memory(plan: Estimate, ranks: Sequence[int] | None = None) -> Estimate:
     """The plan with what the first rank of each pipeline rank takes: the bytes of its live storages at
     the most over a step.
 
@@ -61,7 +61,7 @@ def with_exact_memory(plan: Plan, ranks: Sequence[int] | None = None) -> Plan:
     return replace(plan, counted=counted)
 
 
-def _shortened(plan: Plan) -> Config:
+def _shortened(plan: Estimate) -> Config:
     """The config with fewer microbatches, where the same memory is estimated with them."""
     config, drafted, room = plan.config, plan.draft, plan.hardware.usable
     if config.schedule.name not in SCHEDULES or plan.memory_unknown:

@@ -12,7 +12,7 @@ from titanlike.config.hardware import Hardware, RunHardware
 from titanlike.config.parse import parse
 from titanlike.config.program import conf_dir
 from titanlike.config.schema import Config
-from titanlike.costs.run_costs import run_timeline
+from titanlike.costs.auto_split import run_timeline
 from titanlike.costs.unit_costs import CostError
 from titanlike.device import accelerator
 from titanlike.device.choose import first_device

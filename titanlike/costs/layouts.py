@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.keys import Bytes
 from titanlike.config.overrides import key_of
 from titanlike.config.schema import Config, CsvSchedule, LoopedSchedule
-from titanlike.costs.tensor_sizes import TensorSizes
+from titanlike.config.validate import MAX_TENSOR_RANKS
+from titanlike.device import accelerator
+from titanlike.device.memory import free_memory, resident_memory
+from titanlike.distributed.sharding import state_bytes
+from titanlike.launch.environment import available_cores
+from titanlike.models.registry import build_model, resolve_model
+from titanlike.parallel.tp.collectives import TensorRanks
+from titanlike.parallel.tp.plan import tensor_plan, written_plan
+from titanlike.parallel.tp.styles import divide
 from titanlike.pipeline.from_config import derive_microbatches, microbatch_problem
 from titanlike.pipeline.schedules import SCHEDULES
 
@@ -133,3 +146,98 @@ def _microbatches(config: Config, space: SearchSpace) -> list[int]:
     return sorted(
         n for n in set(wanted) if batch % n == 0 and microbatch_problem(schedule, pp, n) is None
     )
+
+
+# --- how many tensor-parallel ranks a search tries ------------------------------------------------
+
+
+TensorSizes = Callable[[Config], Mapping[int, str]]  # tp -> why it cannot be, or ""
+
+
+def tensor_sizes(config: Config, ranks: int, machine: int) -> dict[int, str]:
+    """Each tp that divides `ranks` -> why it cannot be, or ""; 1 alone for a model without a plan.
+
+    machine: ranks of one. Raises ConfigError where the plan in the config is wrong.
+    """
+    found = {1: ""}
+    resolved = resolve_model(config)
+    for tp in range(2, min(ranks, MAX_TENSOR_RANKS) + 1):
+        if ranks % tp:
+            continue
+        divided = replace(config, tp=tp)
+        model = build_model(resolved)
+        try:
+            modules = tensor_plan(divided, model)
+        except ConfigError:
+            if written_plan(config) is not None:
+                raise
+            return {1: ""}
+        if machine % tp:
+            found[tp] = f"tp={tp}: activations of every layer would go over the network: a machine"
+            found[tp] += f" has {machine} ranks"
+            continue
+        try:
+            divide(model, modules, TensorRanks(tp, 0), whole_logits=False)
+            found[tp] = ""
+        except ConfigError as error:
+            found[tp] = str(error.problems[0])
+    return found
+
+
+def least_memory(config: Config, parameters: int) -> int:
+    """Bytes that the ranks need on average, by the model's number of parameters alone: as if
+    Muon updated all, if it is the optimizer."""
+    zero = 3 if config.fsdp.zero == "auto" else config.fsdp.zero
+    return int(parameters * state_bytes(config, zero, True) / config.model_ranks)
+
+
+# --- the machine that layouts are searched for ----------------------------------------------------
+
+
+_USUAL_GPUS = 8  # of a machine
+_LIBRARIES = 64 << 20  # bytes that libraries allocate in a CPU rank once it trains
+
+
+@dataclass(frozen=True)
+class Machine:
+    ranks: int
+    memory: int | None  # bytes that training may take on each; None = unknown
+    together: int | None = None  # ranks of one machine; None = all
+
+
+def find_machine(
+    config: Config, ranks: int | None, memory: int | None, started: int | None
+) -> Machine:
+    """The given ranks and memory, or else what was started, or what this machine has.
+
+    started: ranks that torchrun or srun started, or None. Raises ConfigError for more ranks than GPUs.
+    """
+    gpus = accelerator.count() if config.device != "cpu" else 0
+    ranks = ranks or started or gpus or available_cores()
+    if gpus and ranks > gpus and started is None and config.sweep.submit is None:
+        reason = f"there are {gpus} GPUs on this machine"
+        fix = f"hydra.sweeper.ranks={gpus}, or device=cpu"
+        raise ConfigError([Problem("hydra.sweeper.ranks", ranks, reason, fix)])
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if started else ranks
+    together = here
+    if config.sweep.submit is not None:  # to machines like this one, if it has GPUs
+        together = min(ranks, gpus or _USUAL_GPUS)
+    if memory is None:
+        memory = free_memory() if gpus else _free_on_cpu(here)
+    return Machine(ranks, memory, together)
+
+
+def _free_on_cpu(ranks: int) -> int | None:
+    """A rank's share of the free memory, less what a process takes before it trains."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(x.split()[1]) << 10 for x in lines if x.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return None
+    try:  # the container's limit
+        group = Path("/sys/fs/cgroup")
+        most, used = ((group / f"memory.{name}").read_text() for name in ("max", "current"))
+        free = min(free, int(most) - int(used))
+    except (OSError, ValueError):
+        pass  # no limit
+    return max(0, free // ranks - resident_memory(torch.device("cpu")) - _LIBRARIES)

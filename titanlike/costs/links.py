@@ -7,6 +7,7 @@ To add an axis, name it in `axes`, or in `_place` if it is a part of one.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from titanlike.config.hardware import Hardware
@@ -103,3 +104,39 @@ def message(config: Config, hardware: Hardware) -> tuple[float, float]:
     bandwidth = hardware.node_bandwidth if inside else hardware.network_bandwidth
     latency = hardware.node_latency if inside else hardware.network_latency
     return bandwidth * hardware.link_efficiency, latency
+
+
+# --- how long a stage's forward or backward takes where FSDP gathers and reduces its units meanwhile ---
+
+
+def forward_seconds(units: Sequence[float], gathers: Sequence[float]) -> float:
+    """units, gathers: seconds of each unit, in the order in which they run; no gathers = none."""
+    if not any(gathers):
+        return sum(units)
+    end, link, ready = 0.0, gathers[0], 0.0
+    for at, seconds in enumerate(units):
+        start = max(end, ready)
+        if at + 1 < len(units):
+            link = max(link, start) + gathers[at + 1]
+            ready = link
+        end = start + seconds
+    return max(end, link)
+
+
+def backward_seconds(
+    units: Sequence[float], gathers: Sequence[float], reductions: Sequence[float]
+) -> float:
+    """As `forward_seconds`, in the order of the backward. It ends when all is reduced."""
+    if not any(gathers) and not any(reductions):
+        return sum(units)
+    end, ready = 0.0, 0.0
+    link = gathers[0] if gathers else 0.0
+    for at, seconds in enumerate(units):
+        start = max(end, ready)
+        if gathers and at + 1 < len(units):
+            link = max(link, start) + gathers[at + 1]
+            ready = link
+        end = start + seconds
+        if reductions:
+            link = max(link, end) + reductions[at]
+    return max(end, link)

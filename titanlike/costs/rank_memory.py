@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple
 
@@ -24,7 +24,6 @@ import numpy as np
 from torch import Tensor, nn
 
 from titanlike.config.schema import Config, Muon, TraceSplit
-from titanlike.costs.rank_steps import KnownKinds, steps
 from titanlike.costs.unit_costs import CostError, UnitCosts, UnitPeak
 from titanlike.distributed.placement import experts_of
 from titanlike.distributed.sharding import StateBytes, compute_dtype
@@ -36,7 +35,7 @@ from titanlike.pipeline.order import Act, Order
 
 _REDUCED = 4  # bytes of a gradient in a message that reduces it: fp32
 
-# Muon's copies of its matrices at an update: each is sent, received, and sent and received again
+# Muon's copies of its matrices at an update: each is sent, received, and sent and received recompute
 _UPDATE = 5
 
 # What a stage was sent is under way before it is used, and what it sends back after that
@@ -84,7 +83,7 @@ class MemoryParts:
         return MemoryParts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
-class Moment(NamedTuple):
+class MemorySample(NamedTuple):
     """Memory of a rank during an action (None = the update), and when it is done."""
 
     act: Act | None
@@ -189,7 +188,7 @@ class RankMemory:
         self._update = self._computing * _UPDATE * max(by_muon) // shards if shards > 1 else 0
         self._known: dict[tuple[int, bool, frozenset[str]], dict[str, _Change]] = {}
 
-    def arranged(
+    def with_layout(
         self,
         config: Config,
         order: Order,
@@ -212,7 +211,7 @@ class RankMemory:
         other._sent = [*([message] * (len(stages) - 1)), 0]
         return other
 
-    def recomputing(self, config: Config) -> RankMemory:
+    def with_recompute(self, config: Config) -> RankMemory:
         """The same, where blocks are recomputed as another config says."""
         other = copy.copy(self)
         other._units = functools.cache(functools.partial(self._count_units, config))
@@ -228,7 +227,7 @@ class RankMemory:
         changes = self._changes(stage, frozenset(recomputed))
         return changes["F"].after, -changes["W"].after
 
-    def deferring(self, stages: Collection[int]) -> RankMemory:
+    def with_deferred(self, stages: Collection[int]) -> RankMemory:
         """The same, where the weight gradients of these stages wait."""
         other = copy.copy(self)
         other._deferred = frozenset(stages)
@@ -247,7 +246,9 @@ class RankMemory:
         then = base + np.cumsum(after)
         return int(max(base, (then - after + most).max(), then[-1] + self._update))
 
-    def moments(self, rank: int, recomputed: Sequence[Collection[str]]) -> list[Moment]:
+    def memory_timeline(
+        self, rank: int, recomputed: Sequence[Collection[str]]
+    ) -> list[MemorySample]:
         """What is in memory during each action of a rank, and in the update; arguments as `of_rank`."""
         kept, sent = self._base(rank)
         weights = int(sum(self._state.weights * self._parameters[s] for s in self._local(rank)))
@@ -261,8 +262,8 @@ class RankMemory:
             if (act.stage, kind) not in known:
                 known |= {(act.stage, name): own for name, own in _parts(changes).items()}
             parts = parts.add(known[act.stage, kind])
-            found.append(Moment(act, at_most if change.most > change.after else parts, parts))
-        found.append(Moment(None, replace(parts, temporary=self._update), parts))
+            found.append(MemorySample(act, at_most if change.most > change.after else parts, parts))
+        found.append(MemorySample(None, replace(parts, temporary=self._update), parts))
         return found
 
     def _in_shards(self, numel: int, experts: int) -> int:
@@ -302,15 +303,15 @@ class RankMemory:
         rows = zip(own, experts, saved, kept, queued, peaks, strict=True)
         return dict(zip(names, (_Unit(*row) for row in rows), strict=True))
 
-    def _changes(self, stage: int, again: frozenset[str]) -> dict[str, _Change]:
-        """Of a stage's actions by their kind; again: names of the units that are recomputed."""
+    def _changes(self, stage: int, recompute: frozenset[str]) -> dict[str, _Change]:
+        """Of a stage's actions by their kind; recompute: names of the units that are recomputed."""
         deferred = stage in self._deferred
-        key = stage, deferred, again
+        key = stage, deferred, recompute
         if key in self._known:
             return self._known[key]
         units = [self._units(deferred)[name] for name in self._stages[stage]]
         runs = [
-            (unit, name in again) for unit, name in zip(units, self._stages[stage], strict=True)
+            (unit, name in recompute) for unit, name in zip(units, self._stages[stage], strict=True)
         ]
         first, later = self._backward(runs, stage, True), self._backward(runs, stage, False)
         numel, state = self._parameters[stage], self._state
@@ -351,9 +352,9 @@ class RankMemory:
     def _forward(self, runs: Sequence[tuple[_Unit, bool]], stage: int) -> _Change:
         now = most = 0
         held = self._held(runs[0][0]) if runs else 0
-        for unit, again in runs:
+        for unit, recompute in runs:
             most = max(most, now + unit.peak.forward + 2 * self._gathered(unit) + held)
-            now += unit.kept if again else unit.saved
+            now += unit.kept if recompute else unit.saved
         now += self._sent[stage]
         return _Change(max(most, now), now)
 
@@ -364,11 +365,11 @@ class RankMemory:
         now = most = 0  # beyond the begin
         held = self._held(runs[0][0]) if runs else 0
         for at in range(len(runs) - 1, -1, -1):
-            unit, again = runs[at]
+            unit, recompute = runs[at]
             before = runs[at - 1][0] if at else _Unit()  # whose backward comes next
-            now -= unit.kept if again else unit.saved
+            now -= unit.kept if recompute else unit.saved
             running = unit.peak.first if anew else unit.peak.later
-            if again:
+            if recompute:
                 running = max(running, unit.peak.forward)
             gathered = self._gathered(unit) + self._gathered(before)
             most = max(most, now + running + gathered + held)
@@ -381,3 +382,49 @@ class RankMemory:
             now += unit.queued + (int(state.gradient * numel) if first else 0)
         now -= self._sent[stage]
         return _Change(most, now)
+
+
+# --- what a pipeline rank does in a step, as far as it changes its memory -------------------------
+
+
+Kinds = tuple[list[tuple[int, str]], np.ndarray]
+
+
+def steps(order: Order, rank: int) -> Iterator[tuple[Act, str]]:
+    """Each action of a rank, with its kind. The gathers before a stage's first action and the reductions
+    behind its last are of the same action."""
+    left = dict.fromkeys(order.local(rank), order.microbatches)
+    forwards: set[int] = set()
+    backwards: set[int] = set()
+    for act in order.ranks[rank]:
+        kind, stage, _ = act
+        if kind == "F" and stage not in forwards:
+            forwards.add(stage)
+            yield act, "gather"
+        elif kind in "BI" and stage not in backwards:
+            backwards.add(stage)
+            kind = "first " + kind
+        yield act, kind
+        if act.kind in "BW":
+            left[stage] -= 1
+            if left[stage] == 0:
+                yield act, "reduce"
+
+
+class KnownKinds:
+    """Of ranks of orders, each walked once: a search asks for the same again and again."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], tuple[Order, Kinds]] = {}
+
+    def __call__(self, order: Order, rank: int) -> Kinds:
+        """(stages and kinds of the steps, each once; which of these each step is)."""
+        key = id(order), rank
+        if key not in self._known:
+            index: dict[tuple[int, str], int] = {}
+            at = [
+                index.setdefault((act.stage, kind), len(index)) for act, kind in steps(order, rank)
+            ]
+            # with the order, so that no later one has its id
+            self._known[key] = order, ([*index], np.array(at, dtype=np.int64))
+        return self._known[key][1]

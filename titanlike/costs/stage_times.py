@@ -13,17 +13,18 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch import nn
+
 from titanlike.config.hardware import Hardware
-from titanlike.config.schema import Config
+from titanlike.config.schema import AdamW, Config, Muon, Sgd
 from titanlike.costs import links
-from titanlike.costs.overlap import backward_seconds, forward_seconds
-from titanlike.costs.roofline import Roofline
+from titanlike.costs.links import backward_seconds, forward_seconds
 from titanlike.costs.simulate import Duration, StageTimes
 from titanlike.costs.unit_costs import CostError
-from titanlike.costs.unit_times import UnitTimes, as_measured, guessed_times, unit_times
-from titanlike.costs.update import orthogonalization, update_seconds
+from titanlike.costs.unit_times import Roofline, UnitTimes, as_measured, guessed_times, unit_times
 from titanlike.distributed.sharding import StateBytes, compute_dtype
 from titanlike.graph.cut import messages
+from titanlike.optim.muon import hidden_matrices
 from titanlike.training.draft import Draft
 
 
@@ -54,7 +55,7 @@ class LayoutTimes:
 
 
 @dataclass(frozen=True)
-class Layout:
+class StageLayout:
     """What of a draft decides how long its stages take."""
 
     stages: Sequence[Sequence[str]]  # names of their units
@@ -70,22 +71,24 @@ class Layout:
     orthogonalized: Sequence[float] = ()  # FLOPs of Muon's updates, of each stage
 
     @classmethod
-    def of(cls, config: Config, draft: Draft) -> Layout:
+    def of(cls, config: Config, draft: Draft) -> StageLayout:
         graphs = draft.model_graph.graphs(draft.model_graph.fields, True)
         numel = draft.memory().unit_parameters()
         sizes = [[sum(t.nbytes for t in flow) for flow in messages(graph)] for graph in graphs]
         return cls(
-            draft.stages,
-            draft.recomputed.blocks,
-            draft.deferred,
-            draft.order.place,
-            draft.zero,
-            draft.microbatches,
-            [draft.stage_numel(stage) for stage in range(draft.order.stages)],
-            [0, *(received for received, _ in sizes[1:])],
-            [*(sent for _, sent in sizes[:-1]), 0],
-            [sum(numel[name][1] for name in names) for names in draft.stages],
-            orthogonalization(config, draft.model_graph.model, draft.stage_parameters),
+            stages=draft.stages,
+            recomputed=draft.recomputed.blocks,
+            deferred=draft.deferred,
+            place=draft.order.place,
+            zero=draft.zero,
+            microbatches=draft.microbatches,
+            numel=[draft.stage_numel(stage) for stage in range(draft.order.stages)],
+            received=[0, *(received for received, _ in sizes[1:])],
+            sent=[*(sent for _, sent in sizes[:-1]), 0],
+            experts=[sum(numel[name][1] for name in names) for names in draft.stages],
+            orthogonalized=orthogonalization(
+                config, draft.model_graph.model, draft.stage_parameters
+            ),
         )
 
 
@@ -102,12 +105,12 @@ def layout_times(
         units = units if measured is None else as_measured(units, measured)
     except CostError as error:
         units, estimated = guessed_times(config, draft, roofline), str(error)
-    return stage_times(config, Layout.of(config, draft), hardware, units, estimated)
+    return stage_times(config, StageLayout.of(config, draft), hardware, units, estimated)
 
 
 def stage_times(
     config: Config,
-    layout: Layout,
+    layout: StageLayout,
     hardware: Hardware,
     units: Mapping[str, UnitTimes],
     estimated: str = "",
@@ -128,7 +131,7 @@ def _parts(own: Sequence[tuple[UnitTimes, bool]]) -> dict[str, float]:
     """Seconds of a microbatch by what they are, forward and backward."""
     both = [u.forward + u.input_gradient + u.weight_gradient for u, _ in own]
     products, device = sum(b.products for b in both), sum(b.device for b in both)
-    again = sum(u.again.device + u.exchanged_again for u, recomputed in own if recomputed)
+    recompute = sum(u.recompute.device + u.exchanged_again for u, recomputed in own if recomputed)
     exchanged: Counter[str] = Counter()
     for unit, _ in own:
         exchanged.update(unit.waits_forward)
@@ -136,7 +139,7 @@ def _parts(own: Sequence[tuple[UnitTimes, bool]]) -> dict[str, float]:
     return {
         "matrix products": products,
         "other operators": device - products,
-        "recomputation": again,
+        "recomputation": recompute,
         **{f"{axis} exchanges": seconds for axis, seconds in exchanged.items()},
     }
 
@@ -144,7 +147,7 @@ def _parts(own: Sequence[tuple[UnitTimes, bool]]) -> dict[str, float]:
 class _Shape:
     """What is common to the stages of a layout."""
 
-    def __init__(self, config: Config, layout: Layout, hardware: Hardware) -> None:
+    def __init__(self, config: Config, layout: StageLayout, hardware: Hardware) -> None:
         self.config, self.layout, self.hardware = config, layout, hardware
         self.state = StateBytes.of(config, layout.zero)
         self.bandwidth, self.latency = links.message(config, hardware)
@@ -173,10 +176,12 @@ class _Shape:
                 found += self.replicas.all_reduce(4 * size / shard.size, count)
         return found
 
-    def duration(self, seconds: float, launches: float, again: float, waiting: float) -> Duration:
+    def duration(
+        self, seconds: float, launches: float, recompute: float, waiting: float
+    ) -> Duration:
         device = self.hardware
         host = launches * device.host_seconds + device.action_seconds
-        return Duration(seconds, host, again, waiting)
+        return Duration(seconds, host, recompute, waiting)
 
     def orthogonalized(self, stage: int) -> float:
         flops = self.layout.orthogonalized
@@ -198,16 +203,16 @@ class _Shape:
             for u, _ in own
         ]
         forward = [u.forward.device + u.exchanged_forward for u, _ in own]
-        again = [u.again.device + u.exchanged_again if on else 0.0 for u, on in own]
+        recompute = [u.recompute.device + u.exchanged_again if on else 0.0 for u, on in own]
         deferred = stage in layout.deferred
         weights = [u.weight_gradient.device for u, _ in own]
         inputs = [u.input_gradient.device + u.exchanged_backward for u, _ in own]
-        whole = [a + b + c for a, b, c in zip(again, inputs, weights, strict=True)]
-        halves = [a + b for a, b in zip(again, inputs, strict=True)] if deferred else whole
+        whole = [a + b + c for a, b, c in zip(recompute, inputs, weights, strict=True)]
+        halves = [a + b for a, b in zip(recompute, inputs, strict=True)] if deferred else whole
         exchanged = sum(u.exchanged_forward for u, _ in own)
         launched = [
-            sum(getattr(u, part).launches for u, on in own if on or part != "again")
-            for part in ("forward", "again", "input_gradient", "weight_gradient")
+            sum(getattr(u, part).launches for u, on in own if on or part != "recompute")
+            for part in ("forward", "recompute", "input_gradient", "weight_gradient")
         ]
         if self.hardware.runs_ahead:
             all_forward = forward_seconds(forward, gathers)
@@ -215,7 +220,7 @@ class _Shape:
         else:  # a core that computes sends, too
             all_forward = sum(forward) + sum(gathers)
             all_backward = sum(whole) + sum(gathers) + sum(reduced)
-        repeated, sent_back = sum(again), sum(u.exchanged_backward for u, _ in own)
+        repeated, sent_back = sum(recompute), sum(u.exchanged_backward for u, _ in own)
         waiting = all_backward - sum(whole) + sent_back
         times = StageTimes(
             forward=self.duration(
@@ -273,3 +278,47 @@ class _Shape:
         if stage + 1 < len(place) and place[stage + 1] != place[stage]:
             sent += layout.sent[stage]
         return sent
+
+
+# --- how long the optimizer's update takes --------------------------------------------------------
+
+
+_CLIP = 12  # bytes a parameter: the norm reads gradients, clipping reads and writes them
+
+
+def update_seconds(config: Config, numel: float, flops: float, hardware: Hardware) -> float:
+    """numel: parameters that a rank updates; flops: see `orthogonalization`."""
+    optimizer = config.optimizer
+    match optimizer:
+        case Sgd(momentum=momentum):
+            touched = 12 + (8 if momentum > 0 else 0)
+        case AdamW(state_dtype="bf16"):
+            touched = 20
+        case _:
+            touched = 28
+    touched += _CLIP if getattr(optimizer, "clip", None) is not None else 4
+    seconds = numel * touched / (hardware.memory_bandwidth * hardware.memory_efficiency)
+    if config.fsdp.cpu_offload:  # gradients to the host, parameters back; its memory is slower
+        seconds = numel * (8 + touched) / hardware.host_bandwidth
+    return seconds + flops / (hardware.bf16_flops * hardware.matmul_efficiency)
+
+
+def orthogonalization(
+    config: Config, model: nn.Module, stages: Sequence[Mapping[str, int]]
+) -> list[float]:
+    """FLOPs of Muon's Newton-Schulz iterations (optim/orthogonalize.py) on each stage's matrices.
+
+    stages: of each the names of its parameters.
+    """
+    found = [0.0] * len(stages)
+    if not isinstance(config.optimizer, Muon):
+        return found
+    hidden = hidden_matrices(model, config.optimizer)
+    for stage, names in enumerate(stages):
+        for name in hidden & names.keys():
+            *_, rows, columns = model.get_parameter(name).shape
+            small, large = sorted((rows, columns))
+            # x x^T, its square, and their product with x
+            each = 4 * small * small * large + 2 * small**3
+            found[stage] += config.optimizer.ns_steps * each
+    return found

@@ -3,7 +3,7 @@
 A unit's cost includes the operations between it and its neighbours (a residual, a product with a
 weight) that a stage would run which begins or ends there; the last unit's includes the loss. Equal
 calls (modules of one class with equal settings, on tensors of equal shapes) are evaluated once, see
-`graph/node_cost.py`.
+`graph/node_costs.py`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,17 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.config.schema import Config, Muon
-from titanlike.costs import node_cost
-from titanlike.costs.node_memory import NodePeak, peak_bytes
-from titanlike.costs.node_operators import Exchanges, NodeOperators, node_operators
-from titanlike.costs.node_times import Times, node_times
-from titanlike.costs.stage_costs import StageCosts
+from titanlike.costs import node_costs
+from titanlike.costs.best_split import StageCosts
+from titanlike.costs.node_costs import (
+    Exchanges,
+    NodeOperators,
+    NodePeak,
+    Times,
+    node_operators,
+    node_times,
+    peak_bytes,
+)
 from titanlike.distributed.collectives import Peers
 from titanlike.distributed.sharding import state_bytes
 from titanlike.graph.cut import cut, unit_starts
@@ -77,7 +83,7 @@ def _unit_peak(nodes: Sequence[_NodeMemory]) -> UnitPeak:
 
 @contextmanager
 def _deferring(module: nn.Module) -> Iterator[None]:
-    deferred = DeferredWeightGradients(module, node_cost.META)
+    deferred = DeferredWeightGradients(module, node_costs.META)
     try:
         yield
         deferred.take()
@@ -92,7 +98,7 @@ def _together(_: nn.Module) -> Iterator[Callable[[], object]]:
 
 @contextmanager
 def _waiting(module: nn.Module) -> Iterator[Callable[[], object]]:
-    deferred = DeferredWeightGradients(module, node_cost.META)
+    deferred = DeferredWeightGradients(module, node_costs.META)
     try:
         yield lambda: deferred.take()()
     finally:
@@ -150,14 +156,14 @@ class UnitCosts:
 
     def flops(self) -> list[int]:
         """FLOPs of each unit, forward and backward of a microbatch. Raises CostError."""
-        return self._sums(lambda node: node_cost.flops(node, self.model))
+        return self._sums(lambda node: node_costs.flops(node, self.model))
 
     def saved_bytes(self) -> list[int]:
         """Bytes of each unit that a microbatch saves for the backward. Raises CostError."""
         return [sum(calls) for calls in self._saved()]
 
     def _saved(self) -> list[list[int]]:
-        return self._once("saved", lambda node: node_cost.saved_bytes(node, self.model), 0)
+        return self._once("saved", lambda node: node_costs.saved_bytes(node, self.model), 0)
 
     def recomputed_bytes(self, save: Sequence[str]) -> list[int]:
         """As `saved_bytes`, where a unit is recomputed but for the results of the operators `save`.
@@ -165,8 +171,8 @@ class UnitCosts:
 
         def kept(node: Node) -> int:
             if node.kind == "unit":
-                return node_cost.recomputed_bytes(node, self.model, save)
-            return node_cost.saved_bytes(node, self.model)
+                return node_costs.recomputed_bytes(node, self.model, save)
+            return node_costs.saved_bytes(node, self.model)
 
         return self._sums(kept)
 
@@ -175,7 +181,7 @@ class UnitCosts:
         blocks that are. Raises CostError."""
 
         def queued(node: Node) -> int:
-            return node_cost.queued_bytes(node, self.model, compiled)
+            return node_costs.queued_bytes(node, self.model, compiled)
 
         return [sum(calls) for calls in self._once(("queued", compiled), queued, 0)]
 
@@ -223,7 +229,7 @@ class UnitCosts:
 
         def measured(node: Node) -> Times:
             between = node.kind == "function" and node is not self._end
-            if between and node_cost.flops(node, self.model) == 0:
+            if between and node_costs.flops(node, self.model) == 0:
                 return 0.0, 0.0, 0.0
             return node_times(
                 node, self.model, device, _waiting if deferred else _together, repeats

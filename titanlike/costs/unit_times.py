@@ -10,19 +10,132 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 from titanlike.config.hardware import Hardware
-from titanlike.config.schema import Config
+from titanlike.config.schema import Config, Float8Precision
 from titanlike.costs import links
-from titanlike.costs.node_operators import Exchanges, NodeOperators, Operator
-from titanlike.costs.roofline import Roofline, Seconds
+from titanlike.costs.node_costs import ATTENTION, Exchanges, NodeOperators, Operator, Operators
 from titanlike.costs.unit_costs import CostError
 from titanlike.distributed.collectives import Exchanged
 from titanlike.distributed.sharding import compute_dtype
 from titanlike.parallel.activation_checkpoint import keeps, saved_operators
 from titanlike.parallel.expert_parallel import SEND_TOKENS
 from titanlike.training.draft import Draft
+
+# Of what operators that are no products read and write, and of their launches, compiled code leaves
+# so much: a chain of them becomes one kernel.
+_FUSED_BYTES, _FUSED_LAUNCHES = 0.6, 0.25
+
+# To multiply in float8, an operand is read for its largest value, and written in a byte
+_CAST_BYTES = 5
+_CAST_BYTES_COMPILED = 2  # its values are read where they are made
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of some operators: device, of it in products and attention, and how many are launched."""
+
+    device: float = 0.0
+    products: float = 0.0
+    launches: float = 0.0
+
+    def __add__(self, other: Seconds) -> Seconds:
+        device, products = self.device + other.device, self.products + other.products
+        return Seconds(device, products, self.launches + other.launches)
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """A device, and what of a config decides how fast it computes."""
+
+    hardware: Hardware
+    compiled: bool = False  # blocks are
+    tf32: bool = False
+    float8: bool = False  # products of blocks are
+    float8_weights: bool = True  # and those that give weight gradients
+
+    @classmethod
+    def of(cls, config: Config, hardware: Hardware) -> Roofline:
+        precision = config.precision
+        float8 = isinstance(precision, Float8Precision)
+        weights = isinstance(precision, Float8Precision) and (
+            precision.recipe != "rowwise_with_gw_hp"
+        )
+        return cls(hardware, config.compile, config.matmul_precision != "highest", float8, weights)
+
+    def seconds(
+        self,
+        operators: Operators,
+        block: bool,
+        *,
+        weights: bool = False,
+        without: Sequence[str] = (),
+    ) -> Seconds:
+        """block: of a block; weights: gradients of weights; without: patterns of operators whose
+        results are there already."""
+        total = Seconds()
+        for operator, count in operators.items():
+            if without and any(fnmatchcase(operator.name, pattern) for pattern in without):
+                continue
+            one = self._one(operator, block, weights)
+            total += Seconds(count * one.device, count * one.products, count * one.launches)
+        return total
+
+    def attention(self, operators: Operators) -> float:
+        """Seconds of fused attention among them."""
+        found = {operator: n for operator, n in operators.items() if operator.name == ATTENTION}
+        return self.seconds(found, True).device
+
+    def recompute(self, node: NodeOperators, save: Sequence[str]) -> Seconds:
+        """Of a forward that runs again in the backward, but for the operators `save`."""
+        return self.seconds(node.forward, True, without=save)
+
+    def _one(self, operator: Operator, block: bool, weights: bool) -> Seconds:
+        device = self.hardware
+        memory = operator.bytes / (device.memory_bandwidth * device.memory_efficiency)
+        if operator.name == ATTENTION:
+            reached = self._peak(operator) * device.attention_efficiency
+            seconds = max(operator.flops / reached, memory) + device.kernel_seconds
+            return Seconds(seconds, seconds, 1)
+        if operator.flops:
+            float8 = self.float8 and block and operator.sizes is not None
+            if float8 and (self.float8_weights or not weights):
+                seconds = self._float8(operator)
+            else:
+                reached = self._peak(operator) * self._share(operator)
+                seconds = max(operator.flops / reached, memory)
+            seconds += device.kernel_seconds
+            return Seconds(seconds, seconds, 1)
+        if self.compiled and block:
+            kernels = _FUSED_LAUNCHES * device.kernel_seconds
+            return Seconds(_FUSED_BYTES * memory + kernels, 0.0, _FUSED_LAUNCHES)
+        return Seconds(memory + device.kernel_seconds, 0.0, 1)
+
+    def _float8(self, operator: Operator) -> float:
+        device = self.hardware
+        assert operator.sizes is not None
+        rows, columns, summed = operator.sizes
+        each = _CAST_BYTES_COMPILED if self.compiled else _CAST_BYTES
+        cast = each * (rows + columns) * summed
+        seconds = operator.flops / (device.fp8_flops * self._share(operator))
+        return seconds + cast / (device.memory_bandwidth * device.memory_efficiency)
+
+    def _peak(self, operator: Operator) -> float:
+        if operator.itemsize <= 2:
+            return self.hardware.bf16_flops
+        return self.hardware.tf32_flops if self.tf32 else self.hardware.fp32_flops
+
+    def _share(self, operator: Operator) -> float:
+        share, half = self.hardware.matmul_efficiency, self.hardware.matmul_half
+        for size in operator.sizes or ():
+            share *= size / (size + half)
+        return share
+
+
+# --- how long each unit of a drafted model takes on a device, for a microbatch --------------------
+
 
 # Of what compiled blocks of tensor-parallel ranks exchange so much is beside their products
 # (`tp_async`)
@@ -34,7 +147,7 @@ class UnitTimes:
     """Seconds of a unit and a microbatch, and what a rank sends to those with whom it computes."""
 
     forward: Seconds = Seconds()
-    again: Seconds = Seconds()  # where it is recomputed
+    recompute: Seconds = Seconds()  # where it is recomputed
     input_gradient: Seconds = Seconds()
     weight_gradient: Seconds = Seconds()
     parameters: int = 0
@@ -106,7 +219,7 @@ def unit_times(config: Config, draft: Draft, roofline: Roofline) -> dict[str, Un
         for node in nodes:
             found = (
                 roofline.seconds(node.forward, block),
-                roofline.again(node, save),
+                roofline.recompute(node, save),
                 roofline.seconds(node.input_gradient, block),
                 roofline.seconds(node.weight_gradient, block, weights=True),
             )
@@ -152,12 +265,12 @@ def as_measured(
     again the share that was estimated."""
     found = {}
     for (name, unit), (forward, inputs, weights) in zip(units.items(), measured, strict=True):
-        again = forward * unit.again.device / (unit.forward.device or 1.0)
+        recompute = forward * unit.recompute.device / (unit.forward.device or 1.0)
         products = unit.forward.products / (unit.forward.device or 1.0)
         found[name] = replace(
             unit,
             forward=Seconds(forward, forward * products),
-            again=Seconds(again),
+            recompute=Seconds(recompute),
             input_gradient=Seconds(inputs, inputs * products),
             weight_gradient=Seconds(weights, weights),
         )

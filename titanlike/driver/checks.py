@@ -70,7 +70,7 @@ def problems(
         from titanlike.training.draft import preflight  # imports torch: after the quick checks
 
         def drafted(decided: Draft) -> None:
-            from titanlike.costs.memory_fit import memory_warning
+            from titanlike.costs.advice import memory_warning
 
             empty, count = sum(not units for units in decided.stages), len(decided.stages)
             if empty and warn is not None:

@@ -18,10 +18,17 @@ from titanlike.config import validate
 from titanlike.config.errors import ConfigError, Problem, override_text
 from titanlike.config.parse import convert
 from titanlike.config.schema import Config
-from titanlike.costs.estimate import estimate, least_memory
-from titanlike.costs.layouts import Candidate, Compose, SearchSpace, candidates
-from titanlike.costs.machine import Machine, find_machine
-from titanlike.costs.tensor_sizes import tensor_sizes
+from titanlike.costs.estimate import estimate
+from titanlike.costs.layouts import (
+    Candidate,
+    Compose,
+    Machine,
+    SearchSpace,
+    candidates,
+    find_machine,
+    least_memory,
+    tensor_sizes,
+)
 from titanlike.driver.job import JobRunner, config_problems
 from titanlike.driver.sweep import SweepRun
 from titanlike.launch.failures import JobFailed
@@ -185,8 +192,8 @@ class _LayoutFilter:
                 raise ConfigError(problems)
             self._checked.add(others)
         expected = estimate(config, drafted)
-        self._check_memory(expected.memory, "about")
-        return expected.time, drafted.microbatches
+        self._check_memory(expected.fullest, "about")
+        return expected.step_seconds, drafted.microbatches
 
     def _least_memory(self, config: Config) -> int:
         model = resolve_model(config)

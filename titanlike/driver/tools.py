@@ -113,14 +113,12 @@ def _gpus(words: list[str], searching: bool) -> tuple[int | None, list[str], lis
 
 
 def _plan(config: Config, flags: argparse.Namespace) -> int:
-    from titanlike.costs.advice import advise
+    from titanlike.costs.advice import advise, memory_warning
     from titanlike.costs.auto_schedule import WHY, with_found_order
+    from titanlike.costs.estimate import make_estimate
+    from titanlike.costs.estimate_text import as_data, as_text, chart_of
     from titanlike.costs.exact_memory import with_exact_memory
     from titanlike.costs.known_hardware import planned_hardware
-    from titanlike.costs.memory_fit import memory_warning
-    from titanlike.costs.plan import make_plan
-    from titanlike.costs.plan_chart import chart_of
-    from titanlike.costs.plan_text import as_data, as_text
 
     hardware = planned_hardware(config)
     say = (lambda _: None) if flags.json else print
@@ -129,7 +127,7 @@ def _plan(config: Config, flags: argparse.Namespace) -> int:
         if not (Path(folder) / WHY).exists():  # that of a run is used; nothing is left in another
             folder = stack.enter_context(tempfile.TemporaryDirectory())
         found = with_found_order(replace(config, run_dir=folder), say)
-        plan = make_plan(found, hardware, jitter=flags.jitter)
+        plan = make_estimate(found, hardware, jitter=flags.jitter)
         if flags.exact:
             plan = with_exact_memory(plan)
         warning = "" if plan.fits else memory_warning(config, plan.draft, hardware.usable, 4.0)
@@ -154,7 +152,7 @@ def _plan(config: Config, flags: argparse.Namespace) -> int:
 
 
 def _search(config: Config, words: list[str], gpus: int | None, flags: argparse.Namespace) -> int:
-    from titanlike.costs.plan_search import search, search_data, search_text
+    from titanlike.costs.search import search, search_data, search_text
 
     say = partial(print, file=sys.stderr, flush=True)
     found = search(config, words, gpus or config.world_size, flags.top, flags.exact, say)
@@ -183,8 +181,7 @@ def timeline(argv: list[str]) -> int:
     flags = parser.parse_args(argv)
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # the user's models
-    from titanlike.costs.timeline_report import report_of
-    from titanlike.costs.timeline_text import as_data, as_text
+    from titanlike.costs.timeline_report import as_data, as_text, report_of
 
     reports: list[tuple[str, TimelineReport]] = []
     for run in flags.runs:

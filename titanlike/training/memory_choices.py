@@ -85,7 +85,7 @@ def choose_by_memory(
         memory = memory_at(level)
         left = _that_fit(memory, order, deferred, recomputed, room)
         if left != deferred:
-            recomputed = recomputed_with(lambda: memory.deferring(left))
+            recomputed = recomputed_with(lambda: memory.with_deferred(left))
             shown = ", ".join(map(str, sorted(deferred - left)))
             changed = (
                 f"together with those of activations on stages {shown}: deferred, they would not "
@@ -94,7 +94,7 @@ def choose_by_memory(
             deferred = left
 
     def memory_of_choices() -> RankMemory:
-        return memory_at(level).deferring(deferred)
+        return memory_at(level).with_deferred(deferred)
 
     return MemoryChoices(level, why, recomputed, deferred, changed, memory_of_choices)
 
@@ -108,9 +108,9 @@ def _that_fit(
     longer bubble, so with `fit` this is what is left where all blocks are recomputed.
     """
     for rank in range(len(order.ranks)):
-        while (now := memory.deferring(stages).of_rank(rank, recomputed.blocks)) > limit:
+        while (now := memory.with_deferred(stages).of_rank(rank, recomputed.blocks)) > limit:
             without = [stages - {stage} for stage in order.local(rank) if stage in stages]
-            sizes = [memory.deferring(s).of_rank(rank, recomputed.blocks) for s in without]
+            sizes = [memory.with_deferred(s).of_rank(rank, recomputed.blocks) for s in without]
             if not sizes or min(sizes) >= now:
                 break
             stages = without[sizes.index(min(sizes))]

@@ -28,13 +28,12 @@ from titanlike.config.hardware import Hardware
 from titanlike.config.overrides import key_of
 from titanlike.config.program import train_program
 from titanlike.config.schema import VARIANTS, Config
-from titanlike.costs.closed_form import Judged, UnitTables, judge, rows_of, simulated_seconds
+from titanlike.costs.closed_form import CostCache, ScoredLayout, judge, rows_of, simulated_seconds
+from titanlike.costs.estimate import Estimate, make_estimate
+from titanlike.costs.estimate_text import as_data, mesh_text, table
 from titanlike.costs.exact_memory import with_exact_memory
 from titanlike.costs.known_hardware import planned_hardware
-from titanlike.costs.layouts import SearchSpace, candidates
-from titanlike.costs.plan import Plan, make_plan
-from titanlike.costs.plan_text import as_data, mesh_text, table
-from titanlike.costs.tensor_sizes import tensor_sizes
+from titanlike.costs.layouts import SearchSpace, candidates, tensor_sizes
 from titanlike.graph.partition import SplitError
 from titanlike.metrics import units
 from titanlike.pipeline.from_config import declared_microbatches, derive_microbatches, stage_count
@@ -57,11 +56,11 @@ class Ranked:
     """A layout of the end, with its command line's overrides."""
 
     overrides: list[str]
-    plan: Plan
+    plan: Estimate
 
 
 @dataclass
-class Found:
+class LayoutSearch:
     """Of a search."""
 
     gpus: int
@@ -83,14 +82,14 @@ def search(
     most: int = 10,
     exact: bool = False,
     say: Callable[[str], object] = lambda _: None,
-) -> Found:
+) -> LayoutSearch:
     """words: the overrides of the config; what they fix stays; exact: count the memory of the fullest
     rank of what is found, where it can be; say: is told every few seconds how far it is. Raises
     ConfigError."""
     begin, said = time.process_time(), time.monotonic()
     slow = False
     hardware = planned_hardware(config, gpus)
-    found = Found(gpus, hardware)
+    found = LayoutSearch(gpus, hardware)
     kept = [word for word in words if key_of(word) not in ("hardware", "gpus")]
     judged = []
     for one_judged in _judged(config, kept, gpus, hardware, found):
@@ -117,7 +116,7 @@ def search(
         if enough and found.ranked:
             break
         try:
-            plan = make_plan(one.config, hardware, checked=one.transforms)
+            plan = make_estimate(one.config, hardware, checked=one.transforms)
         except ConfigError:
             found.refused += 1
             continue
@@ -138,7 +137,7 @@ def search(
 def _counted(ranked: list[Ranked]) -> Iterator[Ranked]:
     """Those that fit when their fullest rank is counted, or cannot be."""
     for one in ranked:
-        fullest = one.plan.memory_bytes.index(max(one.plan.memory_bytes))
+        fullest = one.plan.memory_bytes.index(one.plan.fullest)
         one = Ranked(one.overrides, with_exact_memory(one.plan, [fullest]))
         if one.plan.fits:
             yield one
@@ -150,7 +149,7 @@ def _with_auto_split(ranked: list[Ranked]) -> Iterator[Ranked]:
             continue
         config = replace(one.plan.config, split=AutoSplit())
         try:
-            plan = make_plan(config, one.plan.hardware, checked=one.plan.draft.transforms)
+            plan = make_estimate(config, one.plan.hardware, checked=one.plan.draft.transforms)
         except ConfigError:
             continue
         if plan.fits and plan.step_seconds < one.plan.step_seconds:
@@ -158,8 +157,8 @@ def _with_auto_split(ranked: list[Ranked]) -> Iterator[Ranked]:
 
 
 def _judged(
-    config: Config, words: list[str], gpus: int, hardware: Hardware, found: Found
-) -> Iterator[tuple[list[str], Judged]]:
+    config: Config, words: list[str], gpus: int, hardware: Hardware, found: LayoutSearch
+) -> Iterator[tuple[list[str], ScoredLayout]]:
     """Every candidate that is valid, with its overrides."""
     given = {key_of(word) for word in words}
     counts = [n for n in range(1, config.batch_size + 1) if config.batch_size % n == 0]
@@ -167,7 +166,7 @@ def _judged(
     for cp in _context_sizes(config, given, gpus):
         own = replace(config, cp=cp)
         try:
-            tables = UnitTables(own, hardware)
+            tables = CostCache(own, hardware)
         except ConfigError:
             if cp == config.cp:
                 raise
@@ -191,10 +190,10 @@ def _of_context(
     words: list[str],
     gpus: int,
     hardware: Hardware,
-    found: Found,
-    tables: UnitTables,
+    found: LayoutSearch,
+    tables: CostCache,
     space: SearchSpace,
-) -> Iterator[tuple[list[str], Judged]]:
+) -> Iterator[tuple[list[str], ScoredLayout]]:
     given = {key_of(word) for word in words}
 
     def compose(overrides: list[str]) -> Config:
@@ -295,7 +294,7 @@ def _is_pipeline_of(schedule: str, config: Config) -> bool:
     return config.pp > 1 and config.schedule.name == schedule
 
 
-def _lost(judged: list[tuple[list[str], Judged]], found: Found) -> Iterator[str]:
+def _lost(judged: list[tuple[list[str], ScoredLayout]], found: LayoutSearch) -> Iterator[str]:
     """Of each well-known choice, by its fastest layout: how much slower it is, and why."""
     best = found.ranked[0].plan
     usable = found.hardware.usable
@@ -333,7 +332,7 @@ def _lost(judged: list[tuple[list[str], Judged]], found: Found) -> Iterator[str]
 # --- what is printed ----------------------------------------------------------------------------
 
 
-def search_data(found: Found, most: int = 10) -> dict[str, Any]:
+def search_data(found: LayoutSearch, most: int = 10) -> dict[str, Any]:
     """One JSON object."""
     return {
         "layouts": found.judged,
@@ -354,7 +353,7 @@ def command_line(ranked: Ranked) -> str:
     return shlex.join([*train_program(), *ranked.overrides])
 
 
-def search_text(found: Found, most: int = 10, width: int = 80) -> str:
+def search_text(found: LayoutSearch, most: int = 10, width: int = 80) -> str:
     have = units.size(found.hardware.usable)
     lines = [
         f"{found.judged:,} layouts of {found.gpus:,} x {found.hardware.title}, of which "
@@ -382,7 +381,7 @@ def search_text(found: Found, most: int = 10, width: int = 80) -> str:
                 f"{plan.tokens_per_second_per_gpu:,.0f}",
                 "" if plan.mfu is None else f"{plan.mfu:.1%}",
                 f"{plan.simulation.bubble:.0%}",
-                f"{max(plan.memory_bytes) / 2**30:.1f}",
+                f"{plan.fullest / 2**30:.1f}",
                 f"+{slower:.1%}" if at > 1 else "",
             ]
         )

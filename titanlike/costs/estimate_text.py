@@ -1,16 +1,17 @@
-"""A plan as text for a terminal, and as plain data for programs."""
+"""An estimate as text for a terminal, as plain data for programs, and as a chart."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
 from titanlike.costs import links
 from titanlike.costs.advice import Advice
-from titanlike.costs.plan import Plan
+from titanlike.costs.estimate import Estimate
 from titanlike.metrics import units
+from titanlike.metrics.chart import Box, Chart, MemoryCurve
 
 _GIB = 2**30
 _FEW = 8  # pipeline ranks that each have a line
@@ -37,7 +38,7 @@ _AXES = {  # kind of traffic -> what it is called, its axis
 }
 
 
-def as_data(plan: Plan, advice: Sequence[Advice] = (), warning: str = "") -> dict[str, Any]:
+def as_data(plan: Estimate, advice: Sequence[Advice] = (), warning: str = "") -> dict[str, Any]:
     """One JSON object. Seconds, bytes, shares of 1."""
     config = plan.config
     ranks = range(config.pp)
@@ -93,7 +94,9 @@ def as_data(plan: Plan, advice: Sequence[Advice] = (), warning: str = "") -> dic
     }
 
 
-def as_text(plan: Plan, advice: Sequence[Advice] = (), warning: str = "", width: int = 80) -> str:
+def as_text(
+    plan: Estimate, advice: Sequence[Advice] = (), warning: str = "", width: int = 80
+) -> str:
     parts = [_summary(plan, warning, width), _memory_table(plan, width), _time_table(plan, width)]
     parts += [_traffic_table(plan, width), _bounds(plan, advice, width)]
     if reason := plan.times.estimated or plan.memory_unknown:
@@ -102,26 +105,26 @@ def as_text(plan: Plan, advice: Sequence[Advice] = (), warning: str = "", width:
     return "\n\n".join(part for part in parts if part)
 
 
-def mesh_text(plan: Plan) -> str:
+def mesh_text(plan: Estimate) -> str:
     config = plan.config
     names = ("pp", "dp", "cp", "tp", "ep", "replicate")
     sizes = [(n, getattr(config, n)) for n in names]
     return " ".join(f"{n}={size}" for n, size in sizes if size > 1) or "one device"
 
 
-def _summary(plan: Plan, warning: str, width: int) -> str:
+def _summary(plan: Estimate, warning: str, width: int) -> str:
     config, drafted = plan.config, plan.draft
     rows = drafted.memory().tokens // config.seq_len
     blocks = sum(unit.block for unit in drafted.model_graph.units)
-    again = f", {drafted.recomputed.count} of {blocks} blocks recomputed"
-    again = again if drafted.recomputed.count else ""
+    recompute = f", {drafted.recomputed.count} of {blocks} blocks recomputed"
+    recompute = recompute if drafted.recomputed.count else ""
     many = f"{drafted.microbatches} microbatch" + ("es" if drafted.microbatches > 1 else "")
-    layout = f"{many} of {rows} x {config.seq_len} tokens, ZeRO {drafted.zero}{again}"
+    layout = f"{many} of {rows} x {config.seq_len} tokens, ZeRO {drafted.zero}{recompute}"
     if config.pp > 1:
         layout = f"{config.schedule.name}, {layout}"
     mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
     speed = f"{plan.tokens_per_second_per_gpu:,.0f} tokens/s a device{mfu}"
-    fullest = max(plan.memory_bytes)
+    fullest = plan.fullest
     room = f"{units.size(fullest)} of {units.size(plan.hardware.usable)} on the fullest rank"
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     hours = plan.seconds * config.world_size / 3600
@@ -143,9 +146,9 @@ def _summary(plan: Plan, warning: str, width: int) -> str:
     return "\n".join(line for found in wrapped for line in found)
 
 
-def _memory_table(plan: Plan, width: int) -> str:
+def _memory_table(plan: Estimate, width: int) -> str:
     used = [name for name in _PARTS if any(getattr(parts, name) for parts in plan.memory)]
-    biggest = max(plan.memory_bytes)
+    biggest = plan.fullest
     unit, scale = ("GiB", _GIB) if biggest >= _GIB else ("MiB", 2**20)
     counted = ["exact"] if plan.counted else []
     header = ["rank", "stages", *(_PARTS[name] for name in used), "total", *counted, "of"]
@@ -169,7 +172,7 @@ def _memory_table(plan: Plan, width: int) -> str:
     return "\n".join([title, *textwrap.wrap(what, width), table(header, rows, width)])
 
 
-def _time_table(plan: Plan, width: int) -> str:
+def _time_table(plan: Estimate, width: int) -> str:
     header = ["rank", "stages", "parameters", "forward", "backward", "computes", "moves", "waits"]
     few = plan.config.pp <= _FEW
     header += ["mostly for"] if few else []
@@ -197,7 +200,7 @@ def _time_table(plan: Plan, width: int) -> str:
     return "time: of a microbatch, and of the step\n" + table(header, rows, width)
 
 
-def _traffic_table(plan: Plan, width: int) -> str:
+def _traffic_table(plan: Estimate, width: int) -> str:
     rows = []
     ranks = [plan.traffic(rank) for rank in range(plan.config.pp)]
     for kind, (what, axis) in _AXES.items():
@@ -213,7 +216,7 @@ def _traffic_table(plan: Plan, width: int) -> str:
     return table(header, rows, width)
 
 
-def _bounds(plan: Plan, advice: Sequence[Advice], width: int) -> str:
+def _bounds(plan: Estimate, advice: Sequence[Advice], width: int) -> str:
     shares = sorted(plan.shares(plan.slowest).items(), key=lambda pair: -pair[1])
     text = ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005)
     lines = textwrap.wrap(f"rank {plan.slowest} has the most to do: {text}", width)
@@ -266,3 +269,52 @@ def _days(seconds: float) -> str:
     if seconds < 2 * 86400:
         return units.duration(seconds)
     return f"{seconds / 86400:.1f} days"
+
+
+# --- the step of a plan as a chart, with the memory of each rank ----------------------------------
+
+
+def chart_of(plan: Estimate) -> Chart:
+    ranks = range(plan.config.pp)
+    return Chart(
+        title=_title(plan),
+        rows=[[*_boxes(plan, rank)] for rank in ranks],
+        first=[next(iter(plan.order.local(rank)), -1) for rank in ranks],
+        seconds=plan.step_seconds,
+        messages=plan.simulation.messages,
+        memory=[*_memory_curves(plan)],
+        device_memory=plan.hardware.usable,
+    )
+
+
+def _title(plan: Estimate) -> str:
+    schedule = f"{plan.config.schedule.name}, {plan.draft.microbatches} microbatches"
+    device = plan.hardware.title
+    step = f"step {units.short_time(plan.step_seconds)}, bubble {plan.simulation.bubble:.1%}"
+    return f"{schedule}, {mesh_text(plan)} on {device}: {step}"
+
+
+def _boxes(plan: Estimate, rank: int) -> Iterator[Box]:
+    for event in plan.simulation.events[rank]:
+        recompute = 0.0  # seconds, at its beginning, in which a forward runs again
+        if event.kind in ("B", "I"):
+            recompute = plan.times.stages[event.stage].of(event.kind).recompute
+        if recompute > 0:
+            yield event._replace(kind="again", end=event.start + recompute)
+        yield event._replace(start=event.start + recompute)
+
+
+def _memory_curves(plan: Estimate) -> Iterator[MemoryCurve]:
+    for rank, samples in enumerate(plan.memory_timeline):
+        events = {event[:3]: event for event in plan.simulation.events[rank]}
+        times, sizes = [0.0], [samples[0].after.total if samples else 0]
+        for sample in samples:
+            if sample.act is None:
+                begin, end = plan.simulation.pipeline, plan.step_seconds
+            else:
+                event = events[sample.act[:3]]
+                begin, end = event.start, event.end
+            times += [begin, begin, end, end]
+            most = sample.most.total
+            sizes += [sizes[-1], most, most, sample.after.total]
+        yield MemoryCurve(times, sizes)
