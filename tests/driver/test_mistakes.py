@@ -72,6 +72,14 @@ def test_a_right_command_line_is_composed_once(monkeypatch: pytest.MonkeyPatch) 
         assert not examined(*words).problems and len(composed) == 1
 
 
+def test_of_a_key_that_is_given_several_times_the_last_counts() -> None:
+    found = examined("steps=1", "schedule=gpipe", "steps=2", "schedule=1f1b", "steps=1")
+    assert found.problems == [] and found.config is not None and found.composed is not None
+    assert (found.config.steps, found.config.schedule.name) == (1, "1f1b")
+    lines = ["steps=1", "schedule=gpipe", "steps=2", "schedule=1f1b", "steps=1"]
+    assert found.composed.hydra.overrides.task == lines, "result.json has what was typed"
+
+
 def test_a_mapping_that_is_merged_into_the_files_says_what_stays(tmp_path: Path) -> None:
     """Hydra merges mappings: a plan of tensor parallelism that was to be another has both."""
     file = tmp_path / "model/planned.yaml"
