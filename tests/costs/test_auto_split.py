@@ -29,8 +29,8 @@ from titanlike.config.schema import (
     Schedule,
     Sgd,
 )
-from titanlike.costs.auto_split import TIMES_FILE
-from titanlike.costs.unit_costs import UnitCosts, in_flight
+from titanlike.costs.auto_split import TIMES_FILE, in_flight
+from titanlike.costs.unit_costs import UnitCosts
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.distributed.sharding import state_bytes
 from titanlike.graph.model_graph import Field, ModelGraph

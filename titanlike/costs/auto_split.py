@@ -8,6 +8,7 @@ run_dir/split.json, so that a resumed run has the same stages.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -22,11 +23,12 @@ from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.files import atomic_write_text, read_object
 from titanlike.config.parse import parse
 from titanlike.config.profile import TIMELINE
-from titanlike.config.schema import AutoSplit, Config, EvenSplit
+from titanlike.config.schema import AutoSplit, Config, EvenSplit, Muon
 from titanlike.costs.best_split import CostedSplit, StageCosts, best_split, cost_of_split
-from titanlike.costs.unit_costs import CostError, UnitCosts, memory_costs
+from titanlike.costs.unit_costs import CostError, UnitCosts
 from titanlike.device import accelerator
 from titanlike.distributed.mesh import Mesh
+from titanlike.distributed.sharding import state_bytes
 from titanlike.graph.model_graph import ModelGraph
 from titanlike.graph.partition import partition
 from titanlike.graph.unit import Unit
@@ -137,6 +139,39 @@ def _read_or_measure(config: Config, device: torch.device, unit_costs: UnitCosts
     accelerator.empty_cache()
     atomic_write_text(path, json.dumps({**key, "nanoseconds": times}) + "\n")
     return times
+
+
+# --- memory of a stage, for any split -------------------------------------------------------------
+
+
+def memory_costs(unit_costs: UnitCosts, config: Config, order: Order, zero: int) -> StageCosts:
+    """Bytes on a rank: parameters, gradients, optimizer state, and activations.
+
+    Activations count for the largest number of microbatches in flight on the stage.
+    """
+    names: set[str] = set()
+    if isinstance(config.optimizer, Muon):
+        from titanlike.optim.muon import hidden_matrices
+
+        names = hidden_matrices(unit_costs.model, config.optimizer)
+    hidden = {id(unit_costs.model.get_parameter(name)) for name in names}
+    state = unit_costs.parameter_table(
+        lambda p: math.ceil(p.numel() * state_bytes(config, zero, id(p) in hidden))
+    )
+    return StageCosts(state, unit_costs.saved_bytes(), in_flight(order))
+
+
+def in_flight(order: Order) -> list[int]:
+    """For each stage: the largest number of microbatches waiting for their backward."""
+    now, most = [0] * order.stages, [0] * order.stages
+    for acts in order.ranks:
+        for act in acts:
+            if act.kind == "F":
+                now[act.stage] += 1
+                most[act.stage] = max(most[act.stage], now[act.stage])
+            elif act.kind in "BW":
+                now[act.stage] -= 1
+    return most
 
 
 # --- what a run's timeline says of the units of a model, in any layout of it ----------------------

@@ -9,7 +9,6 @@ calls (modules of one class with equal settings, on tensors of equal shapes) are
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
@@ -19,9 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from titanlike.config.schema import Config, Muon
 from titanlike.costs import node_costs
-from titanlike.costs.best_split import StageCosts
 from titanlike.costs.node_costs import (
     Exchanges,
     NodeOperators,
@@ -32,7 +29,6 @@ from titanlike.costs.node_costs import (
     peak_bytes,
 )
 from titanlike.distributed.collectives import Peers
-from titanlike.distributed.sharding import state_bytes
 from titanlike.graph.cut import cut, unit_starts
 from titanlike.graph.model_graph import ModelGraph
 from titanlike.graph.pytree import tree_map
@@ -40,7 +36,6 @@ from titanlike.graph.recording import Node
 from titanlike.models.float8 import in_bf16
 from titanlike.optim.loss import Loss
 from titanlike.parallel.weight_gradients import DeferredWeightGradients
-from titanlike.pipeline.order import Order
 
 # Attributes with a module's own position, which do not change its cost
 _POSITIONS = ("index", "idx", "layer_number", "layer_id")
@@ -314,36 +309,3 @@ def _settings(module: nn.Module) -> Hashable:
     tensors = [*module.named_parameters(), *module.named_buffers()]
     shapes = [(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors]
     return repr((parts, shapes))
-
-
-# --- from a config -----------------------------------------------------------------------------
-
-
-def memory_costs(unit_costs: UnitCosts, config: Config, order: Order, zero: int) -> StageCosts:
-    """Bytes on a rank: parameters, gradients, optimizer state, and activations.
-
-    Activations count for the largest number of microbatches in flight on the stage.
-    """
-    names: set[str] = set()
-    if isinstance(config.optimizer, Muon):
-        from titanlike.optim.muon import hidden_matrices
-
-        names = hidden_matrices(unit_costs.model, config.optimizer)
-    hidden = {id(unit_costs.model.get_parameter(name)) for name in names}
-    state = unit_costs.parameter_table(
-        lambda p: math.ceil(p.numel() * state_bytes(config, zero, id(p) in hidden))
-    )
-    return StageCosts(state, unit_costs.saved_bytes(), in_flight(order))
-
-
-def in_flight(order: Order) -> list[int]:
-    """For each stage: the largest number of microbatches waiting for their backward."""
-    now, most = [0] * order.stages, [0] * order.stages
-    for acts in order.ranks:
-        for act in acts:
-            if act.kind == "F":
-                now[act.stage] += 1
-                most[act.stage] = max(most[act.stage], now[act.stage])
-            elif act.kind in "BW":
-                now[act.stage] -= 1
-    return most
