@@ -82,10 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     text = "check every file against its checksum; of a run, all checkpoints"
     repair = "also lift the mark DAMAGED where all bytes are right"
     add("verify", text, "CHECKPOINT", repair=repair)
-    text, tensors = (
-        "whether two checkpoints have the same tensors",
-        "name every tensor that differs",
-    )
+    text = "whether two checkpoints have the same tensors"
+    tensors = "name every tensor that differs"
     command = add("compare", text, "A", "B", tensors=tensors)
     text = "absolute difference that counts as none"
     command.add_argument("--tolerance", type=float, default=0.0, help=text)

@@ -135,7 +135,8 @@ class _ChunkStream:
         if count <= 0:
             return 0
         inside = zip(self._offsets[1:], self._sizes[1:], strict=True)
-        target = slab[(slice(first - start, first - start + count), *_slices(inside))]
+        columns = (slice(offset, offset + size) for offset, size in inside)
+        target = slab[(slice(first - start, first - start + count), *columns)]
         if self._kept is not None:
             target.copy_(self._kept[self._row : self._row + count])
         else:
@@ -184,10 +185,6 @@ class _ChunkStream:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True).reshape(
             self._sizes
         )
-
-
-def _slices(inside: Any) -> Iterator[slice]:
-    return (slice(offset, offset + size) for offset, size in inside)
 
 
 class FileSlice(io.RawIOBase):
