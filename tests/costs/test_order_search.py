@@ -16,7 +16,7 @@ from support.cells import GRID, slow
 from support.cost_sets import CostSet, compare, compare_all, known
 from support.message_streams import a_pair, compute, makespan, one_stream
 from titanlike.costs.order_search import (
-    Problem,
+    OrderProblem,
     Rule,
     SearchResult,
     best_order,
@@ -76,7 +76,7 @@ def test_an_order_made_for_costs_is_never_slower_than_a_schedule(sets, shares, t
 def test_an_order_follows_its_keys_and_keeps_within_its_memory() -> None:
     """Keys of 1F1B's own times give 1F1B with its weight gradients later."""
     order = interleaved_1f1b(2, 4, 1)
-    problem = Problem(loop(2), 4, equal_stages(order), [1.0, 1.0], [0.0, 0.0], 2.0)
+    problem = OrderProblem(loop(2), 4, equal_stages(order), [1.0, 1.0], [0.0, 0.0], 2.0)
     found = list_order(problem, *wanted(problem, order), Rule())
     assert found is not None and problem.fits(found.check())
     assert str(found.ranks[1][0]) == "1F0" and str(found.ranks[1][1]) == "1I0"
@@ -117,7 +117,7 @@ def test_small_orders_are_within_two_percent_of_the_optimum() -> None:
             for each in (draw.uniform(0.8, 1.2), draw.uniform(0.8, 2))
         ]
         limit = 2 * draw.choice((1.5, 1.0, 0.5))
-        problem = Problem(loop(2), 3, times, [1.0, 1.0], [1.0, 1.0], limit)
+        problem = OrderProblem(loop(2), 3, times, [1.0, 1.0], [1.0, 1.0], limit)
         seconds = []
         for order in filter(problem.fits, every):
             try:

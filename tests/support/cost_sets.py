@@ -15,7 +15,7 @@ from titanlike.costs.auto_schedule import Placement, best_cut
 from titanlike.costs.best_split import StageCosts, best_split
 from titanlike.costs.order_search import (
     Baseline,
-    Problem,
+    OrderProblem,
     SearchResult,
     best_known,
     best_order,
@@ -98,7 +98,7 @@ class CostSet:
         order = one_f_one_b(self.pp, self.microbatches)
         return share * max(problem.peak(order, rank) for rank in range(self.pp))
 
-    def problem(self, place: tuple[int, ...], split: Split, limit: float) -> Problem:
+    def problem(self, place: tuple[int, ...], split: Split, limit: float) -> OrderProblem:
         def of(values: Sequence[float]) -> list[float]:
             sums = [0.0, *accumulate(values)]
             return [sums[b] - sums[a] for a, b in pairwise([*split, len(values)])]
@@ -110,7 +110,7 @@ class CostSet:
             for f, i, w in zip(of(self.forward), of(self.inputs), of(self.weights), strict=True)
         ]
         held = of(self.held)
-        return Problem(place, self.microbatches, times, held, held, limit)
+        return OrderProblem(place, self.microbatches, times, held, held, limit)
 
 
 @cache
@@ -148,10 +148,10 @@ def compare(costs: CostSet, limit: float, trials: int) -> Compared:
 def compare_all(costs: CostSet, limit: float, trials: int) -> Compared:
     """The best split, placement and order together, against schedules with split=auto."""
 
-    def problem_of(cut: Placement) -> Problem:
+    def problem_of(cut: Placement) -> OrderProblem:
         return costs.problem(cut.place, cut.starts, limit)
 
-    def known_of(problem: Problem) -> list[Baseline]:
+    def known_of(problem: OrderProblem) -> list[Baseline]:
         return known(problem.place, costs.pp, costs.microbatches)
 
     built_in, cuts = None, []

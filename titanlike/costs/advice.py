@@ -139,7 +139,7 @@ def memory_warning(
     cores: it is meant for another machine.
     """
     room = _room(config) if room is None else room
-    needed = None if room is None else _most(drafted)
+    needed = None if room is None else _peak_bytes(drafted)
     if room is None or needed is None or needed <= room:
         return ""
     text = f"a rank would take about {units.size(needed)}, and has {units.size(room)}"
@@ -155,7 +155,7 @@ def memory_warning(
             other = draft(found[1], device_memory=lambda: room)
         except ConfigError:
             continue
-        taken = _most(other)
+        taken = _peak_bytes(other)
         if taken is None or taken >= needed:
             continue
         changed |= found[0]
@@ -185,7 +185,7 @@ def _room(config: Config) -> int | None:
     return memory_for_training(config)
 
 
-def _most(drafted: Draft) -> int | None:
+def _peak_bytes(drafted: Draft) -> int | None:
     """Bytes on the fullest rank; None where activations cannot be estimated."""
     memory = drafted.memory()
     return None if memory.unknown else max(memory.of_ranks(drafted.recomputed.blocks))

@@ -22,8 +22,7 @@ from typing import Any
 import numpy as np
 
 from titanlike.config import files, schema
-from titanlike.config.errors import ConfigError
-from titanlike.config.errors import Problem as ConfigProblem
+from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.hardware import Hardware
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import AutoSchedule, AutoSplit, Config, PointSplit
@@ -33,7 +32,7 @@ from titanlike.costs.estimate import seconds_of_units
 from titanlike.costs.known_hardware import likely_hardware, planned_hardware
 from titanlike.costs.order_search import (
     Baseline,
-    Problem,
+    OrderProblem,
     SearchResult,
     adapted,
     best_known,
@@ -132,9 +131,9 @@ def find(config: Config) -> FoundSchedule:
         search = _Search(config)
     except CostError as error:
         fix = "schedule=zbvzerobubble"
-        raise ConfigError([ConfigProblem("schedule", "auto", str(error), fix)]) from error
+        raise ConfigError([Problem("schedule", "auto", str(error), fix)]) from error
     except ValueError as error:
-        raise ConfigError([ConfigProblem.parse("schedule", str(error))]) from error
+        raise ConfigError([Problem.parse("schedule", str(error))]) from error
     return search.run()
 
 
@@ -188,7 +187,7 @@ class _Search:
         if not cuts:
             reason = "no placement that schedule=auto may choose has so many stages"
             fix = "split=even, or schedule.search=placement"
-            raise ConfigError([ConfigProblem("split", self.config.split.name, reason, fix)])
+            raise ConfigError([Problem("split", self.config.split.name, reason, fix)])
         problems = [self.problem(cut) for cut in cuts]
         seed = self.config.seed
         # placements that are searched, each with as many
@@ -212,7 +211,7 @@ class _Search:
             found.order.check(), self.names(best.cut), found.seconds, bound, fastest
         )
 
-    def _too_little(self, problems: Sequence[Problem]) -> list[ConfigProblem]:
+    def _too_little(self, problems: Sequence[OrderProblem]) -> list[Problem]:
         """Of the keys that allow less than any order needs."""
         schedule, found = self.schedule, []
         least = min(problem.least_memory for problem in problems)
@@ -226,7 +225,7 @@ class _Search:
                 value = 1.0 if schedule.memory is None else schedule.memory
                 fix = f"{math.ceil(100 * least / limit * value) / 100:g}"
             key = f"schedule.{name}"
-            found.append(ConfigProblem(key, value, reason, f"{key}={fix}"))
+            found.append(Problem(key, value, reason, f"{key}={fix}"))
         return found
 
     def names(self, cut: Placement) -> list[list[str]]:
@@ -259,7 +258,7 @@ class _Search:
         starts = best_split(StageCosts(none, each, [1] * len(place)), place).starts
         return Placement(place, tuple(starts)) if len(names) >= len(place) else None
 
-    def problem(self, cut: Placement) -> Problem:
+    def problem(self, cut: Placement) -> OrderProblem:
         """What an order of such stages is made for."""
         table, stages = self.table, self.names(cut)
         deferred = range(len(stages)) if self.deferred else ()
@@ -269,7 +268,7 @@ class _Search:
         ahead = self.hardware.runs_ahead
         limit = min(self.limits.values(), default=math.inf)
         most = math.inf if self.schedule.in_flight is None else self.schedule.in_flight
-        return Problem(cut.place, self.microbatches, times, held, queued, limit, ahead, most)
+        return OrderProblem(cut.place, self.microbatches, times, held, queued, limit, ahead, most)
 
     def _held(self, names: Sequence[str], sends: bool = True) -> tuple[int, int]:
         """Bytes of a microbatch of a stage of these units, and of what waits between I and W."""
@@ -283,7 +282,7 @@ class _Search:
             self._bytes[key] = memory.activations(0, self.recomputed.intersection(names))
         return self._bytes[key]
 
-    def _known(self, problem: Problem) -> list[Baseline]:
+    def _known(self, problem: OrderProblem) -> list[Baseline]:
         """Schedules of a problem's placement."""
         key = problem.place
         if key in self._orders:
@@ -339,8 +338,8 @@ class PlacedOrder:
 
 
 def best_cut(
-    problem_of: Callable[[Placement], Problem],
-    known_of: Callable[[Problem], Sequence[Baseline]],
+    problem_of: Callable[[Placement], OrderProblem],
+    known_of: Callable[[OrderProblem], Sequence[Baseline]],
     cuts: Sequence[Placement],
     units: int,
     trials: int,
@@ -369,7 +368,7 @@ def best_cut(
 
 def _changed(
     best: PlacedOrder,
-    problem_of: Callable[[Placement], Problem],
+    problem_of: Callable[[Placement], OrderProblem],
     units: int,
     trials: int,
     draw: random.Random,

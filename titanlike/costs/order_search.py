@@ -30,7 +30,7 @@ Keys = Sequence[Sequence[float]]  # of each stage, of each microbatch
 
 
 @dataclass(frozen=True)
-class Problem:
+class OrderProblem:
     """What an order is made for. Memory in any unit."""
 
     place: tuple[int, ...]
@@ -112,7 +112,7 @@ class Rule(NamedTuple):
     frees: bool = False  # whether W run before an I where memory keeps a more urgent F waiting
 
 
-def wanted(problem: Problem, order: Order) -> tuple[Keys, Keys]:
+def wanted(problem: OrderProblem, order: Order) -> tuple[Keys, Keys]:
     """Keys of F and I: when an order's actions begin."""
     stages, m = len(problem.place), problem.microbatches
     forward, backward = ([[0.0] * m for _ in range(stages)] for _ in "FI")
@@ -126,7 +126,7 @@ def wanted(problem: Problem, order: Order) -> tuple[Keys, Keys]:
     return forward, backward
 
 
-def list_order(problem: Problem, forward: Keys, backward: Keys, rule: Rule) -> Order | None:
+def list_order(problem: OrderProblem, forward: Keys, backward: Keys, rule: Rule) -> Order | None:
     """The order that comes of keys of F and I; None for a deadlock."""
     run = _Run(problem, forward, backward, rule)
     return run.order() if run.run() else None
@@ -135,7 +135,7 @@ def list_order(problem: Problem, forward: Keys, backward: Keys, rule: Rule) -> O
 class _Run:
     """Ranks that compute: the state of `list_order`."""
 
-    def __init__(self, problem: Problem, forward: Keys, backward: Keys, rule: Rule) -> None:
+    def __init__(self, problem: OrderProblem, forward: Keys, backward: Keys, rule: Rule) -> None:
         self.problem, self.rule, self.backward = problem, rule, backward
         stages, ranks, m = len(problem.place), problem.ranks, problem.microbatches
         self.local = [[s for s in range(stages) if problem.place[s] == r] for r in range(ranks)]
@@ -291,7 +291,7 @@ class Baseline:
 
 @dataclass(frozen=True)
 class SearchResult:
-    problem: Problem
+    problem: OrderProblem
     order: Order
     seconds: float  # of a step, simulated
     name: str = ""  # of the known schedule that it is
@@ -306,13 +306,13 @@ class _Candidate:
     order: Order
 
 
-def trials_for(problems: Sequence[Problem]) -> int:
+def trials_for(problems: Sequence[OrderProblem]) -> int:
     """Candidates for each of these problems that take a few seconds together."""
     actions = sum(3 * problem.microbatches * len(problem.place) for problem in problems)
     return min(_MOST, _ACTIONS // max(1, actions))
 
 
-def best_known(problem: Problem, known: Sequence[Baseline]) -> SearchResult | None:
+def best_known(problem: OrderProblem, known: Sequence[Baseline]) -> SearchResult | None:
     """The fastest of the known orders that fit."""
     fitting = [one for one in known if problem.fits(one.order)]
     each = [SearchResult(problem, one.order, problem.step(one.order), one.name) for one in fitting]
@@ -320,7 +320,7 @@ def best_known(problem: Problem, known: Sequence[Baseline]) -> SearchResult | No
 
 
 def best_order(
-    problem: Problem, known: Sequence[Baseline], trials: int, seed: int = 0
+    problem: OrderProblem, known: Sequence[Baseline], trials: int, seed: int = 0
 ) -> SearchResult | None:
     """The fastest order that was found; None where none fits."""
     best = best_known(problem, known)
@@ -390,7 +390,7 @@ def _moved(order: Order, draw: random.Random) -> Order | None:
     return replace(order, ranks=ranks)
 
 
-def adapted(problem: Problem, order: Order) -> SearchResult | None:
+def adapted(problem: OrderProblem, order: Order) -> SearchResult | None:
     """An order of much the same costs, fitted to these: the faster of a few; None where none fits."""
     pool: list[_Candidate] = []
     for rule in _RULES[1:3]:
@@ -401,7 +401,7 @@ def adapted(problem: Problem, order: Order) -> SearchResult | None:
     return best
 
 
-def _starts(problem: Problem, known: Sequence[Baseline]) -> Iterator[tuple[Keys, Keys, Rule]]:
+def _starts(problem: OrderProblem, known: Sequence[Baseline]) -> Iterator[tuple[Keys, Keys, Rule]]:
     """What is likely the best first."""
     keys = [wanted(problem, one.order) for one in known]
     blocks = [*block_keys(problem)]
@@ -413,7 +413,7 @@ def _starts(problem: Problem, known: Sequence[Baseline]) -> Iterator[tuple[Keys,
             yield *each, rule
 
 
-def block_keys(problem: Problem) -> Iterator[tuple[Keys, Keys]]:
+def block_keys(problem: OrderProblem) -> Iterator[tuple[Keys, Keys]]:
     """Keys of repeated blocks, each with a longer period, from a rank's load to the whole block."""
     stages, m, now = len(problem.place), problem.microbatches, 0.0
     forward, backward = [0.0] * stages, [0.0] * stages
@@ -445,7 +445,7 @@ def _shifted(keys: Keys, far: float, draw: random.Random) -> Keys:
 
 
 def _consider(
-    problem: Problem, pool: list[_Candidate], forward: Keys, backward: Keys, rule: Rule
+    problem: OrderProblem, pool: list[_Candidate], forward: Keys, backward: Keys, rule: Rule
 ) -> None:
     """Keep the order of these keys if it is among the best."""
     order = list_order(problem, forward, backward, rule)
@@ -465,7 +465,7 @@ def _consider(
     del pool[_KEPT:]
 
 
-def lower_bound(problem: Problem) -> float:
+def lower_bound(problem: OrderProblem) -> float:
     """Seconds below which no order of a problem's stages can be.
 
     A rank computes all of its stages' microbatches after the first has reached it. And what a

@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from titanlike.costs.unit_costs import UnitCosts
     from titanlike.parallel.compiled_blocks import CompiledBlocks
 
-_HOLES = 3  # times a rank's parameters, gradients and optimizer state: with activations and holes
+# times a rank's parameters, gradients and optimizer state: with activations and holes
+_FRAGMENTATION = 3
 
 
 class Listener(Protocol):
@@ -317,7 +318,7 @@ def memory_is_short(
         return False
     limit = memory()
     numel = sum(plan.stage_numel(stage) for stage in plan.order.local(mesh.pp_rank))
-    return limit is None or _HOLES * state_bytes(config, plan.zero, False) * numel > limit
+    return limit is None or _FRAGMENTATION * state_bytes(config, plan.zero, False) * numel > limit
 
 
 def _least_memory(config: Config, mesh: Mesh) -> int | None:
