@@ -29,7 +29,7 @@ from titanlike.graph.gradient_flow import used_by
 from titanlike.graph.pytree import describe, tree_flatten, tree_map
 
 if TYPE_CHECKING:
-    from titanlike.parallel.tp.vocabulary_loss import DividedVocabulary
+    from titanlike.parallel.tp.collectives import DividedVocabulary
 
 Settings = schema.CrossEntropy | schema.ChunkedCrossEntropy | schema.Mse | Custom
 

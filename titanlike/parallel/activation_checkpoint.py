@@ -25,7 +25,7 @@ from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config, SelectiveActivationCheckpoint
 from titanlike.distributed.placement import experts_of
 from titanlike.distributed.transform import Transform
-from titanlike.parallel.weight_gradient_operator import DEFERRED_LINEAR
+from titanlike.parallel.weight_gradients import DEFERRED_LINEAR
 from titanlike.torch_private.autograd import ignore_ranges_in_selective_checkpoints
 from titanlike.torch_private.tensors import tree_leaves
 

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from titanlike.distributed.placement import Placement
 from titanlike.parallel.cp.attention import ContextAttention, Looking
-from titanlike.parallel.tp.call import Operand
 from titanlike.parallel.tp.divided_run import DividedRun
-from titanlike.parallel.tp.layout import Division, Layout, WrongCall, part_of
+from titanlike.parallel.tp.layout import Division, Layout, Operand, WrongCall, part_of
 from titanlike.parallel.tp.seen_run import CallKey, WholeRun, shapes_of, tensors_in
 
 _ATTENTION = "aten::scaled_dot_product_attention"

@@ -14,9 +14,14 @@ Each exchange is a pair of operations, of which one is the other's gradient (arX
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from titanlike.distributed.collectives import Peers, exchange
 
@@ -64,3 +69,61 @@ def gather_whole(x: Tensor, ranks: TensorRanks, dim: int) -> Tensor:
 def take_part(x: Tensor, ranks: TensorRanks, dim: int) -> Tensor:
     """This rank's part along `dim` of what each rank has as a whole."""
     return exchange(x, ranks, "take", "all_gather", dim)
+
+
+# --- cross entropy of logits whose vocabulary is divided -----------------------------------------
+#
+# No rank has all logits of a token: the largest, the sum of exponentials and the target's logit are
+# exchanged, three numbers a token (arXiv 1909.08053, section 3).
+
+
+@dataclass(frozen=True)
+class DividedVocabulary:
+    size: int  # of the whole
+    ranks: TensorRanks
+
+    def cross_entropy(self, logits: Tensor, targets: Tensor, ignore: int) -> Tensor:
+        """Losses in nats [N], 0 where the target is `ignore`, NaN where it is not in the vocabulary;
+        the same on every rank.
+
+        logits: fp32 [N, this rank's part of the vocabulary]; targets: [N].
+        """
+        return _CrossEntropy.apply(logits, targets, self, ignore)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, vocabulary: DividedVocabulary, ignore: int
+    ) -> Tensor:
+        ranks = vocabulary.ranks
+        held = ranks.part(vocabulary.size)
+        alone = ranks.group is None or logits.is_meta  # where costs are counted
+        assert alone or logits.shape[-1] == held.stop - held.start, "logits of this rank's part"
+        largest = logits.amax(-1)
+        if not alone:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=ranks.group)
+        shares = logits - largest.unsqueeze(-1)
+        counted = targets != ignore
+        inside = counted & (targets >= held.start) & (targets < held.stop)
+        rows = (targets - held.start).masked_fill(~inside, 0).unsqueeze(-1)
+        own = shares.gather(-1, rows).squeeze(-1).masked_fill(~inside, 0)  # of the target, or 0
+        unknown = counted & ((targets < 0) | (targets >= vocabulary.size))
+        own.masked_fill_(unknown, math.nan)
+        shares.exp_()
+        sums = torch.stack([shares.sum(-1), own])
+        if not alone:
+            dist.all_reduce(sums, group=ranks.group)
+        total, of_target = sums
+        shares.div_(total.unsqueeze(-1))
+        ctx.save_for_backward(shares, rows, inside, counted)
+        return (total.log() - of_target).masked_fill(~counted, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        shares, rows, inside, counted = ctx.saved_tensors
+        gradient = (gradient * counted).unsqueeze(-1)
+        result = shares * gradient
+        result.scatter_add_(-1, rows, -gradient * inside.unsqueeze(-1))
+        return result, None, None, None

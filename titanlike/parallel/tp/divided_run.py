@@ -10,8 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.distributed.placement import Placement
-from titanlike.parallel.tp.call import Call, Operand
-from titanlike.parallel.tp.layout import Division, Kind, Layout, Shape, WrongCall, packed, part_of
+from titanlike.parallel.tp.layout import (
+    Call,
+    Division,
+    Kind,
+    Layout,
+    Operand,
+    Shape,
+    WrongCall,
+    packed,
+    part_of,
+)
 from titanlike.parallel.tp.operators import layouts_of
 from titanlike.parallel.tp.plan import Entry
 from titanlike.parallel.tp.seen_run import (

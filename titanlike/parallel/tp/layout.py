@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 # what a rank has a part of; "constant": of equal elements, so that any part is right
 Kind = Literal["tokens", "features", "constant"]
@@ -181,3 +181,53 @@ def pieces_of(division: Division, whole: int, sizes: Sequence[int]) -> list[Divi
         found.append(packed(replace(division, pattern=tuple(own), repeat=1), size))
         start = stop
     return found
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor among the arguments of a call."""
+
+    whole: Shape  # in the undivided model
+    local: Shape
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operator's call in the divided model beside the same call in the whole one."""
+
+    name: str  # "aten.mm"
+    given: dict[str, Any]  # arguments by name, tensors as Operands
+    whole: Mapping[str, Any]  # in the whole model, tensors as None
+    operands: list[Operand]
+    results: list[tuple[Shape, Shape]]  # shapes (whole, local)
+    pointwise: bool = False  # as torch has tagged it
+
+    def check_same_numbers(self) -> None:
+        """Raises WrongCall where an argument that is no tensor is another than in the whole model."""
+        for name, value in self.given.items():
+            other = self.whole.get(name)
+            if _has_operand(value) or name in ("dtype", "layout", "device", "pin_memory"):
+                continue
+            if name != "memory_format" and type(value) is type(other) and value != other:
+                raise WrongCall(f"its {name} is {_shown(value)}, and {_shown(other)} in the model")
+
+    @property
+    def input(self) -> Operand:
+        return self.operands[0]
+
+    def dim(self, value: int) -> int:
+        return value % max(len(self.input.whole), 1)
+
+
+def _has_operand(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_operand, value))
+    return isinstance(value, Operand)
+
+
+def _shown(value: Any) -> str:
+    return str(list(value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+Rule = Callable[[Call], "list[Layout]"]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from titanlike.parallel.tp import rules, view_rules
-from titanlike.parallel.tp.call import Call, Operand, Rule
-from titanlike.parallel.tp.layout import Division, Layout, WrongCall, part_of
+from titanlike.parallel.tp.layout import Call, Division, Layout, Operand, Rule, WrongCall, part_of
 
 
 def layouts_of(call: Call) -> list[Layout]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from titanlike.parallel.tp.call import Call, Operand, Rule
 from titanlike.parallel.tp.layout import (
+    Call,
     Division,
     Layout,
+    Operand,
+    Rule,
     Shape,
     WrongCall,
     merge,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,14 +17,13 @@ from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.placement import Placement
 from titanlike.distributed.transform import Recorded, Transform
 from titanlike.optim.loss import Loss, build_loss
-from titanlike.parallel.tp.collectives import TensorRanks
-from titanlike.parallel.tp.gradients import PartialGradients
-from titanlike.parallel.tp.mistakes import check_draws
+from titanlike.parallel.tp.collectives import DividedVocabulary, TensorRanks
+from titanlike.parallel.tp.draft import check_draws
 from titanlike.parallel.tp.plan import Entry
 from titanlike.parallel.tp.random_numbers import Draws, RandomRegions, drawing_parts
 from titanlike.parallel.tp.styles import divide
-from titanlike.parallel.tp.vocabulary_loss import DividedVocabulary
 from titanlike.torch_private.compiler import overlap_in_compiled_blocks
+from titanlike.torch_private.dtensor import local
 
 
 @dataclass(frozen=True)
@@ -157,3 +157,64 @@ class TensorParallel(Transform):
 def _modules(parameters: Mapping[str, object]) -> str:
     """The last names of their modules: wq, wk"""
     return ", ".join(dict.fromkeys(name.split(".")[-2] for name in parameters if "." in name))
+
+
+# --- gradients of parameters that several ranks hold: a norm's weight, repeated heads -------------
+#
+# Where the ranks computed with different tokens or heads, each has a part of the sum. It is made once
+# a step, in one message for all of these parameters, and not in each backward.
+
+
+class PartialGradients:
+    """Of this rank's parameters."""
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[nn.Parameter, Placement]],
+        placements: Iterable[Placement],
+        ranks: TensorRanks,
+        mesh: Mesh,
+        timeout: float,
+    ) -> None:
+        """Collective over all ranks; placements: of all parameters of the model, by which each rank makes
+        as many groups: torch counts them, to name the next one."""
+        self._ranks = ranks
+        found: dict[tuple[str, int], list[nn.Parameter]] = {}
+        for parameter, placement in dict(parameters).items():
+            if placement.partial != "never" and parameter.requires_grad:
+                key = placement.partial, placement.copies
+                found.setdefault(key, []).append(parameter)
+        counts = {placement.copies for placement in placements if placement.partial != "never"}
+        groups = {copies: _group(copies, ranks, mesh, timeout) for copies in sorted(counts)}
+        self._of_group = [(when, ps, groups[copies]) for (when, copies), ps in found.items()]
+
+    @torch.no_grad()
+    def sum(self) -> None:
+        """Collective over the tensor-parallel ranks; a gradient that is missing counts as zeros."""
+        for when, parameters, group in self._of_group:
+            if when == "sequence" and not self._ranks.sequence:
+                continue
+            by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+            for parameter in parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                gradient = local(parameter.grad)
+                by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+            for gradients in by_kind.values():
+                flat = torch.cat([gradient.flatten() for gradient in gradients])
+                dist.all_reduce(flat, group=group)
+                sizes = [gradient.numel() for gradient in gradients]
+                for gradient, total in zip(gradients, flat.split(sizes), strict=True):
+                    gradient.copy_(total.view_as(gradient))
+
+
+def _group(copies: int, ranks: TensorRanks, mesh: Mesh, timeout: float) -> dist.ProcessGroup:
+    """This rank and its neighbours that hold the same elements."""
+    if copies == ranks.size:
+        assert ranks.group is not None
+        return ranks.group
+    return dist.new_group(
+        mesh.tensor_ranks(copies),
+        timeout=timedelta(seconds=timeout),
+        use_local_synchronization=True,
+    )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from titanlike.parallel.tp.call import Call, Operand
 from titanlike.parallel.tp.layout import (
+    Call,
     Division,
     Layout,
+    Operand,
     Shape,
     WrongCall,
     merge,
