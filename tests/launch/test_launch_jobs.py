@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -17,11 +16,13 @@ import pytest
 
 from support.cells import slow
 from support.launched import Launched
+from support.models import tiny
 from support.paths import ROOT
 from support.run_files import result
 from support.waiting import until
-from titanlike.launch import stop_request
+from titanlike.launch import stop_request, worker_processes
 from titanlike.launch.environment import import_path, workers_environment
+from titanlike.launch.job import Job
 from titanlike.launch.scratch_folder import scratch_folder
 from titanlike.launch.stop_request import StopRequest
 from titanlike.launch.worker_processes import WorkerProcesses
@@ -137,7 +138,7 @@ def started(scratch: Path, then: str) -> Launched:
     words = ["data=synthetic", "model=own", "model.name=slow_model.Model", "pp=2", "seq_len=16"]
     launched = Launched("hello", *words, f"run_dir={folder / 'run'}", cwd=folder)
     until((folder / "checking").exists)
-    until(lambda: workers_wait(scratch) and len(launched.alive()) >= 3)
+    until(lambda: workers_wait(scratch) and len(launched.alive()) >= 2)
     return launched
 
 
@@ -176,19 +177,25 @@ def test_a_worker_that_dies_before_its_job_is_named(scratch: Path) -> None:
     assert launched.all_exit()
 
 
-def test_workers_that_do_not_end_are_killed_with_what_they_have_started() -> None:
-    line = ["sh", "-c", "trap '' TERM; sleep 300 & echo $!; wait"]
-    process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    started = psutil.Process(int(process.stdout.readline()))
-    workers = object.__new__(WorkerProcesses)
-    workers._processes = [process]
-    try:
-        workers.end(0.2)
-        assert process.poll() == -signal.SIGKILL
-        until(lambda: not started.is_running() or started.status() == psutil.STATUS_ZOMBIE, 10)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+def test_workers_that_do_not_end_are_killed_with_what_they_have_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Rank 0 fails, rank 1 ignores SIGTERM and has a child; both are forks of one process."""
+    monkeypatch.setattr(worker_processes, "_SHUTDOWN_TIMEOUT", 0.2)
+    function = "support.launch_jobs.fails_beside_one_that_does_not_end"
+    (tmp_path / "run").mkdir()
+    workers = WorkerProcesses(2, tmp_path / "workers", function)
+    codes = workers.run(Job(function, tiny(pp=2), tmp_path / "run", []).to_json())
+    assert codes[0] == 1 and codes.get(1, 1) != 0
+    files = sorted((tmp_path / "run").glob("process*"))
+    rows = [map(int, file.read_text().split()) for file in files]
+    parents, pids, forks = zip(*rows, strict=True)
+    assert len({*parents}) == 1 and parents[0] != os.getpid() and all(forks)
+    until(lambda: not any(map(is_running, [*parents, *pids])), 10)
+
+
+def is_running(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.slow

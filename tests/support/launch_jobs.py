@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -80,6 +81,23 @@ def deadlocks_in_c(config, worker):
 def exits_with_9(config, worker):
     """Ends with an exit code of its own."""
     return {"value": None, "exit_code": 9}
+
+
+def fails_beside_one_that_does_not_end(config, worker):
+    """Both ranks write the process ids of their parent and of themselves or a child, and whether they
+    run their parent's program, of which they are a fork."""
+    pid = os.getpid()
+    if worker.rank == 1:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        pid = subprocess.Popen(["sleep", "300"]).pid
+    parent, own = (Path(f"/proc/{p}/cmdline").read_bytes() for p in (os.getppid(), os.getpid()))
+    text = f"{os.getppid()} {pid} {int(parent == own)}"
+    (worker.run_dir / f"process{worker.rank}").write_text(text)
+    if worker.rank == 1:
+        time.sleep(300)
+    while not (worker.run_dir / "process1").exists():
+        time.sleep(0.01)
+    raise ValueError("rank 0 fails")
 
 
 def never_reaches_a_step(config, worker):

@@ -9,22 +9,26 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
+import random
 import signal
 import socket
+import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from titanlike.config.credentials import redact
 from titanlike.launch.barrier import meet, meet_in_groups
-from titanlike.launch.environment import use_loopback
+from titanlike.launch.environment import interpreter, use_loopback
 from titanlike.launch.failures import Failure, describe, peer_failed, write_failure
 from titanlike.launch.job import Job
 from titanlike.launch.process_end import collected_once_built, leave, no_garbage_collection
@@ -128,22 +132,82 @@ def first_answer(worker: Worker, name: str, answer: str) -> str:
         return "no"
 
 
-def main(scratch: str, driver: int, function: str) -> None:
-    """A worker process of the driver (a process id); `scratch` gets job.json and result.json.
+def serve(scratch: str, driver: int, function: str, count: int) -> NoReturn:
+    """The fork server of a job's ranks: see `worker_processes`.
 
-    It imports what the job's function needs while the driver checks the config. A signal that is not
-    deferred ends it immediately: the driver reports.
+    It imports what the job's function needs while the driver (a process id) checks the config, forks a
+    process for each of `count` ranks once there is scratch/job.json, and writes into scratch/ranks that one has
+    begun (with its process id) or ended (its exit code).
     """
-    die_with_parent(driver, signal.SIGKILL)  # safe: checkpoints are atomic
+    die_with_parent(driver, signal.SIGKILL)
+    folder = Path(scratch)
+    with no_garbage_collection():
+        _import_module_of(function)
+        while not (folder / "job.json").exists():
+            if os.getppid() != driver:  # where the kernel does not end orphans
+                exit_now(1)
+            time.sleep(_POLL)
+        told = os.open(folder / "ranks", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+        gc.freeze()  # what is imported is garbage in no rank, and its memory stays shared
+        ranks: dict[int, int] = {}
+        start = _fork_rank if _may_fork() else _spawn_rank
+        for rank in range(count):
+            pid = start(scratch, rank)
+            ranks[pid] = rank
+            os.write(told, b"began %d %d\n" % (rank, pid))
+    while ranks:
+        pid, status = os.wait()
+        code = os.waitstatus_to_exitcode(status)
+        os.write(told, b"ended %d %d\n" % (ranks.pop(pid), code))
+    os._exit(0)
+
+
+def _may_fork() -> bool:
+    """Not once an import, as that of a plugin of torch, has initialized an accelerator."""
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is None or not getattr(torch, accelerator.type).is_initialized()
+
+
+def _fork_rank(scratch: str, rank: int) -> int:
+    """The process id of a child that is a rank of the job."""
+    server = os.getpid()
+    with (
+        warnings.catch_warnings()
+    ):  # of threads that libraries started at import, and stop at a fork
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid:
+        return pid
+    os.setsid()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    random.seed()  # global generators differ between processes, unless somebody seeds them
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    main(scratch, server)
+
+
+def _spawn_rank(scratch: str, rank: int) -> int:
+    """The same of a process that imports for itself."""
+    program = (
+        f"import sys; sys.path[:] = {sys.path!r}; "
+        f"from titanlike.launch.worker import main; main({scratch!r}, {os.getpid()})"
+    )
+    env = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    return os.posix_spawn(sys.executable, [*interpreter(), "-u", "-c", program], env, setsid=True)
+
+
+def main(scratch: str, parent: int) -> NoReturn:
+    """A rank's process; `scratch` has job.json and gets result.json.
+
+    A signal that is not deferred ends it immediately: the driver reports.
+    """
+    die_with_parent(parent, signal.SIGKILL)  # safe: checkpoints are atomic
     folder = Path(scratch)
     stop = StopRequest(folder)
     try:
-        with interruptible(stop=stop, grace=0), no_garbage_collection():
-            _import_module_of(function)
-            while not (folder / "job.json").exists():
-                if os.getppid() != driver:  # where the kernel does not end orphans
-                    exit_now(1)
-                time.sleep(_POLL)
+        with interruptible(stop=stop, grace=0):
             _run_and_report(folder, stop)
     except Interrupted as interrupted:  # also while an error was being reported
         exit_now(interrupted.exit_code)

@@ -1,16 +1,19 @@
-"""The processes of a job's ranks on this machine: started early, watched, ended together.
+"""The processes of a job's ranks on this machine: forked from one that has imported what they need,
+watched, ended together.
 
 torch's elastic agent would do the latter, but it starts processes only once there is a job for them,
 and imports for a second itself. Nothing listens here: the ranks meet in a file of the driver's
 scratch folder, which no other user can open.
 
-1. They start once the number of ranks is known, and import torch and the job's modules while the
-   driver still checks the config (`EarlyWorkers`).
-2. Each waits until its job is in the folder that it shares with the driver, and runs it.
-3. The driver watches them: when one fails, the others get SIGTERM, later SIGKILL.
+1. A fork server starts once the number of ranks is known, and imports torch and the job's modules while
+   the driver still checks the config (`EarlyWorkers`): one import for all ranks.
+2. Once the job is in the folder that it shares with the driver, it forks a process for each rank
+   (`worker.serve`). It has started no device, no thread pool and no process group: these are the ranks'.
+3. The server writes into the same folder how its children end. When one fails, the driver sends
+   SIGTERM to the others, later SIGKILL.
 
-A start that is given up (an error in the config, a signal) kills them: they have not begun. If the
-driver dies, the kernel kills them.
+A launch that is given up (an error in the config, a signal) kills the server, which has forked nothing. If
+the driver dies, the kernel kills the server, and with it the ranks.
 """
 
 from __future__ import annotations
@@ -27,36 +30,30 @@ from titanlike.launch.environment import import_path, interpreter, workers_envir
 from titanlike.launch.scratch_folder import scratch_folder
 
 _SHUTDOWN_TIMEOUT = 15.0  # seconds between SIGTERM and SIGKILL to the workers
+_KILLED = 10.0  # seconds for the kernel to end what was killed
 _POLL = 0.02  # seconds between two looks at the processes
 
 
 class WorkerProcesses:
-    """One process a rank, which waits for folder/job.json."""
+    """One process a rank, forked once folder/job.json is there."""
 
     def __init__(self, count: int, folder: Path, function: str) -> None:
-        """folder: new, private. function: of the job, whose modules they import meanwhile."""
+        """folder: new, private. function: of the job, whose modules are imported meanwhile."""
         self.count, self.folder = count, folder
         self.situation = _situation()
+        self._pids: dict[int, int] = {}  # of each rank that has been forked
+        self._codes: dict[int, int] = {}  # of each rank that has ended; -N = by signal N
         folder.mkdir()
         program = (
             f"import sys; sys.path[:] = {import_path()!r}; "
-            "from titanlike.launch.worker import main; "
-            f"main({str(folder)!r}, {os.getpid()}, {function!r})"
+            "from titanlike.launch.worker import serve; "
+            f"serve({str(folder)!r}, {os.getpid()}, {function!r}, {count})"
         )
-        command = [*interpreter(), "-u", "-c", program]
-        self._processes: list[subprocess.Popen[bytes]] = []
-        try:
-            with workers_environment(count):
-                for rank in range(count):
-                    own = {"RANK": rank, "LOCAL_RANK": rank}
-                    size = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-                    env = os.environ | {name: str(value) for name, value in (own | size).items()}
-                    # a terminal's Ctrl-C is for the driver, which passes it on
-                    process = subprocess.Popen(command, env=env, start_new_session=True)
-                    self._processes.append(process)
-        except BaseException:
-            self.end(0)
-            raise
+        size = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+        with workers_environment(count):
+            command, env = [*interpreter(), "-u", "-c", program], os.environ | size
+            # a terminal's Ctrl-C is for the driver, which passes it on
+            self._server = subprocess.Popen(command, env=env, start_new_session=True)
 
     def run(self, job: str) -> dict[int, int]:
         """Run a job (JSON) to its end; the exit codes of ranks that failed, the others are ended."""
@@ -64,40 +61,45 @@ class WorkerProcesses:
         unfinished.write_text(job, encoding="utf-8")
         unfinished.replace(self.folder / "job.json")
         try:
-            while True:
-                codes = [process.poll() for process in self._processes]
-                failed = {rank: code for rank, code in enumerate(codes) if code}
-                if failed or all(code == 0 for code in codes):
+            while self._running():
+                if failed := {rank: code for rank, code in self._codes.items() if code}:
                     return failed
                 time.sleep(_POLL)
+            return {rank: code for rank, code in self._codes.items() if code}
         finally:
             self.end(_SHUTDOWN_TIMEOUT)
 
     def end(self, grace: float) -> None:
         """End those that run: with SIGTERM, after `grace` seconds with SIGKILL; 0 = immediately."""
-        running = [process for process in self._processes if process.poll() is None]
-        deadline = time.monotonic() + grace
+        if not self._pids:
+            self._server.kill()
         try:
-            for process in running if grace else ():
-                _signal_session(process, signal.SIGTERM)
-            while any(process.poll() is None for process in running):
-                if time.monotonic() >= deadline:
-                    break
-                time.sleep(_POLL)
+            self._end_ranks(signal.SIGTERM, grace)
         finally:  # also where a signal ends the waiting
-            for process in running:
-                _signal_session(process, signal.SIGKILL)
-            for process in running:
-                process.wait()
+            self._end_ranks(signal.SIGKILL, _KILLED)
+            self._server.kill()
+            self._server.wait()
 
+    def _end_ranks(self, signum: signal.Signals, patience: float) -> None:
+        """Send a signal to the session of each rank that runs, and wait for their end."""
+        deadline = time.monotonic() + patience
+        for rank in self._running() if patience else ():
+            with contextlib.suppress(OSError, KeyError):  # it has ended, or has not begun
+                os.killpg(self._pids[rank], signum)  # also its children: data loaders
+        while time.monotonic() < deadline and self._running():
+            time.sleep(_POLL)
 
-def _signal_session(process: subprocess.Popen[bytes], signum: signal.Signals) -> None:
-    """Also its children, as long as it runs: data loaders."""
-    if process.poll() is None:
-        try:
-            os.killpg(process.pid, signum)
-        except OSError:  # it has no session yet
-            process.send_signal(signum)
+    def _running(self) -> list[int]:
+        """The ranks that have not ended; before they are forked, all of them."""
+        gone = self._server.poll()
+        with contextlib.suppress(FileNotFoundError):
+            for line in (self.folder / "ranks").read_text().split("\n")[:-1]:
+                what, rank, number = line.split()
+                (self._pids if what == "began" else self._codes)[int(rank)] = int(number)
+        if gone is not None:  # whoever killed it: its children were killed with it
+            for rank in range(self.count):
+                self._codes.setdefault(rank, gone or -signal.SIGKILL)
+        return [rank for rank in range(self.count) if rank not in self._codes]
 
 
 def _situation() -> tuple[dict[str, str], str, list[str]]:

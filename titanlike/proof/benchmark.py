@@ -168,10 +168,12 @@ def _titanlike_loop(
 
 
 def _start_time(worker: Worker) -> float:
-    """When the command was started: this process, or the launcher that is its parent."""
-    pid = os.getpid() if worker.world_size == 1 else os.getppid()
-    with open(f"/proc/{pid}/stat") as stat:
-        ticks = int(stat.read().rpartition(")")[2].split()[19])
+    """When the command was started: this process, or the launcher, whose fork server is its parent."""
+    pid = os.getpid()
+    for _ in range(1 if worker.world_size == 1 else 3):
+        with open(f"/proc/{pid}/stat") as stat:
+            fields = stat.read().rpartition(")")[2].split()
+        pid, ticks = int(fields[1]), int(fields[19])
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.time() - age
 
