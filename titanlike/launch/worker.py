@@ -139,7 +139,7 @@ def serve(scratch: str, driver: int, function: str, count: int) -> NoReturn:
     process for each of `count` ranks once there is scratch/job.json, and writes into scratch/ranks that one has
     begun (with its process id) or ended (its exit code).
     """
-    die_with_parent(driver, signal.SIGKILL)
+    die_with_parent(driver, signal.SIGKILL)  # and the ranks die with it
     folder = Path(scratch)
     with no_garbage_collection():
         _import_module_of(function)
