@@ -157,8 +157,8 @@ def serve(scratch: str, driver: int, function: str, count: int) -> NoReturn:
             os.write(told, b"began %d %d\n" % (rank, pid))
     while ranks:
         pid, status = os.wait()
-        code = os.waitstatus_to_exitcode(status)
-        os.write(told, b"ended %d %d\n" % (ranks.pop(pid), code))
+        if (rank := ranks.pop(pid, None)) is not None:
+            os.write(told, b"ended %d %d\n" % (rank, os.waitstatus_to_exitcode(status)))
     os._exit(0)
 
 
