@@ -273,6 +273,23 @@ def test_a_signal_while_an_object_is_deleted_is_not_lost(tmp_path: Path, work_le
     assert (process.returncode, out, err) == (143, "cleaned up\n", "")
 
 
+def test_a_signal_to_every_process_stops_a_run_at_the_next_step_with_a_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """As SLURM and Kubernetes send it: also to the process that the ranks are forked from."""
+    words = ["pp=2", "steps=100000", "data=synthetic", "device=cpu", f"run_dir={tmp_path}"]
+    launched = Launched(*words, program=ROOT / "train.py")
+    metrics = tmp_path / "metrics.jsonl"
+    until(lambda: metrics.exists() and metrics.stat().st_size)
+    processes = launched.alive()
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
+    code, out, err = launched.wait(60)
+    assert code == 75 and "resume with" in out, err
+    assert len(processes) >= 4 and [*tmp_path.glob("checkpoints/step-*")]
+    assert launched.all_exit()
+
+
 @pytest.mark.parametrize(
     ("signum", "torchrun"),
     [(signal.SIGKILL, 0), *slow((signal.SIGTERM, 0), (signal.SIGTERM, 2), (signal.SIGKILL, 2))],

@@ -20,7 +20,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 
 _POLL = 0.01  # seconds between two looks for the job
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,8 @@ def serve(scratch: str, driver: int, function: str, count: int) -> NoReturn:
     """
     die_with_parent(driver, signal.SIGKILL)  # and the ranks die with it
     folder = Path(scratch)
+    # a cluster sends these to every process of a job: the ranks decide when to end
+    handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in _SIGNALS}
     with no_garbage_collection():
         _import_module_of(function)
         while not (folder / "job.json").exists():
@@ -152,7 +155,7 @@ def serve(scratch: str, driver: int, function: str, count: int) -> NoReturn:
         ranks: dict[int, int] = {}
         start = _fork_rank if _may_fork() else _spawn_rank
         for rank in range(count):
-            pid = start(scratch, rank)
+            pid = start(scratch, rank, handlers)
             ranks[pid] = rank
             os.write(told, b"began %d %d\n" % (rank, pid))
     while ranks:
@@ -170,14 +173,17 @@ def _may_fork() -> bool:
     return accelerator is None or not getattr(torch, accelerator.type).is_initialized()
 
 
-def _fork_rank(scratch: str, rank: int) -> int:
-    """The process id of a child that is a rank of the job."""
+def _fork_rank(scratch: str, rank: int, handlers: Mapping[signal.Signals, Any]) -> int:
+    """The process id of a child that is a rank of the job; handlers: of its signals."""
     server = os.getpid()
-    with (
-        warnings.catch_warnings()
-    ):  # of threads that libraries started at import, and stop at a fork
+    signal.pthread_sigmask(signal.SIG_BLOCK, handlers)  # none is lost before the child has handlers
+    with warnings.catch_warnings():
+        # of threads that libraries started at import: they end at a fork
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
+    for signum, handler in handlers.items() if pid == 0 else ():
+        signal.signal(signum, handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, handlers)
     if pid:
         return pid
     os.setsid()
@@ -188,14 +194,16 @@ def _fork_rank(scratch: str, rank: int) -> int:
     main(scratch, server)
 
 
-def _spawn_rank(scratch: str, rank: int) -> int:
+def _spawn_rank(scratch: str, rank: int, handlers: Mapping[signal.Signals, Any]) -> int:
     """The same of a process that imports for itself."""
     program = (
         f"import sys; sys.path[:] = {sys.path!r}; "
         f"from titanlike.launch.worker import main; main({scratch!r}, {os.getpid()})"
     )
     env = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    return os.posix_spawn(sys.executable, [*interpreter(), "-u", "-c", program], env, setsid=True)
+    defaults = [signum for signum, handler in handlers.items() if handler != signal.SIG_IGN]
+    command = [*interpreter(), "-u", "-c", program]
+    return os.posix_spawn(sys.executable, command, env, setsid=True, setsigdef=defaults)
 
 
 def main(scratch: str, parent: int) -> NoReturn:
