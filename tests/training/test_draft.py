@@ -26,7 +26,7 @@ from titanlike.config.schema import (
 )
 from titanlike.driver.checks import problems
 from titanlike.graph.cut import message
-from titanlike.parallel.tp import draft as tensor_draft
+from titanlike.parallel.tp import tensor_parallel as tensor_draft
 from titanlike.training.draft import draft, preflight
 from titanlike.training.report import epochs, warmup
 

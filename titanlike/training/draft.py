@@ -193,7 +193,7 @@ def preflight(config: Config, drafted: Callable[[Draft], object] = lambda _: Non
         problem = compiler_problem(first_device(config.device))
         problems += [] if problem is None else [problem]
     if config.tp_async:
-        from titanlike.parallel.tp.draft import async_problems
+        from titanlike.parallel.tp.tensor_parallel import async_problems
 
         problems += async_problems(config)
     problems += own.problems(config)

@@ -63,7 +63,7 @@ def _float8(p: _Planned) -> Transform:
 
 
 def _tensor_parallel(p: _Planned) -> Transform:
-    from titanlike.parallel.tp.draft import tensor_parallel
+    from titanlike.parallel.tp.tensor_parallel import tensor_parallel
 
     return tensor_parallel(p.config, p.model, p.mesh, p.batch, p.checked)
 
