@@ -47,9 +47,8 @@ class Transform:
     # recorded, and this one, whose group `open` makes. Their transform is named after their mesh axis.
     first: Peers | None = None
     ranks: Peers | None = None
-    placements: Mapping[
-        str, Placement
-    ] = {}  # of parameters that several ranks have, on the first one
+    # of parameters that several of these ranks have, on the first one
+    placements: Mapping[str, Placement] = {}
     sequence: SequenceParts | None = None  # how a rank has a part of every sequence
     unchecked: str = ""  # what of it is not known to be right, and why
 

@@ -137,8 +137,8 @@ def serve(scratch: str, driver: int, function: str, count: int) -> NoReturn:
     """The fork server of a job's ranks: see `worker_processes`.
 
     It imports what the job's function needs while the driver (a process id) checks the config, forks a
-    process for each of `count` ranks once there is scratch/job.json, and writes into scratch/ranks that one has
-    begun (with its process id) or ended (its exit code).
+    process for each of `count` ranks once there is scratch/job.json, and writes into scratch/ranks that
+    one has begun (with its process id) or ended (its exit code).
     """
     die_with_parent(driver, signal.SIGKILL)  # and the ranks die with it
     folder = Path(scratch)
