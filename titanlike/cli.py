@@ -172,12 +172,10 @@ def _drive_or_follow(
 ) -> int | str | None:
     """This process' part of a job; its exit code."""
     from titanlike.driver.job import JobRunner
-    from titanlike.launch.environment import is_restart
-    from titanlike.launch.external import ExternalRanks
-    from titanlike.launch.restart_state import RestartState
+    from titanlike.launch.environment import adopt_slurm, is_restart
+    from titanlike.launch.local import PrestartedWorkers
     from titanlike.launch.signals import die_with_parent
-    from titanlike.launch.slurm import adopt_slurm
-    from titanlike.launch.worker_processes import EarlyWorkers
+    from titanlike.launch.torchrun import RestartState, TorchrunRanks
 
     adopt_slurm()
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -185,15 +183,15 @@ def _drive_or_follow(
     # job scripts check before the ranks start: WORLD_SIZE without RANK
     before_ranks = "--check" in sys.argv[1:] and "RANK" not in os.environ
     alone = before_ranks or int(os.environ.get("WORLD_SIZE", "1")) == 1
-    ranks = None if alone else ExternalRanks()
+    ranks = None if alone else TorchrunRanks()
     if ranks is not None and ranks.rank > 0:
-        return ranks.follow()
+        return ranks.run_follower()
     from titanlike.driver.drive import drive  # Hydra, which the followers do not need
 
     if ranks is None:
         restart_state = RestartState.load()
         restart_state.count_start()
-        with EarlyWorkers() as workers:
+        with PrestartedWorkers() as workers:
             restarted = is_restart()
             runner = JobRunner(function, folder, None, restart_state, restarted, checked, workers)
             return drive(runner, result_dir)
@@ -203,7 +201,7 @@ def _drive_or_follow(
         code = drive(runner, result_dir)
         return code
     finally:
-        ranks.release(code if isinstance(code, int) else int(code is not None))
+        ranks.shutdown(code if isinstance(code, int) else int(code is not None))
 
 
 def _open_closed_streams() -> None:

@@ -38,7 +38,7 @@ from titanlike.checkpoint.state_dict import SHARED_STEP
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.schema import Checkpoint, Config
 from titanlike.distributed.mesh import close_mesh, open_mesh
-from titanlike.launch.start_id import start_id
+from titanlike.launch.torchrun import start_id
 from titanlike.launch.worker import Worker
 from titanlike.training.build import build
 

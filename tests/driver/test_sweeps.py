@@ -25,7 +25,7 @@ from titanlike.device import accelerator
 from titanlike.driver import sweep_jobs
 from titanlike.driver.sweep import SweepRun
 from titanlike.driver.sweep_jobs import Command, Processes
-from titanlike.launch.run_dir_owner import lock_run_dir
+from titanlike.launch.run_dir_lock import lock_run_dir
 from titanlike.metrics.run_files import write_result
 from titanlike.metrics.sinks import read_jsonl
 

@@ -26,8 +26,8 @@ from titanlike.launch.failures import (
     root_cause,
     write_failure,
 )
-from titanlike.launch.job import Job
-from titanlike.launch.stop_request import StopRequest
+from titanlike.launch.signals import StopRequest
+from titanlike.launch.worker import Job
 
 
 def test_an_error_of_a_model_is_shown_and_the_next_run_trains_on_the_same_ranks(
@@ -153,8 +153,8 @@ def test_workers_that_fail_are_restarted_as_often_as_allowed(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not after what a restart would repeat, nor after a stop request. `early` has the workers."""
-    numbers, early, stop = [], MagicMock(), StopRequest()
+    """Not after what a restart would repeat, nor after a stop request."""
+    numbers, workers, stop = [], MagicMock(), StopRequest()
     stop._signum = int(stopped)
 
     def again(failed: JobFailed, number: int) -> Config:
@@ -164,15 +164,15 @@ def test_workers_that_fail_are_restarted_as_often_as_allowed(
     def run_workers(*_: Any) -> dict[str, Any]:
         assert root_cause(tmp_path) is None, "the failure of an earlier launch is still there"
         write_failure(tmp_path, FAILURE)
-        if (end := ends[early.__enter__().take.call_count - 1]) is not None:
+        if (end := ends[workers.__enter__().adopt.call_count - 1]) is not None:
             raise end
         return {"value": 3.0}
 
     monkeypatch.setattr(local, "_run_workers", run_workers)
     job = Job("some.job", Config(pp=2, launch=Launch(max_restarts=2)), tmp_path, [])
     with contextlib.nullcontext() if None in ends else pytest.raises(JobFailed):
-        assert local.run_local(job, stop, print, again, early) == {"value": 3.0}
-    assert early.__enter__().take.call_count == launches and numbers == [*range(1, launches)]
+        assert local.run_local(job, stop, print, again, workers) == {"value": 3.0}
+    assert workers.__enter__().adopt.call_count == launches and numbers == [*range(1, launches)]
 
 
 def test_an_error_of_the_user_is_told_without_frames_and_would_repeat() -> None:

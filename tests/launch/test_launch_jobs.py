@@ -20,12 +20,11 @@ from support.models import tiny
 from support.paths import ROOT
 from support.run_files import result
 from support.waiting import until
-from titanlike.launch import stop_request, worker_processes
+from titanlike.launch import local, signals
 from titanlike.launch.environment import import_path, workers_environment
-from titanlike.launch.job import Job
-from titanlike.launch.scratch_folder import scratch_folder
-from titanlike.launch.stop_request import StopRequest
-from titanlike.launch.worker_processes import WorkerProcesses
+from titanlike.launch.local import WorkerProcesses, scratch_folder
+from titanlike.launch.signals import StopRequest
+from titanlike.launch.worker import Job
 
 
 @pytest.mark.parametrize("torchrun", [0, *slow(1)])
@@ -143,7 +142,7 @@ def started(scratch: Path, then: str) -> Launched:
 
 
 def workers_wait(scratch: Path) -> bool:
-    return any(scratch.glob("titanlike-*/0"))
+    return any(scratch.glob("titanlike-*/driver.lock"))
 
 
 def test_an_error_in_the_config_ends_the_workers_that_wait_for_it(scratch: Path) -> None:
@@ -181,9 +180,10 @@ def test_workers_that_do_not_end_are_killed_with_what_they_have_started(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Rank 0 fails, rank 1 ignores SIGTERM and has a child; both are forks of one process."""
-    monkeypatch.setattr(worker_processes, "_SHUTDOWN_TIMEOUT", 0.2)
+    monkeypatch.setattr(local, "_SHUTDOWN_TIMEOUT", 0.2)
     function = "support.launch_jobs.fails_beside_one_that_does_not_end"
-    (tmp_path / "run").mkdir()
+    for name in ("run", "workers"):
+        (tmp_path / name).mkdir()
     workers = WorkerProcesses(2, tmp_path / "workers", function)
     codes = workers.run(Job(function, tiny(pp=2), tmp_path / "run", []).to_json())
     assert codes[0] == 1 and codes.get(1, 1) != 0
@@ -221,7 +221,7 @@ def test_a_signal_that_arrives_again_is_no_second_one(
     """SLURM sends its signal to every process, the driver forwards its own."""
     now = SimpleNamespace(value=100.0)
     clock = SimpleNamespace(monotonic=lambda: now.value, time=time.time)
-    monkeypatch.setattr(stop_request, "time", clock)
+    monkeypatch.setattr(signals, "time", clock)
     driver, worker = StopRequest(), StopRequest(tmp_path)
     with driver.forwarding(tmp_path):
         assert not driver.receive(signal.SIGTERM), "no worker has begun to train"
@@ -239,7 +239,7 @@ def test_a_signal_that_arrives_again_is_no_second_one(
         assert not worker.is_futile()
     assert capfd.readouterr().err.count("a second signal stops immediately") == 2
     with worker.deferred():
-        worker.watch_peers(lambda: True)
+        worker.peer_failed = lambda: True
         assert worker.is_futile(), "a peer that has failed never reaches the step's end"
 
 
@@ -323,7 +323,7 @@ def test_the_scratch_folder_of_a_killed_driver_is_removed_by_the_next(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     program = (
-        "from titanlike.launch.scratch_folder import scratch_folder\n"
+        "from titanlike.launch.local import scratch_folder\n"
         "with scratch_folder() as folder: print(folder, flush=True); input()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlike.launch.device_queue import DeviceQueue
+from titanlike.launch.watchdog import DeviceQueue
 from titanlike.torch_private.fsdp import exchanges_told
 
 _ROUNDS = 16

@@ -31,7 +31,7 @@ from titanlike.config.parse import to_plain
 from titanlike.config.profile import folder_problem
 from titanlike.config.schema import Config, TensorBoard
 from titanlike.data import checks as data
-from titanlike.launch.restart_state import RestartState
+from titanlike.launch.torchrun import RestartState
 from titanlike.metrics.run_files import Events
 from titanlike.metrics.sinks import tensorboard_problem
 from titanlike.models.hf_names import FAMILIES, family_of

@@ -45,9 +45,9 @@ from titanlike.driver.job import (
     print_problems,
 )
 from titanlike.driver.overrides import CheckedOverrides, check_overrides, one_line
-from titanlike.launch.external import ExternalRanks, record_for_torchrun
+from titanlike.launch.environment import adopt_slurm
 from titanlike.launch.failures import JobFailed
-from titanlike.launch.slurm import adopt_slurm
+from titanlike.launch.torchrun import TorchrunRanks, record_for_torchrun
 from titanlike.metrics.run_files import Status
 
 if TYPE_CHECKING:
@@ -129,15 +129,15 @@ def _run_elsewhere(runner: JobRunner, *job: Any) -> JobEnd:
     adopt_slurm()
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return runner.run(*job)
-    ranks = ExternalRanks()
+    ranks = TorchrunRanks()
     if ranks.rank > 0:
-        return JobEnd(ranks.follow())
+        return JobEnd(ranks.run_follower())
     end = JobEnd(1)
     try:
         end = JobRunner(runner.function, runner.folder, ranks).run(*job)
         return end
     finally:
-        ranks.release(end.code)
+        ranks.shutdown(end.code)
 
 
 def _prepare(args: argparse.Namespace, task: Task, result_dir: str | None) -> ExitCode:
@@ -185,7 +185,7 @@ def _prepare(args: argparse.Namespace, task: Task, result_dir: str | None) -> Ex
         assert checked.composed is not None
         checked.composed.hydra.run.dir = str(files.make_new_folder(checked.new_folder))
     if runner.workers is not None:
-        runner.workers.settle()
+        runner.workers.checked()
     return None
 
 

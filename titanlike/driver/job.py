@@ -15,15 +15,12 @@ from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.parse import write_config
 from titanlike.config.schema import Config, Wandb
 from titanlike.launch.environment import available_cores, will_restart
-from titanlike.launch.external import ExternalRanks, record_for_torchrun
 from titanlike.launch.failures import Failure, JobFailed, describe, root_cause
-from titanlike.launch.job import Job
-from titanlike.launch.local import run_local
-from titanlike.launch.restart_state import RestartState
-from titanlike.launch.run_dir_owner import lock_run_dir
-from titanlike.launch.signals import Interrupted, interruptible
-from titanlike.launch.stop_request import MAX_TIME, StopRequest, stop_reason
-from titanlike.launch.worker_processes import EarlyWorkers
+from titanlike.launch.local import PrestartedWorkers, run_local
+from titanlike.launch.run_dir_lock import lock_run_dir
+from titanlike.launch.signals import MAX_TIME, Interrupted, StopRequest, interruptible, stop_reason
+from titanlike.launch.torchrun import RestartState, TorchrunRanks, record_for_torchrun
+from titanlike.launch.worker import Job
 from titanlike.metrics.run_files import Events, Status, write_result
 
 SWEEP_FILE = "sweep.jsonl"  # in the directory of a sweep
@@ -35,11 +32,11 @@ class JobRunner:
 
     function: str  # of the job, `package.module:function`
     folder: str  # a tool's own folder inside run_dir, or ""
-    ranks: ExternalRanks | None = None  # started by torchrun or srun; None = started here
+    ranks: TorchrunRanks | None = None  # started by torchrun or srun; None = started here
     restart_state: RestartState = field(default_factory=RestartState)
     restart: bool = False  # whether this command was started before
     checked: bool = False  # whether the sweep has checked the job's config
-    workers: EarlyWorkers | None = None  # of a single run
+    workers: PrestartedWorkers | None = None  # of a single run
     # of values from the environment, which errors do not show: their names
     environment: dict[str, str] = field(default_factory=dict)
 

@@ -30,7 +30,7 @@ from titanlike.driver.sweep_status import (
     read_spec,
     write_spec,
 )
-from titanlike.launch.run_dir_owner import claim
+from titanlike.launch.run_dir_lock import claim
 from titanlike.metrics.summary import OBJECTIVES
 
 _RESTART_PATIENCE = 60.0  # seconds for the start before this one to end

@@ -39,8 +39,7 @@ from titanlike.launch.environment import (
     without_rank_variables,
 )
 from titanlike.launch.failures import JobFailed, describe_exit
-from titanlike.launch.signals import Interrupted, interruptible
-from titanlike.launch.stop_request import StopRequest
+from titanlike.launch.signals import Interrupted, StopRequest, interruptible
 from titanlike.metrics.run_files import ended_by_max_time, read_result, write_result
 
 _CHECK_TIME = 60.0  # seconds for checking jobs before the first begins

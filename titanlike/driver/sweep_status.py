@@ -28,7 +28,7 @@ from titanlike.config import files
 from titanlike.config.credentials import redact, redact_override
 from titanlike.config.files import open_regular
 from titanlike.driver.job import SWEEP_FILE
-from titanlike.launch.run_dir_owner import is_locked
+from titanlike.launch.run_dir_lock import is_locked
 from titanlike.metrics.run_files import ended_by_max_time, flat, read_result
 from titanlike.metrics.summary import OBJECTIVES, Summary, objective_value, summarize
 
