@@ -69,7 +69,7 @@ def test_a_default_run_imports_no_more_than_it_did_and_nothing_that_is_not_asked
     techniques = ("expert_parallel", "compiled_blocks", "muon", "timeline", "profile", "batchnorm")
     unasked = [n for n in names if any(f"titanlike/{room}" in n for room in rooms)]
     unasked += [n for n in names if Path(n).stem in techniques and "config/" not in n]
-    assert unasked == ["titanlike/parallel/batchnorm.py"]  # whose checks are made of every model
+    assert not unasked
 
 
 @pytest.mark.slow

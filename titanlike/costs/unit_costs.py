@@ -28,7 +28,7 @@ from titanlike.costs.node_costs import (
     node_times,
     peak_bytes,
 )
-from titanlike.distributed.collectives import Peers
+from titanlike.distributed.collectives import GroupInfo
 from titanlike.graph.cut import cut, unit_starts
 from titanlike.graph.model_graph import ModelGraph
 from titanlike.graph.pytree import tree_map
@@ -197,13 +197,13 @@ class UnitCosts:
             for nodes, saved, peaks in units
         ]
 
-    def operators(self, peers: Mapping[str, Peers]) -> list[list[NodeOperators]]:
+    def operators(self, peers: Mapping[str, GroupInfo]) -> list[list[NodeOperators]]:
         """What each call of each unit computes, as it is on the first rank of each axis, on meta; those of
         equal calls are one object. Linear layers in float8 are counted in bf16. Raises CostError.
         """
 
         def exchanged() -> Exchanges:
-            return {axis: ranks.exchanged for axis, ranks in peers.items()}
+            return {axis: ranks.traffic for axis, ranks in peers.items()}
 
         def cost(node: Node) -> NodeOperators:
             with in_bf16(self.model.modules() if node.kind == "unit" else ()):

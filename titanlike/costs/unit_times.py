@@ -18,7 +18,7 @@ from titanlike.config.schema import Config, Float8Precision
 from titanlike.costs import links
 from titanlike.costs.node_costs import ATTENTION, Exchanges, NodeOperators, Operator, Operators
 from titanlike.costs.unit_costs import CostError
-from titanlike.distributed.collectives import Exchanged
+from titanlike.distributed.collectives import Traffic
 from titanlike.distributed.sharding import compute_dtype
 from titanlike.parallel.activation_checkpoint import keeps, saved_operators
 from titanlike.parallel.expert_parallel import SEND_TOKENS
@@ -192,7 +192,7 @@ class _Exchanges:
         """By axis, those for which a rank waits; attention: seconds in which it attends."""
         found = {}
         for axis, values in exchanged.items():
-            sent, link, rate = Exchanged(*values), self._links[axis], self._rates[axis]
+            sent, link, rate = Traffic(*values), self._links[axis], self._rates[axis]
             seconds = link.sent(sent.nbytes, sent.messages, rate)
             hidden = min(sent.beside / rate, self._beside * attention)
             found[axis] = (seconds - hidden) * (self._visible if axis == "tp" else 1.0)

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from titanlike.torch_private.dtensor import local_slices
+from titanlike.torch_private.operators import BatchNorm
 
 Slices = tuple[slice, ...]
 When = Literal["never", "sequence", "always"]
@@ -108,7 +109,7 @@ def local_of(tensor: Tensor, part: Part | None, whole: Callable[[Slices], Tensor
     return result
 
 
-# --- marks on modules ---------------------------------------------------------------------------
+# --- what modules say of themselves --------------------------------------------------------------
 
 STYLE = "tp_style"  # how a module is divided, and what that takes; graph/equal_units.py knows it
 GATHERS = "tp_gathers"  # of a module that gathers what it is given: the ranks
@@ -134,3 +135,19 @@ def adds_bias_later(module: nn.Module) -> bool:
 def experts_of(model: nn.Module) -> dict[str, nn.Module]:
     """Modules of routed experts, by name: see `models/experts.py` for what these are."""
     return {name: m for name, m in model.named_modules() if getattr(m, "sorted_by_expert", False)}
+
+
+def has_statistics(module: nn.Module) -> TypeGuard[BatchNorm]:
+    """Whether it is a batch norm that keeps running statistics."""
+    return isinstance(module, BatchNorm) and module.running_mean is not None
+
+
+def freeze_statistics(model: nn.Module) -> list[BatchNorm]:
+    """Stop training forwards from updating running statistics; the batch norms that have some.
+
+    They still normalize by the batch's statistics in training, by the running ones in evaluation.
+    """
+    norms = [module for module in model.modules() if has_statistics(module)]
+    for norm in norms:
+        norm.track_running_stats = False
+    return norms

@@ -45,7 +45,7 @@ class Routing(NamedTuple):
 class RoutedFeedForward(nn.Module):
     """K of E experts for each token, and perhaps a shared one for all: [..., D] -> [..., D].
 
-    Balance is that of a whole step, over the global batch (`parallel/expert_balance.py` calls
+    Balance is that of a whole step, over the global batch (`parallel/expert_parallel.py` calls
     `balance` once a step with how many tokens each expert had):
 
     - without a loss (arXiv 2408.15664): `bias` is added to the scores for the choice alone. After a

@@ -25,12 +25,11 @@ from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config, SelectiveActivationCheckpoint
 from titanlike.distributed.placement import experts_of
 from titanlike.distributed.transform import Transform
-from titanlike.parallel.weight_gradients import DEFERRED_LINEAR
 from titanlike.torch_private.autograd import ignore_ranges_in_selective_checkpoints
 from titanlike.torch_private.tensors import tree_leaves
 
-# operators of our own that are matrix products: the second is that of `models/expert_linear.py`
-PRODUCTS = (DEFERRED_LINEAR, "titanlike.expert_linear")
+# operators of our own that are matrix products: of `weight_gradients.py` and `models/expert_linear.py`
+PRODUCTS = ("titanlike.linear_queueing", "titanlike.expert_linear")
 # which experts a token goes to: computed again it may be another one of equal scores, of which then
 # some ranks have more tokens than before. Of layers that say so: others change its results in place
 _CHOICE = "aten.topk"

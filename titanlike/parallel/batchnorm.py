@@ -11,31 +11,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from titanlike.distributed.mesh import Mesh
+from titanlike.distributed.placement import freeze_statistics
 from titanlike.distributed.transform import Transform
 from titanlike.torch_private.autograd import in_backward
 from titanlike.torch_private.operators import BatchNorm
-
-
-def has_statistics(module: nn.Module) -> TypeGuard[BatchNorm]:
-    """Whether it is a batch norm that keeps running statistics."""
-    return isinstance(module, BatchNorm) and module.running_mean is not None
-
-
-def freeze_statistics(model: nn.Module) -> list[BatchNorm]:
-    """Stop training forwards from updating running statistics; the batch norms that have some.
-
-    They still normalize by the batch's statistics in training, by the running ones in evaluation.
-    """
-    norms = [module for module in model.modules() if has_statistics(module)]
-    for norm in norms:
-        norm.track_running_stats = False
-    return norms
 
 
 class Moments:
@@ -112,9 +97,8 @@ class BatchNorms(Transform):
         centers = [_running_mean(module).to(m.mean) for module, m in collected]
         parts = [m.sums_about(center) for (_, m), center in zip(collected, centers, strict=True)]
         flat = torch.cat(parts)
-        if self._mesh.stage_copies > 1:
-            for axis in ("shard", "replicate"):
-                self._mesh.sum(flat, axis)
+        for axis in ("shard", "replicate"):
+            self._mesh.sum(flat, axis)
         sums = flat.split([len(part) for part in parts])
         for (module, _), center, part in zip(collected, centers, sums, strict=True):
             count, first, second = part.split([1, len(center), len(center)])

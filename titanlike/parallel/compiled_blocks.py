@@ -17,9 +17,8 @@ import torch
 from torch import nn
 
 from titanlike.config.errors import ConfigError, Problem
-from titanlike.distributed.placement import style_of
+from titanlike.distributed.placement import has_statistics, style_of
 from titanlike.distributed.transform import Transform
-from titanlike.parallel.batchnorm import has_statistics
 from titanlike.torch_private import compiler
 from titanlike.torch_private.known_code import has_hooks
 

@@ -174,7 +174,6 @@ def _add(parameter: Tensor, gradient: Tensor) -> None:
 # operators that change get other names.
 
 Address = tuple[int, int]
-DEFERRED_LINEAR = "titanlike.linear_queueing"  # the name of the layer's operator
 # (inputs, gradient of the outputs, address of the layer) of the backward that ran last: an operator
 # knows no object that could hold it
 _waiting: list[tuple[Tensor, Tensor, Address]] = []

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.data.sources import Batch
+from titanlike.distributed.gradients import UnusedParameters
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.transform import Transform
-from titanlike.distributed.unused_parameters import Reached
 from titanlike.graph.cut import StageGraph, messages, same_messages
 from titanlike.graph.model_graph import Fields, ModelGraph, fields_of, shapes
 from titanlike.graph.stage import Stage
@@ -45,14 +45,14 @@ class Pipeline:
         loss: Loss,
         mesh: Mesh,
         zero: int,
-        reached: Reached,
+        unused: UnusedParameters,
         transforms: Sequence[Transform],
     ) -> None:
         """stages: of this rank, by index; zero: see `parallel/sharding.py`; transforms: what was done to
         the stages."""
         self._order, self._model_graph, self._stages = order, model_graph, stages
         self._loss, self._mesh, self._zero = loss, mesh, zero
-        self._reached, self._transforms = reached, transforms
+        self._unused, self._transforms = unused, transforms
         # of the last step, over all ranks: how many reached each parameter of the model
         self._reached_counts = torch.zeros(0)
         self._runtimes: OrderedDict[Any, OrderRuntime] = OrderedDict()
@@ -108,7 +108,7 @@ class Pipeline:
                 stack.enter_context(transform.training(tokens))
             stack.enter_context(self._computing())
             losses = runtime.train(batch)
-        reached = self._reached.flags()
+        reached = self._unused.flags()
         for transform in reversed(self._transforms):
             transform.after_backward()
         measured = measure().to(mesh.device)
@@ -123,7 +123,7 @@ class Pipeline:
         on the device: 1 = on none, so that an optimizer is to leave them alone."""
         if self._mesh.world_size == 1:  # they have none
             return {}
-        return self._reached.unreached(self._reached_counts)
+        return self._unused.unreached(self._reached_counts)
 
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """As `train`, forward alone; gradients are left as they are."""
@@ -166,7 +166,7 @@ class Pipeline:
             with self._computing():
                 runtime.run_alone(index, received, microbatch)
             stage.zero_grad()
-        self._reached.flags()
+        self._unused.flags()
 
     def for_outputs(self) -> Pipeline:
         """Over the same stages, for `outputs` of as many microbatches of one sample each."""

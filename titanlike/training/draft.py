@@ -23,7 +23,7 @@ from titanlike.data.example_batch import example_batch, field_problems
 from titanlike.data.sources import Data
 from titanlike.device.choose import choose_device, first_device
 from titanlike.device.memory import total_memory
-from titanlike.distributed.collectives import Peers
+from titanlike.distributed.collectives import GroupInfo
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.placement import Placement
 from titanlike.distributed.transform import Transform
@@ -78,7 +78,7 @@ class Draft:
         return self.order.microbatches
 
     @property
-    def peers(self) -> dict[str, Peers]:
+    def peers(self) -> dict[str, GroupInfo]:
         """By the axes whose ranks exchange activations inside of layers."""
         return {n: t.first for n, t in self.transforms.items() if t.first is not None}
 

@@ -12,6 +12,7 @@ from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config, Custom
 from titanlike.data.sources import Batch
 from titanlike.device.choose import first_device
+from titanlike.distributed.placement import freeze_statistics
 from titanlike.distributed.sharding import compute_dtype
 from titanlike.distributed.transform import Recorded, Transform
 from titanlike.graph.cut import StageGraph, cut
@@ -21,7 +22,6 @@ from titanlike.graph.token_parts import UnknownTokens
 from titanlike.models.registry import build_model, constructed_buffers
 from titanlike.optim.chunked_loss import HeadNested, find_head, with_chunked_loss
 from titanlike.optim.loss import Loss, check_loss, trained_outputs
-from titanlike.parallel.batchnorm import freeze_statistics
 
 
 def record_model(

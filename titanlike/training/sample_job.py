@@ -16,7 +16,7 @@ from titanlike.checkpoint.warm_start import warm_start
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config
 from titanlike.distributed.mesh import close_mesh, open_mesh
-from titanlike.distributed.timing import device_queue
+from titanlike.distributed.readings import device_queue
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
 from titanlike.metrics.console import Console

@@ -17,7 +17,7 @@ from titanlike.data.loader import open_data
 from titanlike.data.sources import Data
 from titanlike.device.accelerator import deterministic, matmul_precision
 from titanlike.distributed.mesh import open_mesh
-from titanlike.distributed.timing import BusyTime, device_queue
+from titanlike.distributed.readings import BusyTime, device_queue
 from titanlike.launch.failures import clear_failures
 from titanlike.launch.run_dir_lock import RunDirOwner, lock_as_rank
 from titanlike.launch.signals import Interrupted, stop_reason

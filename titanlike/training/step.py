@@ -23,7 +23,7 @@ from titanlike.data.loader import validation_batches
 from titanlike.data.sources import Batch, Data
 from titanlike.device.accelerator import peak_flops
 from titanlike.device.memory import peak_memory
-from titanlike.distributed.async_scalars import Sent, Timer
+from titanlike.distributed.readings import PendingScalars, Timer
 from titanlike.launch.worker import Worker
 from titanlike.optim.learning_rate import learning_rate, set_lr
 from titanlike.optim.optimizer import clip_gradients, gradient_norms, norm_of_squares, square_sum
@@ -49,7 +49,7 @@ class Launched:
     """A step that is launched as a whole, whose numbers are on their way."""
 
     gradients: Gradients
-    sent: Sent
+    sent: PendingScalars
     lr: float
     time: float  # seconds since the epoch
     more: dict[str, Any] = field(default_factory=dict)  # for its record

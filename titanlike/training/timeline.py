@@ -25,7 +25,7 @@ from titanlike.config.profile import TIMELINE, timeline_folder
 from titanlike.config.program import tool_program
 from titanlike.config.schema import Config
 from titanlike.device import accelerator
-from titanlike.distributed.timing import Clock, clock_offset
+from titanlike.distributed.readings import Clock, clock_offset
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
 from titanlike.metrics import timeline_file

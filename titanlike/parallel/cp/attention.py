@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from titanlike.config.errors import ConfigError, Problem
-from titanlike.distributed.collectives import exchange
+from titanlike.distributed.collectives import autograd_collective
 from titanlike.parallel.cp.positions import (
     Call,
     Counted,
@@ -284,7 +284,7 @@ class ContextAttention(TorchFunctionMode):
 
 
 def _all_tokens(x: Tensor, ranks: ContextRanks, dim: int) -> Tensor:
-    gathered = exchange(x, ranks, "all_gather", "reduce_scatter", dim)
+    gathered = autograd_collective(x, ranks, "all_gather", "reduce_scatter", dim)
     return ranks.in_order(gathered, dim)
 
 
@@ -338,14 +338,16 @@ def _by_heads(
 
 def _to_heads(x: Tensor, ranks: ContextRanks) -> Tensor:
     """[B, ranks, h, t, E] -> [B, h, T, E], this rank's heads."""
-    x = exchange(x.movedim(1, 0), ranks, "all_to_all", "all_to_all", 0)  # [ranks, B, h, t, E]
+    x = autograd_collective(
+        x.movedim(1, 0), ranks, "all_to_all", "all_to_all", 0
+    )  # [ranks, B, h, t, E]
     return x.movedim(0, 2).flatten(2, 3)
 
 
 def _to_tokens(x: Tensor, ranks: ContextRanks) -> Tensor:
     """[B, h, T, E] -> [B, H, t, E]."""
     x = x.unflatten(2, (ranks.size, -1)).movedim(2, 0)  # [ranks, B, h, t, E]
-    return exchange(x, ranks, "all_to_all", "all_to_all", 0).movedim(0, 1).flatten(1, 2)
+    return autograd_collective(x, ranks, "all_to_all", "all_to_all", 0).movedim(0, 1).flatten(1, 2)
 
 
 def _of_heads(mask: Tensor | None, heads: int, ranks: ContextRanks) -> Tensor | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from math import lcm
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,9 @@ from titanlike.parallel.cp.check import TokenCheck, TokensMixed, Unchecked
 from titanlike.parallel.cp.context_parallel import ContextParallel, token_dims_of
 from titanlike.parallel.cp.tokens import ContextRanks
 
+if TYPE_CHECKING:
+    from titanlike.training.draft import Draft
+
 
 @dataclass(eq=False)
 class ContextDraft(ContextParallel):
@@ -61,7 +64,7 @@ class ContextDraft(ContextParallel):
     def name(self) -> str:
         return f"{self.ranks.method} of {self.ranks.size}"
 
-    def describe(self, plan: Any) -> Iterator[tuple[str, str]]:
+    def describe(self, plan: Draft) -> Iterator[tuple[str, str]]:
         """How sequences are divided."""
         text = {
             "gather": "keys and values are gathered",
@@ -74,7 +77,7 @@ class ContextDraft(ContextParallel):
             f"{self.ranks.method}, {text} ({self.why}); {tokens} tokens a rank",
         )
 
-    def open(self, mesh: Mesh, plan: Any) -> None:
+    def open(self, mesh: Mesh, plan: Draft) -> None:
         timeout = timedelta(seconds=self.config.launch.timeout)
         ranks = mesh.context_ranks()
         self.ranks.group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)

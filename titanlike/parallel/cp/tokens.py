@@ -15,13 +15,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from titanlike.distributed.collectives import Peers
+from titanlike.distributed.collectives import GroupInfo
 
 Method = Literal["gather", "ulysses", "ring"]
 
 
 @dataclass(eq=False)
-class ContextRanks(Peers):
+class ContextRanks(GroupInfo):
     """The context-parallel ranks that this one computes with."""
 
     method: Method = "gather"

@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from titanlike.distributed.collectives import Peers, exchange
+from titanlike.distributed.collectives import GroupInfo, autograd_collective
 
 
 @dataclass(eq=False)
-class TensorRanks(Peers):
+class TensorRanks(GroupInfo):
     """The tensor-parallel ranks that this one computes with."""
 
     # Whether activations between divided layers are divided along the sequence. It may differ from
@@ -43,32 +43,32 @@ class TensorRanks(Peers):
 
 def copy_in(x: Tensor, ranks: TensorRanks) -> Tensor:
     """Whole activations, which a divided layer computes with: gradients are summed."""
-    return exchange(x, ranks, "copy", "all_reduce", 0)
+    return autograd_collective(x, ranks, "identity", "all_reduce")
 
 
 def sum_out(x: Tensor, ranks: TensorRanks) -> Tensor:
     """The sum of all ranks' activations."""
-    return exchange(x, ranks, "all_reduce", "copy", 0)
+    return autograd_collective(x, ranks, "all_reduce", "identity")
 
 
 def gather_in(x: Tensor, ranks: TensorRanks, dim: int) -> Tensor:
     """All ranks' parts along `dim`, which a divided layer computes with: gradients are summed."""
-    return exchange(x, ranks, "all_gather", "reduce_scatter", dim)
+    return autograd_collective(x, ranks, "all_gather", "reduce_scatter", dim)
 
 
 def scatter_out(x: Tensor, ranks: TensorRanks, dim: int) -> Tensor:
     """This rank's part along `dim` of the sum of all ranks' activations."""
-    return exchange(x, ranks, "reduce_scatter", "all_gather", dim)
+    return autograd_collective(x, ranks, "reduce_scatter", "all_gather", dim)
 
 
 def gather_whole(x: Tensor, ranks: TensorRanks, dim: int) -> Tensor:
     """All ranks' parts along `dim`, with which each rank computes the same."""
-    return exchange(x, ranks, "all_gather", "take", dim)
+    return autograd_collective(x, ranks, "all_gather", "split", dim)
 
 
 def take_part(x: Tensor, ranks: TensorRanks, dim: int) -> Tensor:
     """This rank's part along `dim` of what each rank has as a whole."""
-    return exchange(x, ranks, "take", "all_gather", dim)
+    return autograd_collective(x, ranks, "split", "all_gather", dim)
 
 
 # --- cross entropy of logits whose vocabulary is divided -----------------------------------------

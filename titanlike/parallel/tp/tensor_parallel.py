@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.placement import Placement
 from titanlike.distributed.transform import Recorded, Transform
 from titanlike.graph.equal_units import call_key
-from titanlike.graph.model_graph import fields_of
+from titanlike.graph.model_graph import Fields, fields_of
 from titanlike.optim.loss import Loss, build_loss, takes_divided_logits
 from titanlike.parallel.tp.check import Comparison
 from titanlike.parallel.tp.collectives import DividedVocabulary, TensorRanks
@@ -30,8 +30,11 @@ from titanlike.parallel.tp.divided_run import Mistake, PlanError
 from titanlike.parallel.tp.plan import DIVIDING, Entry, tensor_plan, written_plan
 from titanlike.parallel.tp.random_numbers import Draws, RandomRegions, drawing_parts
 from titanlike.parallel.tp.styles import divide
-from titanlike.torch_private.compiler import overlap_in_compiled_blocks
 from titanlike.torch_private.dtensor import local
+
+if TYPE_CHECKING:
+    from titanlike.optim.optimizer import StageState
+    from titanlike.training.draft import Draft
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,8 @@ class TensorDraft:
         either = drawing_parts(self.draws, block) or drawing_parts(self.draws_whole, block)
         return drawn if either else ""
 
-    def prepare(self, ranks: TensorRanks, fields: Mapping[str, Any]) -> None:
-        """Before a forward on a batch of these fields (see `graph.model_graph.Field`)."""
+    def prepare(self, ranks: TensorRanks, fields: Fields) -> None:
+        """Before a forward on a batch of these fields."""
         length = self.length(fields)
         ranks.sequence = self.sequence and length % (ranks.size * self.context) == 0
         if self.sequence and not ranks.sequence and self.wrong_whole:
@@ -71,7 +74,7 @@ class TensorDraft:
                 f"activations between layers, and {self.wrong_whole}; write lengths that are a multiple"
             )
 
-    def length(self, fields: Mapping[str, Any]) -> int:
+    def length(self, fields: Fields) -> int:
         """Tokens of a sequence in a batch of these fields."""
         return next(iter(fields["inputs"].shape), 1)
 
@@ -94,7 +97,7 @@ class TensorParallel(Transform):
     def check(self, recorded: Recorded) -> None:
         check_draws(self._config, self.draft, [unit.name for unit in recorded.graph.units])
 
-    def describe(self, plan: Any) -> Iterator[tuple[str, str]]:
+    def describe(self, plan: Draft) -> Iterator[tuple[str, str]]:
         """Which layers are divided, and whether activations between them are."""
         config, tp = self._config, self._config.tp
         divided, repeated = (
@@ -123,11 +126,9 @@ class TensorParallel(Transform):
             activations = "divided along the sequence"
         yield "tensor parallel", f"{text}; activations between them {activations}"
 
-    def open(self, mesh: Mesh, plan: Any) -> None:
+    def open(self, mesh: Mesh, plan: Draft) -> None:
         self._mesh, self._regions = mesh, RandomRegions(self._ranks, mesh.device)
         self._ranks.group = mesh.axes.get_group("tp")
-        group = self._ranks.group if self._config.tp_async else None
-        overlap_in_compiled_blocks(group)
 
     def on_model(self, model: nn.Module, placements: dict[str, Placement]) -> None:
         placements.update(self.draft.divide(model, self._ranks))
@@ -135,7 +136,7 @@ class TensorParallel(Transform):
     def on_stage(self, index: int, stage: nn.Module, units: Sequence[str]) -> None:
         self._regions.add(stage, self.draft.draws, self.draft.draws_whole)
 
-    def on_states(self, states: Mapping[int, Any]) -> None:
+    def on_states(self, states: Mapping[int, StageState]) -> None:
         parameters = (item for state in states.values() for item in state.placed_parameters())
         of_model = self.placements.values()
         common = self._ranks, self._mesh, self._config.launch.timeout
@@ -144,7 +145,7 @@ class TensorParallel(Transform):
     def why_not_compiled(self, block: str) -> str:
         return self.draft.why_not_compiled(block)
 
-    def prepare(self, fields: Mapping[str, Any]) -> None:
+    def prepare(self, fields: Fields) -> None:
         for ranks in (self.draft.like, self._ranks):
             self.draft.prepare(ranks, fields)
 
