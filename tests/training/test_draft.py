@@ -184,7 +184,7 @@ def test_a_plan_that_was_checked_is_not_compared_again(monkeypatch: pytest.Monke
     config = tiny(tp=2, layers=4, batch_size=8)
     other = replace(config, pp=2, schedule=Schedule("1f1b", 4))
     before, alone = draft(config), draft(other)
-    monkeypatch.setattr(tensor_draft, "Comparison", None)
+    monkeypatch.setattr(tensor_draft, "ForwardCheck", None)
     again = draft(other, checked=before.transforms)
     tensors = [x.transforms["tp"].draft for x in (before, again, alone)]
     assert tensors[1] is not tensors[0]

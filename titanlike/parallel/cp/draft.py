@@ -21,7 +21,6 @@ from titanlike.device.choose import first_device
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.placement import experts_of
 from titanlike.distributed.transform import Recorded
-from titanlike.graph.equal_units import call_key
 from titanlike.graph.model_graph import Field, Fields, ModelGraph, fields_of
 from titanlike.graph.record_forward import record_forward
 from titanlike.graph.recording import Recording
@@ -36,9 +35,10 @@ from titanlike.models.documents import (
 )
 from titanlike.optim.loss import CustomLoss, Loss, takes_divided_logits
 from titanlike.parallel.cp.attention import Attended, ContextAttention, DocumentAttention, repeated
-from titanlike.parallel.cp.check import TokenCheck, TokensMixed, Unchecked
+from titanlike.parallel.cp.check import TokenCheck, Unchecked
 from titanlike.parallel.cp.context_parallel import ContextParallel, token_dims_of
 from titanlike.parallel.cp.tokens import ContextRanks
+from titanlike.parallel.tp.shards import ShardingError
 
 if TYPE_CHECKING:
     from titanlike.training.draft import Draft
@@ -132,7 +132,7 @@ class ContextDraft(ContextParallel):
                 if not (training or attention.counted):
                     break  # what blocks count in evaluation, only where they count tokens at all
                 model.train(training)
-                check = TokenCheck(model, call_key, attention, batch["inputs"].shape[1])
+                check = TokenCheck(model, attention, batch["inputs"].shape[1])
                 check.whole(partial(replay, recordings[0], model, batch))
                 divided = with_parts(*recordings, _parts(self.ranks, check.take, attention))
                 check.parts(partial(replay, divided, model, batch), graph.trained_outputs)
@@ -145,10 +145,9 @@ class ContextDraft(ContextParallel):
                     f"its blocks count their tokens, and their evaluation is not known: {error}"
                 )
                 raise ConfigError([Problem("cp", self.config.cp, reason, "cp=1")]) from None
-        except TokensMixed as mixed:
-            where = f"its {mixed.module} " if mixed.module else "its forward "
+        except ShardingError as error:
             alone = "a token sees others by scaled_dot_product_attention alone"
-            reason = f"{where}{mixed.reason}; with cp {alone}"
+            reason = f"its {error.module or 'forward'} {error.reason}; with cp {alone}"
             fix = f"cp=1 dp={self.config.dp * self.config.cp}"
             raise ConfigError([Problem("cp", self.config.cp, reason, fix)]) from None
         finally:

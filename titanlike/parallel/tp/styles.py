@@ -9,7 +9,7 @@ by `sum_out` or `scatter_out`, see `collectives.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -36,7 +36,7 @@ FEATURES = -1
 
 
 def divide(
-    model: nn.Module, modules: dict[str, Entry], ranks: TensorRanks, *, whole_logits: bool
+    model: nn.Module, modules: Mapping[str, Entry], ranks: TensorRanks, *, whole_logits: bool
 ) -> dict[str, Placement]:
     """Divide a model on meta in place; the placement of each parameter, by its first name.
 
@@ -60,7 +60,7 @@ def divide(
 
 class _Divider:
     def __init__(
-        self, model: nn.Module, modules: dict[str, Entry], ranks: TensorRanks, whole_logits: bool
+        self, model: nn.Module, modules: Mapping[str, Entry], ranks: TensorRanks, whole_logits: bool
     ) -> None:
         self._model, self._modules, self._ranks = model, modules, ranks
         self._whole_logits = whole_logits
@@ -185,7 +185,7 @@ def mark(module: nn.Module, entry: Entry) -> None:
 # --- sizes ---------------------------------------------------------------------------------------
 
 
-def _problems(model: nn.Module, modules: dict[str, Entry], size: int) -> list[str]:
+def _problems(model: nn.Module, modules: Mapping[str, Entry], size: int) -> list[str]:
     """What `size` ranks cannot share, a line for each entry of the plan."""
     found: dict[str, str] = {}
     for name, entry in modules.items():
