@@ -33,6 +33,7 @@ from titanlike.graph.recording import Node, RecordError, Recording, RecordingBui
 from titanlike.graph.run_on_cpu import DependsOn, run_on_cpu, wanted
 from titanlike.torch_private.autograd import intercept_checkpoints, intercept_custom_functions
 from titanlike.torch_private.compiler import as_if_compiling
+from titanlike.torch_private.deferred_dynamo import force_eager
 
 # Prefixes of functions that draw random numbers: called twice they return different tensors.
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "exponential_")
@@ -160,7 +161,7 @@ class _Interceptor(TorchFunctionMode):
                 stack.enter_context(self._quick(module))
             stack.enter_context(torch.enable_grad())
             # a compiled module or function is recorded as what it compiles
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(force_eager())
             stack.enter_context(intercept_checkpoints(self._change_checkpoint_depth))
             stack.enter_context(intercept_custom_functions(self._custom_function))
             stack.enter_context(self)

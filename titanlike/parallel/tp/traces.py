@@ -17,6 +17,7 @@ from titanlike.parallel.tp.operators import Call, Operand, layouts_of
 from titanlike.parallel.tp.plan import DIVIDING, Entry
 from titanlike.parallel.tp.shards import Kind, Layout, Shape, Shard, ShardingError, by_sizes, packed
 from titanlike.torch_private.autograd import intercept_checkpoints
+from titanlike.torch_private.deferred_dynamo import force_eager
 from titanlike.torch_private.operators import TorchDispatchMode, in_parts
 from titanlike.torch_private.tensors import storage_id, tree_leaves
 
@@ -63,7 +64,7 @@ class TracedForward(TorchDispatchMode):
                     block = name
             self._follow_paths(stack)
             stack.enter_context(torch.inference_mode())
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(force_eager())
             stack.enter_context(intercept_checkpoints(lambda change: None))
             stack.enter_context(self)
             stack.enter_context(torch.device("meta"))
