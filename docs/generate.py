@@ -102,8 +102,9 @@ def pictures() -> None:
 
     folder = ROOT / "docs" / "pictures"
     folder.mkdir(exist_ok=True)
-    model = {"name": "llama", "layers": 32, "dim": 1024, "heads": 8, "kv_heads": 8}
-    model |= {"ffn_dim": 4096, "vocab_size": 256}
+    model = {"name": "llama", "num_hidden_layers": 32, "vocab_size": 256}
+    model |= {"hidden_size": 1024, "intermediate_size": 4096}
+    model |= {"num_attention_heads": 8, "num_key_value_heads": 8}
     device = shipped("h100_sxm")
     for name in (*SCHEDULES, "auto"):
         plain = {"pp": 4, "batch_size": 8, "seq_len": 4096, "model": model}

@@ -86,7 +86,10 @@ def test_a_plan_searches_and_leaves_nothing(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(advice, "advise", lambda plan: [])
     words = "pp=2 schedule=auto schedule.search=order hardware=h100_sxm data=synthetic"
-    assert plan([*words.split(), "model.layers=4", "model.dim=32", "seq_len=16"]) == 0
+    assert (
+        plan([*words.split(), "model.num_hidden_layers=4", "model.hidden_size=32", "seq_len=16"])
+        == 0
+    )
     assert "schedule=auto: " in capsys.readouterr().out and not [*tmp_path.iterdir()]
 
 

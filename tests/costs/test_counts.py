@@ -55,7 +55,7 @@ def counted(config: Config) -> dict[str, int]:
 
 
 def layout(pp: int, dp: int, schedule: Schedule | None = None, **changes: Any) -> Config:
-    sizes = {"model": llama(layers=4), "seq_len": 32, "batch_size": 8 * dp}
+    sizes = {"model": llama(num_hidden_layers=4), "seq_len": 32, "batch_size": 8 * dp}
     return tiny(pp, dp, *([schedule] if schedule else []), **{**sizes, **changes})
 
 

@@ -81,7 +81,7 @@ def test_auto_takes_the_least_traffic_that_fits() -> None:
 
 def squeezed(schedule: object) -> Config:
     """With as much memory as all blocks recomputed take, less half of the queue."""
-    model = Custom("llama", {**MODEL, "dim": 32, "ffn_dim": 64})
+    model = Custom("llama", {**MODEL, "hidden_size": 32, "intermediate_size": 64})
     config = tiny(2, 1, schedule, model=model, seq_len=64)
     full = replace(config, activation_checkpoint=ActivationCheckpoint("full"))
     drafted = draft(full, device_memory=lambda: None)

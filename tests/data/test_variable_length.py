@@ -274,7 +274,7 @@ def test_what_is_declared_wrong_is_told_before_a_worker_starts(
 
 
 def test_a_model_with_positions_refuses_what_is_longer(tmp_path: Path) -> None:
-    sizes = {"dim": 32, "heads": 4, "layers": 2, "max_seq_len": 16, "vocab_size": None}
+    sizes = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 16, "vocab_size": None}
     config = tiny(model=Custom("gpt2", sizes), data=PHRASES, run_dir=str(tmp_path))
     assert not told(config)
     assert told(replace(config, seq_len=20)).startswith("seq_len=20: is longer than the model's")

@@ -30,8 +30,14 @@ from titanlike.metrics.run_files import write_result
 from titanlike.metrics.sinks import read_jsonl
 
 JOBS = ROOT / "tests" / "support" / "sweep_jobs.py"
-TINY = "data=synthetic logger=none model.layers=2 model.dim=16 model.heads=2 model.kv_heads=1"
-TINY = [*TINY.split(), "model.ffn_dim=32", "validation.every=0", "batch_size=4", "seq_len=16"]
+TINY = "data=synthetic logger=none model.num_hidden_layers=2 model.hidden_size=16 model.num_attention_heads=2 model.num_key_value_heads=1"
+TINY = [
+    *TINY.split(),
+    "model.intermediate_size=32",
+    "validation.every=0",
+    "batch_size=4",
+    "seq_len=16",
+]
 TINY += ["checkpoint.every=0", "device=cpu"]
 
 

@@ -42,13 +42,14 @@ def test_an_error_of_a_model_is_shown_and_the_next_run_trains_on_the_same_ranks(
         "        if not x.is_meta and os.environ.get('RANK') == '1':\n"
         "            raise RuntimeError('bad, job')\n"
         "        return super().forward(x, *others)\n"
-        "def moody(*, vocab_size: int, dim: int, bad: bool, **sizes):\n"
-        "    model = Llama(vocab_size=vocab_size, dim=dim, **sizes)\n"
+        "def moody(*, vocab_size: int, hidden_size: int, bad: bool, **sizes):\n"
+        "    model = Llama(vocab_size=vocab_size, hidden_size=hidden_size, **sizes)\n"
         "    if bad:\n"
-        "        model.layers[3].__class__ = BadBlock\n"
+        "        model.model.layers[3].__class__ = BadBlock\n"
         "    return model\n"
     )
-    words = "dp=2 model.name=moody.moody model.dim=32 model.ffn_dim=64 model.layers=4 seq_len=16 "
+    words = "dp=2 model.name=moody.moody model.hidden_size=32 model.intermediate_size=64 "
+    words += "model.num_hidden_layers=4 seq_len=16 "
     words += "batch_size=8 steps=2 data=synthetic validation.every=0 logger=none device=cpu"
     sweep = ["-m", "model.bad=true,false", f"run_dir={tmp_path}/s", *words.split()]
     launched = Launched(*sweep, torchrun=2, program=ROOT / "train.py", cwd=tmp_path)

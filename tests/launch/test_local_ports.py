@@ -28,7 +28,7 @@ def test_a_local_run_listens_on_loopback_alone_and_no_port_is_a_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", _other_interface())  # as in a cluster's environment
-    words = [*TINY, "pp=2", "model.layers=2", "steps=100000", "run_dir=run"]
+    words = [*TINY, "pp=2", "model.num_hidden_layers=2", "steps=100000", "run_dir=run"]
     launched = Launched(*words, cwd=tmp_path, program=ROOT / "train.py")
     metrics = tmp_path / "run" / "metrics.jsonl"
     try:

@@ -26,7 +26,7 @@ from titanlike.launch.torchrun import RestartState
 from titanlike.training.loop import train
 
 EVERY = 5
-SHORT = [*TINY, "model.layers=2", "batch_size=8", "data=synthetic", "data.vocab_size=64"]
+SHORT = [*TINY, "model.num_hidden_layers=2", "batch_size=8", "data=synthetic", "data.vocab_size=64"]
 SHORT += ["log_every=1000", "checkpoint.last=true", "checkpoint.keep=2", "device=cpu"]
 SHORT += [f"checkpoint.every={EVERY}"]
 
@@ -112,7 +112,10 @@ def test_an_elastic_run_resumes_with_fewer_machines_and_again_with_more(tmp_path
 
 
 def config(tmp_path: Path, **keys) -> Config:
-    model = Custom("llama", {"dim": 32, "ffn_dim": 64, "layers": 4, "vocab_size": None})
+    model = Custom(
+        "llama",
+        {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": None},
+    )
     base = {"model": model, "data": SyntheticData(vocab_size=64), "launch": Launch(elastic=True)}
     base |= {"seq_len": 16, "batch_size": 24, "run_dir": str(tmp_path)}
     return Config(**{**base, **keys})

@@ -29,7 +29,13 @@ from titanlike.launch.failures import TakenOver
 from titanlike.launch.run_dir_lock import OWNER, RunDirOwner, claim, lock_as_rank
 
 TRAIN = ROOT / "train.py"
-SAVING = [*TINY, "model.layers=2", "checkpoint.every=1", "checkpoint.keep=2", "run_dir=run"]
+SAVING = [
+    *TINY,
+    "model.num_hidden_layers=2",
+    "checkpoint.every=1",
+    "checkpoint.keep=2",
+    "run_dir=run",
+]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +166,14 @@ def test_a_checkpoint_is_deleted_though_another_process_writes_there(
 def test_a_second_start_of_a_sweep_says_who_runs_it_and_a_dead_one_does_not_block(
     tmp_path: Path,
 ) -> None:
-    words = ["-m", *TINY, "model.layers=2", "seed=1,2", "sweep.resume=true", "run_dir=sweep"]
+    words = [
+        "-m",
+        *TINY,
+        "model.num_hidden_layers=2",
+        "seed=1,2",
+        "sweep.resume=true",
+        "run_dir=sweep",
+    ]
     first = Launched(*words, "steps=100000", cwd=tmp_path, program=TRAIN)
     until((tmp_path / "sweep" / "0" / "metrics.jsonl").exists)
     second = command(*words, cwd=tmp_path)

@@ -152,7 +152,7 @@ def test_the_page_is_there_at_the_end_of_a_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_failed_run_has_its_page_too_and_one_may_be_without(tmp_path: Path) -> None:
-    nan = ["model.layers=2", "optimizer=sgd", "optimizer.lr=1e12", "optimizer.clip=null"]
+    nan = ["model.num_hidden_layers=2", "optimizer=sgd", "optimizer.lr=1e12", "optimizer.clip=null"]
     done = command(*TINY, *nan, "steps=30", "run_dir=bad", cwd=tmp_path)
     assert done.returncode == 1, done.stdout
     [run] = data_of(tmp_path / "bad" / "report.html")["runs"]

@@ -218,8 +218,8 @@ def run_identity(config: Config) -> dict[str, Any]:
     on it. "same" in state.json."""
     sizes = {f"model.{key}": value for key, value in to_plain(config.model).items()}
     # null or not: shapes are compared; and a plan for tp changes no value
-    for changing in ("model.vocab_size", "model.max_seq_len", "model.tp_plan"):
-        sizes.pop(changing, None)
+    for changing in ("vocab_size", "max_seq_len", "n_positions", "tp_plan"):
+        sizes.pop(f"model.{changing}", None)
     plain = {key: getattr(config, key) for key in ("seed", "batch_size", "seq_len")}
     return {**plain, "optimizer": config.optimizer.name, **sizes}
 

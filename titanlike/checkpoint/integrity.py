@@ -230,7 +230,7 @@ def check_all(folder: Storage) -> None:
 
 
 def read_state(folder: Storage, files: Manifest | None = None) -> dict[str, Any]:
-    """state.json. Raises DamagedCheckpoint, and ValueError for a later format.
+    """state.json. Raises DamagedCheckpoint, and ValueError for a later format, or for earlier names.
 
     files: the manifest with its checksum; None = not compared.
     """
@@ -248,6 +248,11 @@ def read_state(folder: Storage, files: Manifest | None = None) -> dict[str, Any]
         )
     for reason in _state_problems(folder, state):
         raise DamagedCheckpoint(folder, STATE, reason)
+    if state["same"].get("model.name") in ("llama", "gpt2", "moe") and "model.dim" in state["same"]:
+        raise ValueError(
+            f"checkpoint {folder} was written before parameters took Hugging Face's names, and there "
+            "is no migration; train that model anew, in another run_dir"
+        )
     return state
 
 

@@ -210,7 +210,7 @@ def _of_optimizer(name: str) -> bool:
 
 
 def _parameter(name: str) -> str:
-    """optimizer.state.layers.0.wq.weight.exp_avg -> layers.0.wq.weight"""
+    """optimizer.state.layers.0.up.weight.exp_avg -> layers.0.up.weight"""
     return name.split(".", 2)[2].rpartition(".")[0]
 
 

@@ -22,7 +22,9 @@ class PointSplit:
     """Stages that begin at named modules."""
 
     name: str = key("points", "choice")
-    points: list[str] = key([], "modules where a new stage begins, e.g. [layers.3,layers.6]")
+    points: list[str] = key(
+        [], "modules where a new stage begins, e.g. [model.layers.3,model.layers.6]"
+    )
 
 
 @dataclass
@@ -272,7 +274,7 @@ class Float8Precision(Precision):
         "of torchao: one scale for a tensor, one for each row, or rows and weight gradients in bf16",
     )
     skip: list[str] = key(
-        [], "linear layers that stay in bf16, by patterns of their names: [layers.0.*,*.wo]"
+        [], "linear layers that stay in bf16, by patterns of their names: [*.layers.0.*,*.o_proj]"
     )
     min_features: int = key(64, "linear layers with fewer inputs or outputs stay in bf16, too")
 

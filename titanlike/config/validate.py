@@ -44,8 +44,11 @@ MAX_TIMEOUT = 1e6  # seconds: a system's waits count milliseconds in 32 bits
 _WAITS = ("launch.", "checkpoint.timeout", "logger.timeout")
 _BOUNDS = {  # of keys, and of a model's keys by these names
     **{"seq_len": MAX_SEQ_LEN, "data.vocab_size": MAX_VOCAB, "model.vocab_size": MAX_VOCAB},
-    **{"model.layers": MAX_LAYERS, "model.dim": 2**20, "model.ffn_dim": 2**24},
-    **{"model.heads": 2**16, "model.kv_heads": 2**16, "model.max_seq_len": MAX_SEQ_LEN},
+    **dict.fromkeys(("model.num_hidden_layers", "model.n_layer", "model.layers"), MAX_LAYERS),
+    **dict.fromkeys(("model.hidden_size", "model.n_embd", "model.dim"), 2**20),
+    **dict.fromkeys(("model.num_attention_heads", "model.num_key_value_heads"), 2**16),
+    **{"model.intermediate_size": 2**24, "model.n_head": 2**16},
+    **dict.fromkeys(("model.max_seq_len", "model.n_positions"), MAX_SEQ_LEN),
     **{"data.workers": 4096, "launch.max_restarts": 1_000_000, "sweep.parallel": 100_000},
     **{"schedule.microbatches": 100_000, "spike_window": 1_000_000},
     **dict.fromkeys(("activation_checkpoint.memory", "schedule.memory_bytes"), 2**60),

@@ -34,7 +34,7 @@ from titanlike.data import checks as data
 from titanlike.launch.torchrun import RestartState
 from titanlike.metrics.run_files import Events
 from titanlike.metrics.sinks import tensorboard_problem
-from titanlike.models.hf_names import FAMILIES, family_of
+from titanlike.models.hf_names import FAMILIES, counterpart
 
 if TYPE_CHECKING:
     from titanlike.training.draft import Draft
@@ -188,7 +188,7 @@ def _export_problem(config: Config) -> Problem | None:
         from titanlike.models.registry import complete_arguments  # imports torch
 
         try:
-            family_of(config.model.name, complete_arguments(config.model))
+            counterpart(config.model.name, complete_arguments(config.model))
         except ValueError as error:
             return Problem(
                 "checkpoint.export", settings.export, str(error), "checkpoint.export=none"

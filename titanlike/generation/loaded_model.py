@@ -82,7 +82,7 @@ def load_model(
     saved = saved_model(rows.folder)
     saved = replace(saved, model=model_to_build(saved, rows.folder, trust_code))
     tensors = len(rows.entries(MODEL))
-    for key in ("layers", "num_hidden_layers"):
+    for key in ("num_hidden_layers", "n_layer"):
         count = saved.model.args.get(key, 1)
         if isinstance(count, int) and count > tensors:  # it would be built for hours
             reason = f"the checkpoint has {tensors} tensors, and its model {key}={count}"

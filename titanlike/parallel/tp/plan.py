@@ -1,9 +1,9 @@
 """A tensor-parallel plan: patterns of module names, and how each of those modules is divided.
 
-    layers.*.attention: gather            # a module that takes whole activations in
-    layers.*.attention.wq: {colwise: 64}  # in heads of 64
-    layers.*.attention.wo: rowwise
-    layers.*.attention_norm: sequence
+    layers.*.self_attn: gather                    # a module that takes whole activations in
+    layers.*.self_attn.q_proj: {colwise: 64}  # in heads of 64
+    layers.*.self_attn.o_proj: rowwise
+    layers.*.input_layernorm: sequence
 
 A model's own is its method `tp_plan()`; a model's YAML file may give another as `tp_plan:`.
 """
@@ -85,7 +85,7 @@ def parse_plan(plain: Mapping[str, Any], key: str = "model.tp_plan") -> list[Ent
     """The entries of a plan that is written as data. Raises ConfigError with every problem."""
     entries, problems = [], []
     if not isinstance(plain, Mapping):
-        example = "{'layers.*.ffn.up': colwise, 'layers.*.ffn.down': rowwise}"
+        example = "{'layers.*.up': colwise, 'layers.*.down': rowwise}"
         raise ConfigError([Problem(key, plain, "must map names of modules to styles", example)])
     for pattern, value in plain.items():
         style, argument, head = value, None, 1

@@ -202,7 +202,7 @@ class TensorParallel(Transform):
 
 
 def _modules(parameters: Sequence[str]) -> str:
-    """The last names of their modules: wq, wk"""
+    """The last names of their modules: q_proj, k_proj"""
     return ", ".join(dict.fromkeys(name.split(".")[-2] for name in parameters if "." in name))
 
 
