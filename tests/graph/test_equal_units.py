@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from support.models import tiny
-from titanlike.graph import equal_units
+from titanlike.graph.units import call_key
 from titanlike.models import gpt2, llama
 from titanlike.training.draft import draft
 
@@ -37,7 +37,7 @@ def test_a_block_that_stands_for_its_equals_is_recorded_as_they_are(
     monkeypatch.setattr(kind, "forward", lambda *args: (calls.append(1), forward(*args))[1])
     once = recorded(family)
     few = len(calls)
-    monkeypatch.setattr(equal_units, "call_key", lambda *_: None)
+    monkeypatch.setattr("titanlike.graph.record_forward.call_key", lambda *_: None)
     assert recorded(family) == once
     assert len(calls) - few >= 8 * few / 2  # 8 blocks
 
@@ -54,7 +54,7 @@ def test_only_blocks_that_have_no_other_state_are_taken_for_equal() -> None:
         with torch.device("meta"):
             block = llama.Block(8, llama.Attention(8, 2, 2), llama.MLP(8, 16), 1e-5)
             change(block)
-            return equal_units.call_key(block, (torch.empty(1, 4, 8), None, None), {})
+            return call_key(block, (torch.empty(1, 4, 8), None, None), {})
 
     assert key(lambda block: None) == key(lambda block: None) is not None
     assert key(lambda block: block.eval()) != key(lambda block: None)

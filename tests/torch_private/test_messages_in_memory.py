@@ -62,7 +62,7 @@ def most_in_memory(config: Config, worker: Worker, as_torch_does: bool) -> tuple
 
     pipeline_runtime._post, pipeline_stage._Stage.forward_one_chunk = send, forward
     with opened(config, worker, again=str(as_torch_does)) as job:
-        job.run.pipeline.on_action(count)
+        job.run.pipeline.on_action = count
         for _ in range(2):
             sent.clear()
             received.clear()

@@ -30,8 +30,7 @@ from titanlike.data.loader import batches, open_data
 from titanlike.distributed.initialize import initialize
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.models.registry import build_model, initial_weights_of, resolve_model
-from titanlike.optim.learning_rate import set_lr
-from titanlike.optim.optimizer import build_optimizers
+from titanlike.optim.optimizer import build_optimizers, set_lr
 from titanlike.training import anomalies as guard_module
 from titanlike.training.anomalies import MOST_IN_A_ROW, Guard, is_bad
 from titanlike.training.loop import MOST_ROLLBACKS, train

@@ -30,8 +30,7 @@ from titanlike.device import accelerator
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.sharding import state_bytes
 from titanlike.graph.model_graph import ModelGraph
-from titanlike.graph.partition import partition
-from titanlike.graph.unit import Unit
+from titanlike.graph.partition import Unit, partition
 from titanlike.metrics.timeline_file import Timeline, read_timeline, stage_seconds
 from titanlike.optim.loss import Loss
 from titanlike.pipeline.order import Order

@@ -24,8 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from titanlike.device.accelerator import kept_rng, synchronize
-from titanlike.graph.pytree import tree_flatten, tree_map
-from titanlike.graph.recording import DEVICE, Node
+from titanlike.graph.recording import DEVICE, Node, tree_flatten, tree_map
 from titanlike.torch_private.operators import TorchDispatchMode
 from titanlike.torch_private.tensors import storage_id, tree_leaves
 

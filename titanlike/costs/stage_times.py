@@ -306,7 +306,7 @@ def update_seconds(config: Config, numel: float, flops: float, hardware: Hardwar
 def orthogonalization(
     config: Config, model: nn.Module, stages: Sequence[Mapping[str, int]]
 ) -> list[float]:
-    """FLOPs of Muon's Newton-Schulz iterations (optim/orthogonalize.py) on each stage's matrices.
+    """FLOPs of Muon's Newton-Schulz iterations (optim/muon.py) on each stage's matrices.
 
     stages: of each the names of its parameters.
     """

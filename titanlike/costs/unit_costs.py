@@ -31,8 +31,7 @@ from titanlike.costs.node_costs import (
 from titanlike.distributed.collectives import GroupInfo
 from titanlike.graph.cut import cut, unit_starts
 from titanlike.graph.model_graph import ModelGraph
-from titanlike.graph.pytree import tree_map
-from titanlike.graph.recording import Node
+from titanlike.graph.recording import Node, tree_map
 from titanlike.models.float8 import in_bf16
 from titanlike.optim.loss import Loss
 from titanlike.parallel.weight_gradients import DeferredWeightGradients
@@ -107,7 +106,7 @@ class UnitCosts:
         """targets: of one microbatch, on meta."""
         self.model, self.microbatch_size = model_graph.model, model_graph.microbatch_size
         recording = model_graph.recording(model_graph.fields, True)
-        end = model_graph.last_stage(cut(recording, [recording.units])[0]).nodes[-1]
+        end = model_graph.last_stage(cut(recording, [list(recording.starts)])[0]).nodes[-1]
         if end.chunked_head is not None:  # the head and the loss are one call
             replaced = {end.chunked_head.head, *end.chunked_head.epilogue}
             next(node for node in end.input_nodes if node.target == "targets").value = targets

@@ -111,7 +111,7 @@ def local_of(tensor: Tensor, part: Part | None, whole: Callable[[Slices], Tensor
 
 # --- what modules say of themselves --------------------------------------------------------------
 
-STYLE = "tp_style"  # how a module is divided, and what that takes; graph/equal_units.py knows it
+STYLE = "tp_style"  # how a module is divided, and what that takes; graph/units.py knows it
 GATHERS = "tp_gathers"  # of a module that gathers what it is given: the ranks
 BIAS_LATER = "tp_adds_bias_later"  # of a linear layer
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from titanlike.pipeline.building_blocks import repeated, v_half_block, v_min_block
 from titanlike.pipeline.order import Act, Order
 
 
@@ -118,11 +117,15 @@ def _with_weights_later(pp: int, microbatches: int, ahead: int) -> Order:
 
 def v_half(pp: int, microbatches: int) -> Order:
     """A V with half of 1F1B's activations, and about half its bubble (arXiv 2405.15362)."""
+    from titanlike.pipeline.building_blocks import repeated, v_half_block  # of these alone
+
     return repeated(v_half_block(pp), vee(pp), microbatches)
 
 
 def v_min(pp: int, microbatches: int) -> Order:
     """A V with a third of 1F1B's activations (arXiv 2405.15362)."""
+    from titanlike.pipeline.building_blocks import repeated, v_min_block
+
     return repeated(v_min_block(pp), vee(pp), microbatches)
 
 

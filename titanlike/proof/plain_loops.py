@@ -29,8 +29,7 @@ from titanlike.models.float8 import use_float8
 from titanlike.models.gpt2 import Gpt2
 from titanlike.models.llama import Llama, rotary_table
 from titanlike.models.registry import build_model, initial_weights_of
-from titanlike.optim.learning_rate import set_lr
-from titanlike.optim.optimizer import build_optimizers
+from titanlike.optim.optimizer import build_optimizers, set_lr
 from titanlike.parallel.activation_checkpoint import checkpoint_blocks, saved_operators
 from titanlike.proof.plain_tensor_parallel import divide_by_hand, loss_context
 from titanlike.torch_private.dtensor import local

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from titanlike.config.schema import Config, Muon
 from titanlike.data.sources import Data
 from titanlike.device.memory import return_freed_memory
-from titanlike.distributed.gradients import TiedWeights, UnusedParameters
+from titanlike.distributed.gradients import TiedWeights
 from titanlike.distributed.initialize import initialize, piece_seed
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.placement import Placement
@@ -94,8 +94,8 @@ class Ranges:
     def _call_back(self) -> None:
         if self._pipeline is not None:
             heard = bool(self._listeners)
-            self._pipeline.on_action(self._start_action if heard else self._always)
-            self._pipeline.on_queued(self._action_queued if heard else self._always_queued)
+            self._pipeline.on_action = self._start_action if heard else self._always
+            self._pipeline.on_queued = self._action_queued if heard else self._always_queued
 
     def _start_action(self, action: Any) -> None:
         self._always(action)
@@ -222,9 +222,8 @@ def assemble(
     for transform in each:
         transform.on_states(states)
     transforms["tied weights"] = tied
-    unused = UnusedParameters(stages.values(), canonical, mesh, plan.zero)
     common = plan.order, plan.model_graph, stages, loss, mesh, plan.zero
-    pipeline = Pipeline(*common, unused, [*transforms.values()])
+    pipeline = Pipeline(*common, [*transforms.values()])
     lists = [*stages.values()], [*states.values()]
     run = Run(mesh, plan, *lists, pipeline, transforms, AsyncScalars(mesh), made.origin)
     run.train_mode(True)

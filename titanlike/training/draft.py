@@ -196,7 +196,7 @@ def preflight(config: Config, drafted: Callable[[Draft], object] = lambda _: Non
         from titanlike.parallel.tp.tensor_parallel import async_problems
 
         problems += async_problems(config)
-    problems += own.problems(config)
+    problems += own.problems(config, "tp=1" if config.tp > 1 else "")
     try:  # before the model, whose problems would hide it
         build_loss(config.loss)
     except ConfigError as error:

@@ -116,7 +116,7 @@ class ContextAttention(TorchFunctionMode):
         for part in module.modules():
             if getattr(part, "token_wise", False):
                 apart: Any = functools.partial(self._apart, part.forward)
-                apart.changes_nothing = True  # for `equal_units.call_key`
+                apart.changes_nothing = True  # for `graph.units.call_key`
                 part.forward = apart
         module.forward = functools.partial(self._run, name, module, module.forward)
 

@@ -38,7 +38,7 @@ class ContextParallel(Transform):
     def batch(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """This rank's batch of one of whole sequences [B, T, ...]: padded, of the targets its tokens.
 
-        The other fields stay whole: see `graph/token_parts.py`.
+        The other fields stay whole: see `graph/sequence_shard.py`.
         """
         batch = self.padded(batch)
         return {**batch, "targets": self.targets(batch["targets"])}

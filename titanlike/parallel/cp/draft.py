@@ -23,9 +23,8 @@ from titanlike.distributed.placement import experts_of
 from titanlike.distributed.transform import Recorded
 from titanlike.graph.model_graph import Field, Fields, ModelGraph, fields_of
 from titanlike.graph.record_forward import record_forward
-from titanlike.graph.recording import Recording
-from titanlike.graph.replay import replay
-from titanlike.graph.token_parts import Parts, UnknownTokens, with_parts
+from titanlike.graph.recording import Recording, replay
+from titanlike.graph.sequence_shard import SequenceShard, UnknownTokens, shard_sequence
 from titanlike.models.attention import undivided_attention
 from titanlike.models.documents import (
     Documents,
@@ -134,7 +133,7 @@ class ContextDraft(ContextParallel):
                 model.train(training)
                 check = TokenCheck(model, attention, batch["inputs"].shape[1])
                 check.whole(partial(replay, recordings[0], model, batch))
-                divided = with_parts(*recordings, _parts(self.ranks, check.take, attention))
+                divided = shard_sequence(*recordings, _shard(self.ranks, check.take, attention))
                 check.parts(partial(replay, divided, model, batch), graph.trained_outputs)
                 self.attention.counted = attention.counted
             self._check_recomputed(recordings[0])
@@ -166,7 +165,7 @@ class ContextDraft(ContextParallel):
         if not isinstance(loss, CustomLoss):
             return []
         with torch.device("meta"):
-            shape = tuple(loss.losses(output, targets).shape)
+            shape = tuple(loss.each(output, targets).shape)
         if shape[:2] == tuple(targets.shape[:2]):
             return []
         reason = f"it returns losses {list(shape)} for targets {list(targets.shape)}"
@@ -212,13 +211,13 @@ class ContextDraft(ContextParallel):
             found[name] = Field(tuple(sizes), dtype)
         return found
 
-    def parts(self, recording: Recording, shorter: Recording) -> Parts:
+    def shard(self, recording: Recording, shorter: Recording) -> SequenceShard:
         if not self.why:
             self.offsets = any(node.target in _OFFSETS for node in recording.nodes)
             self._choose()
             self._first = recording, shorter
         ranks = self.ranks
-        return _parts(ranks, ranks.take, self.attention)
+        return _shard(ranks, ranks.take, self.attention)
 
     def _note(self, given: Mapping[str, Any]) -> Tensor:
         q, k, mask = given["query"], given["key"], given["attn_mask"]
@@ -254,15 +253,15 @@ class ContextDraft(ContextParallel):
 _OFFSETS = frozenset({document_spans, sequence_spans})
 
 
-def _parts(
+def _shard(
     ranks: ContextRanks, take: Callable[[Tensor, int], Tensor], attention: ContextAttention
-) -> Parts:
+) -> SequenceShard:
     """take: as `ContextRanks.take`."""
 
     def replaced(function: Callable[..., Any]) -> Callable[..., Any]:
         return attention.attention if function is F.scaled_dot_product_attention else function
 
-    return Parts(ranks.size, take, ranks.balanced, replaced, _OFFSETS)
+    return SequenceShard(ranks.size, take, ranks.balanced, replaced, _OFFSETS)
 
 
 def length(fields: Fields) -> int:

@@ -75,8 +75,8 @@ class TensorParallel(Transform):
 
     def loss(self, device: torch.device | None = None) -> Loss:
         size = self.draft.vocabulary
-        vocabulary = None if size is None else DividedVocabulary(size, self._ranks)
-        return build_loss(self._config.loss, device, vocabulary)
+        divided = None if size is None else DividedVocabulary(size, self._ranks).cross_entropy
+        return build_loss(self._config.loss, device, divided)
 
     def check(self, recorded: Recorded) -> None:
         """Raise ConfigError where random numbers are drawn for a rank's part between the units."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.distributed.placement import Placement
-from titanlike.graph.equal_units import call_key
+from titanlike.graph.units import call_key
 from titanlike.parallel.tp.operators import Call, Operand, layouts_of
 from titanlike.parallel.tp.plan import DIVIDING, Entry
 from titanlike.parallel.tp.shards import Kind, Layout, Shape, Shard, ShardingError, by_sizes, packed
