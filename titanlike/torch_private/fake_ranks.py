@@ -57,23 +57,19 @@ def allocate(stage: nn.Module, device: torch.device) -> None:
     """
     made: dict[int, nn.Parameter] = {}  # a tied parameter stays one
     for parameter in stage.parameters():
-        made[id(parameter)] = _allocated(parameter, device)
+        held = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        new = torch.empty(held.shape, dtype=held.dtype, device=device)
+        if isinstance(parameter, DTensor):
+            place = parameter.device_mesh, parameter.placements
+            shape, stride = parameter.shape, parameter.stride()
+            new = DTensor.from_local(new, *place, run_check=False, shape=shape, stride=stride)
+        made[id(parameter)] = nn.Parameter(new, parameter.requires_grad)
     for module in stage.modules():
         for name, held in module._parameters.items():
             module._parameters[name] = None if held is None else made[id(held)]
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-
-
-def _allocated(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    own = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-    new = torch.empty(own.shape, dtype=own.dtype, device=device)
-    if isinstance(parameter, DTensor):
-        place = parameter.device_mesh, parameter.placements
-        shape, stride = parameter.shape, parameter.stride()
-        new = DTensor.from_local(new, *place, run_check=False, shape=shape, stride=stride)
-    return nn.Parameter(new, parameter.requires_grad)
 
 
 def _first_messages_known(_: object, stages: list[Any], *__: object) -> None:
