@@ -83,7 +83,9 @@ def schedules() -> str:
             order = schedule(pp, microbatches, **({"stages_per_rank": 2} if looped else {}))
             chunks = order.stages // pp
             cells.append(f"{simulate(order, equal_stages(order)).bubble:.0%}")
-        hops = sum(a != b for a, b in zip(order.place, order.place[1:], strict=False))
+        hops = sum(
+            a != b for a, b in zip(order.stage_to_rank, order.stage_to_rank[1:], strict=False)
+        )
         peak = max(map(in_flight, order.ranks)) / chunks
         rows.append((f"`{name}`", *cells, f"{peak:g} of 32", f"{2 * hops * 32}"))
     bubbles = ("bubble pp=4, 8 microbatches", "pp=4, 16", "pp=8, 32")

@@ -107,7 +107,7 @@ def test_weight_gradients_wait_only_where_their_queue_fits(
     assert max(drafted.recomputed.memory) <= config.activation_checkpoint.memory
     assert draft(config).deferred == drafted.deferred  # as on a resume
     for stage in stages - drafted.deferred:  # as few as needed
-        rank = drafted.order.place[stage]
+        rank = drafted.order.stage_to_rank[stage]
         memory = drafted.memory().with_deferred(drafted.deferred | {stage})
         assert memory.of_rank(rank, drafted.recomputed.blocks) > config.activation_checkpoint.memory
     assert_proven(config, tmp_path)

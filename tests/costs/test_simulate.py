@@ -49,7 +49,7 @@ def test_events_are_those_of_the_lists_that_torch_runs(
         Duration(unit), Duration(2 * unit), Duration(unit), Duration(unit), message, message
     )
     lists = _lower(order, order.stages)
-    expected = makespan(lists, order.place, a_pair, message, waits_for_sends=False)
+    expected = makespan(lists, order.stage_to_rank, a_pair, message, waits_for_sends=False)
     simulated = simulate(order, [times] * order.stages)
     assert simulated.pipeline == pytest.approx(expected)
     for acts, events in zip(order.ranks, simulated.events, strict=True):

@@ -130,7 +130,7 @@ def test_nothing_is_forgotten_before_it_is_received(
     ranks = _lower(order, order.stages)
     known = clocks(order, ranks)
     for me in ranks:
-        for index, actions in _received_after(ranks, order.place, me).items():
+        for index, actions in _received_after(ranks, order.stage_to_rank, me).items():
             for action in actions:
                 to, at = receipt(order, ranks, action)
                 assert known[me][index][to] >= at, (name, me, action)
@@ -140,7 +140,7 @@ def receipt(order: Order, ranks: dict[int, list[Any]], action: Any) -> tuple[int
     """(rank, index of its computation) that waits for a SEND."""
     forward = action.computation_type.name == "SEND_F"
     stage = action.stage_index + (1 if forward else -1)
-    rank = order.place[stage]
+    rank = order.stage_to_rank[stage]
     kinds = "F" if forward else "BI"
     return rank, next(
         index

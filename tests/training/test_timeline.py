@@ -187,7 +187,7 @@ def recorded(
         steps.append(RankStep(rank, pp_rank, 3, 0.0, events[-1].end, events))
     places = [Place(rank, f"machine {rank}", "cpu") for rank in range(config.world_size)]
     order = [[*map(str, acts)] for acts in plan.order.ranks]
-    parts = order, [*plan.order.place], plan.stages, 4, 0.0, [steps], places
+    parts = order, [*plan.order.stage_to_rank], plan.stages, 4, 0.0, [steps], places
     write_timeline(run_dir / "timeline.json", Recorded(to_plain(config), *parts))
     return found
 

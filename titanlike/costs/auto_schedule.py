@@ -78,7 +78,9 @@ class FoundSchedule:
     def text(self) -> str:
         """A line for the console."""
         chunks = self.order.stages // len(self.order.ranks)
-        placed = "a V" if self.order.place[-1] == 0 < len(self.order.ranks) - 1 else "a loop"
+        placed = (
+            "a V" if self.order.stage_to_rank[-1] == 0 < len(self.order.ranks) - 1 else "a loop"
+        )
         text = (
             f"schedule=auto: {chunks} stages a rank in {placed}" if chunks > 1 else "schedule=auto"
         )

@@ -94,8 +94,8 @@ def find_auto_split(
         problem = Problem("split.cost", config.split.cost, str(error), fix)
         raise ConfigError([problem]) from error
     sizes = map(len, partition(units, EvenSplit(), order.stages))
-    even = cost_of_split(costs, order.place, [*accumulate(sizes, initial=0)][:-1])
-    return AutoSplitResult(cost, best_split(costs, order.place), even, costs.scale)
+    even = cost_of_split(costs, order.stage_to_rank, [*accumulate(sizes, initial=0)][:-1])
+    return AutoSplitResult(cost, best_split(costs, order.stage_to_rank), even, costs.scale)
 
 
 def of_run(config: Config, unit_costs: UnitCosts, units: list[Unit]) -> Sequence[Sequence[float]]:

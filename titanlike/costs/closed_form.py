@@ -201,7 +201,9 @@ def judge(
         chosen = table.recomputed(config)
         recomputed = [[name for name in stage if name in chosen] for stage in blocks]
         found = memory.of_ranks(recomputed)
-    layout = table.layout(names, sum(recomputed, []), deferred, order.place, zero, microbatches)
+    layout = table.layout(
+        names, sum(recomputed, []), deferred, order.stage_to_rank, zero, microbatches
+    )
     each = stage_times(config, layout, hardware, table.times)
     seconds, parts = step_seconds(order, each, microbatches, config, hardware)
     return ScoredLayout(config, layout, each, seconds, found, order, parts, table.draft.transforms)
@@ -228,7 +230,8 @@ def _as_must_be(
         for a, b in zip(kept, least, strict=True)
     ]
     recomputed = [
-        own[: math.ceil(shares[order.place[stage]] * len(own))] for stage, own in enumerate(blocks)
+        own[: math.ceil(shares[order.stage_to_rank[stage]] * len(own))]
+        for stage, own in enumerate(blocks)
     ]
     return recomputed, memory.of_ranks(recomputed)
 
@@ -240,7 +243,7 @@ def step_seconds(
     ranks, chunks = len(order.ranks), order.stages / len(order.ranks)
     work, once, update = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
     for stage, own in enumerate(times.stages):
-        rank = order.place[stage]
+        rank = order.stage_to_rank[stage]
         split = order.splits_backward
         back = (
             own.input_gradient.device + own.weight_gradient.device if split else own.backward.device
@@ -256,7 +259,7 @@ def step_seconds(
     seconds += agreement(config, hardware)
     parts = dict.fromkeys(times.parts[0], 0.0)
     for stage, own in enumerate(times.parts):
-        if order.place[stage] == at:
+        if order.stage_to_rank[stage] == at:
             for name, value in own.items():
                 parts[name] += microbatches * value
     parts["sharding and host"] = microbatches * work[at] - sum(parts.values()) + max(once)

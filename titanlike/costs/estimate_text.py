@@ -74,7 +74,7 @@ def as_data(plan: Estimate, advice: Sequence[Advice] = (), warning: str = "") ->
         "stages": [
             {
                 "stage": stage,
-                "rank": plan.order.place[stage],
+                "rank": plan.order.stage_to_rank[stage],
                 "forward_seconds": times.forward.device,
                 "backward_seconds": times.backward.device,
                 "input_gradient_seconds": times.input_gradient.device,

@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from titanlike.costs.simulate import StageTimes, simulate
-from titanlike.pipeline.order import Act, Order
+from titanlike.pipeline.order import Action, Order
 
 _NEVER = float("inf")
 _EQUAL = 1e-9  # of a time or of memory, relative
@@ -152,7 +152,7 @@ class _Run:
         self.memory = [0.0] * ranks
         self.free = [0.0] * ranks
         self.room = [problem.room(rank) for rank in range(ranks)]
-        self.acts: list[list[Act]] = [[] for _ in range(ranks)]
+        self.acts: list[list[Action]] = [[] for _ in range(ranks)]
 
     def order(self) -> Order:
         acts = tuple(map(tuple, self.acts))
@@ -179,11 +179,11 @@ class _Run:
                 heapq.heappush(events, (max(at, self.free[told]), told))
         return not left
 
-    def _choose(self, rank: int, now: float) -> tuple[Act | None, float]:
+    def _choose(self, rank: int, now: float) -> tuple[Action | None, float]:
         """What a rank computes next; if nothing, when to look again."""
         problem, soon = self.problem, _NEVER
         moment = now * (1 + _EQUAL) + 1e-15
-        best: Act | None = None
+        best: Action | None = None
         key = urgent = _NEVER  # of the best, of what arrives next
         for stage in self.local[rank]:
             mb = self.next_input[stage]
@@ -192,7 +192,7 @@ class _Run:
                 wanted = self.backward[stage][mb]
                 if ready <= moment:
                     if wanted < key:
-                        best, key = Act("I", stage, mb), wanted
+                        best, key = Action("I", stage, mb), wanted
                 elif ready < soon:
                     soon, urgent = ready, wanted
         full = False
@@ -203,7 +203,7 @@ class _Run:
                 full = self.memory[rank] + problem.held[stage] > self.room[rank]
                 if not full and ready <= moment:
                     if wanted < key:
-                        best, key = Act("F", stage, mb), wanted
+                        best, key = Action("F", stage, mb), wanted
                 elif not full and ready < soon:
                     soon, urgent = ready, wanted
         if best is not None and urgent < key:
@@ -211,15 +211,15 @@ class _Run:
             if soon - now < self.rule.ahead * seconds:
                 best = None
         if full and self.rule.frees and self.weights[rank] and wanted < key and ready <= moment:
-            return Act("W", *self.weights[rank][0]), soon
+            return Action("W", *self.weights[rank][0]), soon
         if best is None and self.weights[rank]:
             stage, mb = self.weights[rank][0]
             late = now + self.rule.weights * problem.seconds[stage][2]
             if late <= soon or (full and soon == _NEVER):
-                best = Act("W", stage, mb)
+                best = Action("W", stage, mb)
         return best, soon
 
-    def _compute(self, rank: int, now: float, act: Act) -> tuple[float, int, float]:
+    def _compute(self, rank: int, now: float, act: Action) -> tuple[float, int, float]:
         """(its end, the rank that its result is for or -1, when it is there)"""
         problem, (kind, stage, mb) = self.problem, act
         seconds, sends = problem.seconds[stage], problem.messages[stage]
@@ -254,7 +254,7 @@ def joined(order: Order) -> Order:
     """The same with a B for an I that its W follows at once."""
     ranks = []
     for acts in order.ranks:
-        row: list[Act] = []
+        row: list[Action] = []
         for act in acts:
             if act.kind == "W" and row and row[-1] == act._replace(kind="I"):
                 row[-1] = act._replace(kind="B")

@@ -31,7 +31,7 @@ from titanlike.graph.cut import messages
 from titanlike.graph.model_graph import ModelGraph
 from titanlike.optim.loss import Loss
 from titanlike.parallel.activation_checkpoint import saved_operators
-from titanlike.pipeline.order import Act, Order
+from titanlike.pipeline.order import Action, Order
 
 _REDUCED = 4  # bytes of a gradient in a message that reduces it: fp32
 
@@ -86,7 +86,7 @@ class MemoryParts:
 class MemorySample(NamedTuple):
     """Memory of a rank during an action (None = the update), and when it is done."""
 
-    act: Act | None
+    act: Action | None
     most: MemoryParts
     after: MemoryParts
 
@@ -390,7 +390,7 @@ class RankMemory:
 Kinds = tuple[list[tuple[int, str]], np.ndarray]
 
 
-def steps(order: Order, rank: int) -> Iterator[tuple[Act, str]]:
+def steps(order: Order, rank: int) -> Iterator[tuple[Action, str]]:
     """Each action of a rank, with its kind. The gathers before a stage's first action and the reductions
     behind its last are of the same action."""
     left = dict.fromkeys(order.local(rank), order.microbatches)

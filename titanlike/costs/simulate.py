@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from titanlike.metrics.chart import Box, Message
-from titanlike.pipeline.order import Act, Order
+from titanlike.pipeline.order import Action, Order
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def simulate(
 
     Raises ValueError for an order that waits forever.
     """
-    place, last = order.place, order.stages - 1
+    place, last = order.stage_to_rank, order.stages - 1
     ranks = len(order.ranks)
     events: list[list[Box]] = [[] for _ in range(ranks)]
     device, host = [0.0] * ranks, [0.0] * ranks
@@ -208,7 +208,7 @@ def equal_stages(order: Order, forward: float = 1.0, backward: float = 2.0) -> l
     return [times] * order.stages
 
 
-def in_flight(acts: Sequence[Act]) -> int:
+def in_flight(acts: Sequence[Action]) -> int:
     """The most forwards of a rank at a time that wait for their backward."""
     now = most = 0
     for act in acts:

@@ -79,7 +79,7 @@ class StageLayout:
             stages=draft.stages,
             recomputed=draft.recomputed.blocks,
             deferred=draft.deferred,
-            place=draft.order.place,
+            place=draft.order.stage_to_rank,
             zero=draft.zero,
             microbatches=draft.microbatches,
             numel=[draft.stage_numel(stage) for stage in range(draft.order.stages)],

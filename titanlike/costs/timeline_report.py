@@ -30,7 +30,7 @@ from titanlike.costs.unit_times import Roofline, unit_times
 from titanlike.graph.partition import SplitError, partition
 from titanlike.metrics import timeline_file, units
 from titanlike.metrics.timeline_file import RankStep, Timeline
-from titanlike.pipeline.order import Act, Order
+from titanlike.pipeline.order import Action, Order
 from titanlike.training.anomalies import slow_ranks
 
 _COMPUTED = ("F", "B", "I", "W")
@@ -63,7 +63,7 @@ class TimelineReport:
 
     @cached_property
     def order(self) -> Order:
-        ranks = tuple(tuple(map(Act.parse, acts)) for acts in self.timeline.order)
+        ranks = tuple(tuple(map(Action.parse, acts)) for acts in self.timeline.order)
         microbatches = len({act.mb for acts in ranks for act in acts})
         return Order(ranks, tuple(self.timeline.place), microbatches)
 
@@ -409,7 +409,9 @@ def _stage_table(report: TimelineReport, width: int) -> str:
     for stage, times in enumerate(report.measured):
         each = [units.short_time(getattr(times, name).device) for name in kinds.values()]
         of_mean = f"{seconds[stage] / mean:.0%}"
-        rows.append([str(stage), str(report.order.place[stage]), *each, of_mean, planned[stage]])
+        rows.append(
+            [str(stage), str(report.order.stage_to_rank[stage]), *each, of_mean, planned[stage]]
+        )
     return table(header, rows, width)
 
 

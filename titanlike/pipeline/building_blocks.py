@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections import deque
 from itertools import accumulate
 
-from titanlike.pipeline.order import Act, Order, needs
+from titanlike.pipeline.order import Action, Order, dependencies
 
 _PERIOD = 6
-Steps = dict[Act, int]  # when each action is computed
+Steps = dict[Action, int]  # when each action is computed
 
 
 def v_half_block(pp: int) -> list[tuple[int, int]]:
@@ -41,8 +41,8 @@ def repeated(block: list[tuple[int, int]], place: tuple[int, ...], microbatches:
     steps: list[Steps] = [{} for _ in range(max(place) + 1)]
     for stage, (forward, backward) in enumerate(block):
         for mb in range(microbatches):
-            steps[place[stage]][Act("F", stage, mb)] = forward + _PERIOD * mb
-            steps[place[stage]][Act("I", stage, mb)] = backward + _PERIOD * mb
+            steps[place[stage]][Action("F", stage, mb)] = forward + _PERIOD * mb
+            steps[place[stage]][Action("I", stage, mb)] = backward + _PERIOD * mb
     steps = [_with_weights(of_rank) for of_rank in steps]
     most = max(max(_held(of_rank)) for of_rank in steps)
     _squeeze(steps, place, most)
@@ -55,7 +55,7 @@ def repeated(block: list[tuple[int, int]], place: tuple[int, ...], microbatches:
 def _with_weights(steps: Steps) -> Steps:
     """With each W in the first free step after its I, oldest first."""
     busy = {step: act for act, step in steps.items()}
-    waiting: deque[Act] = deque()
+    waiting: deque[Action] = deque()
     result, step = dict(steps), 0
     while step <= max(busy) or waiting:
         act = busy.get(step)
@@ -75,7 +75,7 @@ def _squeeze(steps: list[Steps], place: tuple[int, ...], most: int) -> None:
     in_time = sorted((step, act) for of_rank in steps for act, step in of_rank.items())
     for step, act in in_time:
         rank = place[act.stage]
-        before = [steps[place[need.stage]][need] for need in needs(act, last)]
+        before = [steps[place[need.stage]][need] for need in dependencies(act, last)]
         if act.mb:  # microbatches of a stage stay in order
             before.append(steps[rank][act._replace(mb=act.mb - 1)])
         for earlier in range(max(before, default=-1) + 1, step):
@@ -101,18 +101,18 @@ def _held(steps: Steps) -> list[int]:
     return [*accumulate(changes)]
 
 
-def _filled(ranks: list[list[Act]], stages: int, most: int) -> tuple[tuple[Act, ...], ...]:
+def _filled(ranks: list[list[Action]], stages: int, most: int) -> tuple[tuple[Action, ...], ...]:
     """With a W in every step in which a rank cannot go on in its order of F and I."""
     todo = [deque(acts) for acts in ranks]
-    weights: list[deque[Act]] = [deque() for _ in ranks]
-    result: list[list[Act]] = [[] for _ in ranks]
+    weights: list[deque[Action]] = [deque() for _ in ranks]
+    result: list[list[Action]] = [[] for _ in ranks]
     held = [0] * len(ranks)
-    done: set[Act] = set()
+    done: set[Action] = set()
     while any(todo) or any(weights):
         now = []
         for rank, acts in enumerate(todo):
             full = acts and acts[0].kind == "F" and held[rank] == most
-            if acts and not full and done.issuperset(needs(acts[0], stages - 1)):
+            if acts and not full and done.issuperset(dependencies(acts[0], stages - 1)):
                 now.append(act := acts.popleft())
                 held[rank] += act.kind == "F"
                 if act.kind == "I":

@@ -55,10 +55,10 @@ def _lower(order: Order, resident: int) -> dict[int, list[Any]]:
                 left[stage] -= 1
                 if left[stage] == 0:
                     actions += [_Action(stage, kind, None) for kind in reduce]
-    ranks = torch_schedules._add_send_recv(ranks, order.place.__getitem__, order.stages)
+    ranks = torch_schedules._add_send_recv(ranks, order.stage_to_rank.__getitem__, order.stages)
     if hasattr(torch_schedules, "_add_wait_send"):  # 2.15
         ranks = torch_schedules._add_wait_send(ranks)
-    _check_transport_order(ranks, order.place)
+    _check_transport_order(ranks, order.stage_to_rank)
     return ranks
 
 
@@ -183,7 +183,7 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         """fields: of the batch, that this rank's stages take besides what they receive."""
         options: dict[str, Any] = {"scale_grads": False, "backward_requires_autograd": False}
         super().__init__(stages, order.microbatches, loss_fn=loss, **options)
-        self.stage_index_to_group_rank = dict(enumerate(order.place))
+        self.stage_index_to_group_rank = dict(enumerate(order.stage_to_rank))
         self._fields = list(fields)
         self._local = {stage.stage_index: stage for stage in stages}
         self._gathered = {  # the units of each, found once: there are many modules
@@ -214,7 +214,7 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
             self._comp_type_to_function_map[kind] = self._receive
         for ranks in (self._train, self._forward):
             own = _Kind.SEND_F in self._comp_type_to_function_map  # else torch waits by itself
-            received = _received_after(ranks, order.place, self.rank) if own else {}
+            received = _received_after(ranks, order.stage_to_rank, self.rank) if own else {}
             ranks[self.rank] = _Actions(ranks[self.rank], self, received)
         self._last = order.stages - 1
         self._waiting = {  # (forward, stage, microbatch) -> the computation that needs its message

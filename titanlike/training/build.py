@@ -213,7 +213,7 @@ def assemble(
 
     # 3. the pipeline
     local_parameters = {index: dict(state.parameters()) for index, state in states.items()}
-    at = holders, plan.order.place, local_parameters
+    at = holders, plan.order.stage_to_rank, local_parameters
     tied = TiedWeights(*at, mesh, config.launch.timeout)
     # random numbers of training (dropout) differ on every rank but those that share layers
     torch.manual_seed(piece_seed(config.seed, "rank", mesh.layers_rank))

@@ -184,7 +184,7 @@ class Timeline:
             [timeline_file.read_rank(self._path(rank)) for rank in self._ranks],
             to_plain(self._config),
             [[*map(str, acts)] for acts in order.ranks],
-            order.place,
+            order.stage_to_rank,
             self._run.draft.stages,
             self._run.draft.model_graph.microbatch_size,
         )
