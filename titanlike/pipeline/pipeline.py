@@ -204,16 +204,21 @@ class Pipeline:
     def _count(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """How many terms the loss of the global batch has, which gives the loss its scale, and how
         many tokens it has, padding included."""
-        mesh = self._mesh
-        # counted where the last stage is: the other ranks of a pipeline need no targets
-        last = self._order.stages - 1 in self._stages
+        mesh, size = self._mesh, self._model_graph.microbatch_size
         counts = torch.zeros(2, device=mesh.device)
-        if last:
-            counts[0] = self._terms(batch)
+        # counted where the last stage is: the other ranks of a pipeline need no targets
+        if self._order.stages - 1 in self._stages:
+            targets = batch["targets"]
+            terms: Any = self._loss.count(targets)
+            if terms is None:
+                meta = torch.empty((size, *targets.shape[1:]), dtype=targets.dtype, device="meta")
+                output = self._model_graph.meta_output(fields_of(batch), True)
+                terms = self._loss.terms(output, meta) * (len(targets) // size)
+            counts[0] = terms
             of_sequences = bool(self._model_graph.fields["inputs"].shape)
             in_parts = mesh.stage_copies // mesh.dp  # ranks that share each sequence
             tokens = batch["inputs"].shape[1] // in_parts if of_sequences else 1
-            counts[1] = len(batch["targets"]) * tokens
+            counts[1] = len(targets) * tokens
         if mesh.world_size > 1:
             counts = mesh.sum(counts) / self._loss_copies
         self._loss.scale = 1.0 / counts[0]
@@ -225,18 +230,6 @@ class Pipeline:
             for transform in self._transforms:
                 stack.enter_context(transform.computing())
             yield
-
-    def _terms(self, batch: Batch) -> Tensor:
-        """How many terms the loss of this rank's batch has."""
-        targets = batch["targets"]
-        count = self._loss.count(targets)
-        if count is None:
-            size = self._model_graph.microbatch_size
-            meta = torch.empty((size, *targets.shape[1:]), dtype=targets.dtype, device="meta")
-            output = self._model_graph.meta_output(fields_of(batch), True)
-            terms = self._loss.terms(output, meta) * (len(targets) // size)
-            count = torch.full((), terms, device=targets.device)
-        return count
 
     def _runtime(self, batch: Batch) -> OrderRuntime:
         """The runtime for a batch of this shape; the stages' forwards are those for it."""
