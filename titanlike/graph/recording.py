@@ -58,6 +58,11 @@ class Node:
     is_pytree_leaf: ClassVar[bool] = True
 
     @property
+    def name(self) -> str:
+        """Of its function, or its target."""
+        return str(getattr(self.target, "__name__", self.target))
+
+    @property
     def input_nodes(self) -> list[Node]:
         leaves, _ = tree_flatten((self.args, self.kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, Node)]

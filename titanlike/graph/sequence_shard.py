@@ -49,7 +49,7 @@ def shard_sequence(recording: Recording, shorter: Recording, shard: SequenceShar
     Raises UnknownTokens.
     """
     calls, others = (
-        [(node.kind, _name(node), len(node.input_nodes)) for node in of.nodes]
+        [(node.kind, node.name, len(node.input_nodes)) for node in of.nodes]
         for of in (recording, shorter)
     )
     if calls != others:
@@ -126,7 +126,7 @@ class _Divider:
         """What a rank has of a node that another uses, which computes with the rank's tokens."""
         if use not in self._whole or not self._divided(use):
             return self.new[use]
-        name = _name(user)
+        name = user.name
         writes = name == "__setitem__" or (name.endswith("_") and name[:2] != "__")
         if use.mutated and use.value is not None and writes and user.args[:1] == (use,):
             raise UnknownTokens(name, "it writes to a tensor that is made for all tokens")
@@ -148,7 +148,7 @@ class _Divider:
             return leaf
         if leaf * self._shorter != shorter * self._length or leaf % self._shard.ranks:
             reason = f"it is given {leaf}, which is computed from the length of the sequence"
-            raise UnknownTokens(_name(node), reason)
+            raise UnknownTokens(node.name, reason)
         return leaf // self._shard.ranks
 
     def _divided(self, node: Node) -> list[int]:
@@ -164,7 +164,3 @@ class _Divider:
         ]
         result = torch.empty(shape, dtype=node.tensor.dtype, device="meta")
         return DependsOn.apply(result, node.tensor) if node.tensor.requires_grad else result
-
-
-def _name(node: Node) -> str:
-    return str(getattr(node.target, "__name__", node.target))

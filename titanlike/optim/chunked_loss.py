@@ -198,7 +198,7 @@ def find_head(graph: StageGraph, model: nn.Module, loss: Loss) -> ChunkedHead:
         reason = f"tensor parallelism divides its last linear layer as {style}"
         raise RecordError(reason, f"vocab in its tp_plan, or {_FIX}")
     if epilogue and not _is_token_wise(head):
-        names = ", ".join(dict.fromkeys(_name(node) for node in epilogue))
+        names = ", ".join(dict.fromkeys(node.name for node in epilogue))
         reason = f"what it does after its last linear layer ({names}) is not done token by token"
         raise RecordError(reason, _FIX)
     return head
@@ -248,14 +248,10 @@ def _call(function: Callable[..., Any], node: Node, values: dict[Node, Tensor]) 
     return function(*args, **kwargs)
 
 
-def _name(node: Node) -> str:
-    return getattr(node.target, "__name__", str(node.target))
-
-
 def _is_head(node: Node) -> bool:
     if node.kind == "unit":
         return len(node.input_nodes) == 1 and len(node.args) == 1 and not node.kwargs
-    if node.kind != "function" or _name(node) not in _LINEAR or node.value is None:
+    if node.kind != "function" or node.name not in _LINEAR or node.value is None:
         return False
     first, *others = node.input_nodes
     return node.args[:1] == (first,) and all(map(_is_weight, others))
@@ -276,7 +272,7 @@ def _no_head_error(node: Node, model: nn.Module) -> RecordError:
             return HeadNested([f"{node.target}.{name}" for name in children])
         reason = f"its last module, {node.target}, is a {type(module).__name__}"
         return RecordError(f"{reason} and not a linear layer called with one tensor", _FIX)
-    return RecordError(f"its forward ends with {_name(node)} and not with a linear layer", _FIX)
+    return RecordError(f"its forward ends with {node.name} and not with a linear layer", _FIX)
 
 
 def _is_token_wise(head: ChunkedHead) -> bool:
