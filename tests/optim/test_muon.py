@@ -115,7 +115,7 @@ def test_the_head_of_a_chain_of_layers_is_left_to_adamw() -> None:
     "settings, said",
     [
         ({"adamw": ["*.ruoter.*"]}, "optimizer.adamw=*.ruoter.*: no parameter has such a name"),
-        ({"adamw": ["layers.*"]}, "nothing for Muon to update: it is for 2-D"),
+        ({"adamw": ["*.layers.*"]}, "nothing for Muon to update: it is for 2-D"),
     ],
 )
 def test_a_choice_that_names_nothing_or_leaves_nothing_is_refused(
