@@ -17,8 +17,9 @@ from support.live_memory import Live
 from support.models import tiny
 from support.saved_runs import events
 from support.world import RankError, run_world
+from titanlike.config import validate
 from titanlike.config.parse import to_plain
-from titanlike.config.profile import Timeline, timeline_problems
+from titanlike.config.profile import Timeline
 from titanlike.config.schema import Checkpoint, Config, Fsdp, Schedule, Validation
 from titanlike.costs.simulate import Simulation, StageTimes, equal_stages, simulate
 from titanlike.costs.timeline_report import TimelineReport, report_of
@@ -278,17 +279,18 @@ def test_a_run_without_a_timeline_is_an_error_with_the_fix(
 
 
 @pytest.mark.parametrize(
-    "steps, reason",
+    "steps, reason, fix",
     [
-        ([3], "two numbers"),
-        ([0, 2], "the first step of a run is 1"),
-        ([5, 4], "the last step is before the first"),
-        ([3, 9], "the run ends with step 8"),
+        ([3], "two numbers", [7, 8]),
+        ([0, 2], "the first step of a run is 1", [7, 8]),
+        ([5, 4], "the last step is before the first", [4, 5]),
+        ([3, 9], "the run ends with step 8", [7, 8]),
     ],
 )
 def test_steps_that_a_run_does_not_have_are_refused_with_some_that_it_has(
-    steps: list[int], reason: str
+    steps: list[int], reason: str, fix: list[int]
 ) -> None:
-    (problem,) = timeline_problems(Timeline(True, steps), 8)
-    assert reason in str(problem) and "timeline.steps=[7,8]" in str(problem)
-    assert not [*timeline_problems(replace(Timeline(), steps=[7, 8]), 8)]
+    config = Config(steps=8, timeline=Timeline(True, steps))
+    (problem,) = validate.problems(config)
+    assert reason in str(problem) and f"timeline.steps=[{fix[0]},{fix[1]}]" in str(problem)
+    assert not validate.problems(replace(config, timeline=Timeline(True, fix)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from titanlike.config.keys import Bytes, Custom, Paths, key, required
+from titanlike.config.keys import MAX_VOCAB, Bytes, Custom, Paths, key, required
 
 
 @dataclass
@@ -65,7 +65,9 @@ class Schedule:
     """A schedule with whole backwards and one stage on each pipeline rank."""
 
     name: str = key("1f1b", "choice")
-    microbatches: int | None = key(None, "number per dp rank and step; null = derived and printed")
+    microbatches: int | None = key(
+        None, "number per dp rank and step; null = derived and printed", le=100_000
+    )
 
 
 @dataclass
@@ -73,7 +75,7 @@ class LoopedSchedule(Schedule):
     """A schedule with several stages on each pipeline rank."""
 
     name: str = key("interleaved1f1b", "choice")
-    stages_per_rank: int = key(2, "stages (model chunks) on each pipeline rank")
+    stages_per_rank: int = key(2, "stages (model chunks) on each pipeline rank", ge=1, le=256)
 
 
 _WEIGHT_GRADIENTS = (
@@ -112,8 +114,12 @@ class AutoSchedule:
     """An order made for the costs of this model's stages: kept as order.csv in run_dir."""
 
     name: str = key("auto", "choice")
-    microbatches: int | None = key(None, "number per dp rank and step; null = derived and printed")
-    stages_per_rank: int = key(2, "stages on each pipeline rank; search=placement|split: the most")
+    microbatches: int | None = key(
+        None, "number per dp rank and step; null = derived and printed", le=100_000
+    )
+    stages_per_rank: int = key(
+        2, "stages on each pipeline rank; search=placement|split: the most", ge=1, le=256
+    )
     placement: Literal["v", "loop"] = key(
         "v", "where the stages of a rank are: loop = 0 1 2 0 1 2; v = 0 1 2 2 1 0 (two a rank)"
     )
@@ -156,11 +162,13 @@ class AdamW:
     """torch.optim.AdamW, fused."""
 
     name: str = key("adamw", "choice")
-    lr: float = key(3e-3, "peak learning rate")
-    betas: list[float] = key([0.9, 0.95], "decay of the two running means")
-    eps: float = key(1e-8, "added to the denominator")
-    weight_decay: float = key(0.1, "decoupled decay of matrices; vectors (norms, biases) have none")
-    clip: float | None = key(1.0, "largest global gradient norm; null = no clipping")
+    lr: float = key(3e-3, "peak learning rate", ge=0)
+    betas: list[float] = key([0.9, 0.95], "decay of the two running means", ge=0, lt=1)
+    eps: float = key(1e-8, "added to the denominator", gt=0)
+    weight_decay: float = key(
+        0.1, "decoupled decay of matrices; vectors (norms, biases) have none", ge=0
+    )
+    clip: float | None = key(1.0, "largest global gradient norm; null = no clipping", gt=0)
     state_dtype: Literal["fp32", "bf16"] = key("fp32", _STATE_DTYPE)
 
 
@@ -169,20 +177,22 @@ class Muon:
     """Muon (arXiv 2502.16982) for the matrices of the blocks, AdamW for everything else."""
 
     name: str = key("muon", "choice")
-    lr: float = key(3e-3, "peak learning rate of the matrices that Muon updates")
-    momentum: float = key(0.95, "decay of the running mean of gradients")
+    lr: float = key(3e-3, "peak learning rate of the matrices that Muon updates", ge=0)
+    momentum: float = key(0.95, "decay of the running mean of gradients", ge=0, lt=1)
     nesterov: bool = key(True, "look ahead by one more step of the momentum")
-    ns_steps: int = key(5, "iterations that orthogonalize a matrix")
+    ns_steps: int = key(5, "iterations that orthogonalize a matrix", ge=1, le=20, example=5)
     adjust_lr: Literal["match_rms_adamw", "original"] = key(
         "match_rms_adamw",
         "lr of a matrix: match_rms_adamw = 0.2 sqrt(longer side), so that AdamW's lr fits; original "
         "= sqrt(rows / columns), at least 1",
     )
-    weight_decay: float = key(0.1, "decoupled decay of matrices; vectors (norms, biases) have none")
-    clip: float | None = key(1.0, "largest global gradient norm; null = no clipping")
-    adamw_lr: float | None = key(None, "peak learning rate of all others; null = lr")
-    betas: list[float] = key([0.9, 0.95], "of AdamW: decay of the two running means")
-    eps: float = key(1e-8, "of AdamW: added to the denominator")
+    weight_decay: float = key(
+        0.1, "decoupled decay of matrices; vectors (norms, biases) have none", ge=0
+    )
+    clip: float | None = key(1.0, "largest global gradient norm; null = no clipping", gt=0)
+    adamw_lr: float | None = key(None, "peak learning rate of all others; null = lr", ge=0)
+    betas: list[float] = key([0.9, 0.95], "of AdamW: decay of the two running means", ge=0, lt=1)
+    eps: float = key(1e-8, "of AdamW: added to the denominator", gt=0)
     state_dtype: Literal["fp32", "bf16"] = key("fp32", f"of AdamW: {_STATE_DTYPE}")
     adamw: list[str] = key(
         [], "matrices of blocks that AdamW updates too, by patterns of names: ['*.router.weight']"
@@ -194,10 +204,10 @@ class Sgd:
     """torch.optim.SGD."""
 
     name: str = key("sgd", "choice")
-    lr: float = key(0.1, "peak learning rate")
-    momentum: float = key(0.0, "momentum factor")
-    weight_decay: float = key(0.0, "L2 decay of matrices; vectors (norms, biases) have none")
-    clip: float | None = key(1.0, "largest global gradient norm; null = no clipping")
+    lr: float = key(0.1, "peak learning rate", ge=0)
+    momentum: float = key(0.0, "momentum factor", ge=0, lt=1)
+    weight_decay: float = key(0.0, "L2 decay of matrices; vectors (norms, biases) have none", ge=0)
+    clip: float | None = key(1.0, "largest global gradient norm; null = no clipping", gt=0)
 
 
 @dataclass
@@ -205,7 +215,7 @@ class ConstantLr:
     """Warm-up, then the peak."""
 
     name: str = key("constant", "choice")
-    warmup: int = key(20, "steps of linear warm-up from 0")
+    warmup: int = key(20, "steps of linear warm-up from 0", ge=0)
 
 
 @dataclass
@@ -213,8 +223,8 @@ class DecayLr:
     """Warm-up, then a decay (linear or cosine) over all steps that remain."""
 
     name: str = key("cosine", "choice")
-    warmup: int = key(20, "steps of linear warm-up from 0")
-    final: float = key(0.1, "learning rate of the last step, as a share of the peak")
+    warmup: int = key(20, "steps of linear warm-up from 0", ge=0)
+    final: float = key(0.1, "learning rate of the last step, as a share of the peak", ge=0, le=1)
 
 
 @dataclass
@@ -222,9 +232,11 @@ class WsdLr:
     """Warm-up, stable, decay (arXiv 2404.06395): the peak until the last part of the run."""
 
     name: str = key("wsd", "choice")
-    warmup: int = key(20, "steps of linear warm-up from 0")
-    decay: float = key(0.2, "share of all steps, at the end, in which it falls linearly")
-    final: float = key(0.05, "learning rate of the last step, as a share of the peak")
+    warmup: int = key(20, "steps of linear warm-up from 0", ge=0)
+    decay: float = key(
+        0.2, "share of all steps, at the end, in which it falls linearly", gt=0, le=1
+    )
+    final: float = key(0.05, "learning rate of the last step, as a share of the peak", ge=0, le=1)
 
 
 @dataclass
@@ -239,7 +251,7 @@ class ChunkedCrossEntropy:
     """The same, a few tokens at a time: logits of the whole batch are never in memory."""
 
     name: str = key("chunked_cross_entropy", "choice")
-    chunk: int = key(2048, "tokens of a microbatch whose logits are in memory at a time")
+    chunk: int = key(2048, "tokens of a microbatch whose logits are in memory at a time", ge=1)
 
 
 @dataclass
@@ -276,7 +288,9 @@ class Float8Precision(Precision):
     skip: list[str] = key(
         [], "linear layers that stay in bf16, by patterns of their names: [*.layers.0.*,*.o_proj]"
     )
-    min_features: int = key(64, "linear layers with fewer inputs or outputs stay in bf16, too")
+    min_features: int = key(
+        64, "linear layers with fewer inputs or outputs stay in bf16, too", ge=1
+    )
 
 
 # --- activation checkpointing -------------------------------------------------------------------
@@ -305,7 +319,7 @@ class EveryActivationCheckpoint(ActivationCheckpoint):
     """One block in so many is recomputed."""
 
     name: str = key("every", "choice")
-    every: int = key(2, "1 = every block, 2 = every second one, ...")
+    every: int = key(2, "1 = every block, 2 = every second one, ...", ge=1)
 
 
 @dataclass
@@ -335,7 +349,7 @@ class Wandb:
     tags: list[str] = key([], "tags of the run: [a,b]")
     notes: str | None = key(None, "description of the run")
     mode: Literal["auto", "online", "offline"] = key("auto", "auto = online if a key is found")
-    timeout: float = key(30.0, "seconds to wait for the server before going offline")
+    timeout: float = key(30.0, "seconds to wait for the server before going offline", gt=0, le=1e6)
 
 
 @dataclass
@@ -435,6 +449,7 @@ class TokenData:
     vocab_size: int | None = key(
         None,
         "number of token ids; every id in the files is smaller; null = as a folder's index says",
+        le=MAX_VOCAB,
     )
     validation_fraction: float = key(0.05, "share at the end of the file for validation")
     boundary: int | None = key(
@@ -490,5 +505,5 @@ class SyntheticData:
     """Random tokens from (seed, position): for benchmarks, costs nothing to load."""
 
     name: str = key("synthetic", "choice")
-    vocab_size: int = key(256, "number of token ids")
+    vocab_size: int = key(256, "number of token ids", le=MAX_VOCAB)
     changed: bool = _changed()

@@ -28,8 +28,8 @@ from titanlike.checkpoint.storage import Storage, UnreadableFile
 from titanlike.config import credentials, files, validate
 from titanlike.config.errors import Problem
 from titanlike.config.parse import to_plain
-from titanlike.config.profile import folder_problem
-from titanlike.config.schema import Config, TensorBoard
+from titanlike.config.profile import profile_folder
+from titanlike.config.schema import Config, MemoryProfile, TensorBoard
 from titanlike.data import checks as data
 from titanlike.launch.torchrun import RestartState
 from titanlike.metrics.run_files import Events
@@ -201,14 +201,19 @@ def _export_problem(config: Config) -> Problem | None:
 
 def _write_problems(config: Config) -> Iterator[Problem]:
     """Whether run_dir and checkpoint.folder are writable, by writing there."""
+    run_dir, profile = Path(config.run_dir), profile_folder(config.run_dir)
     try:
-        files.check_writable(Path(config.run_dir))
+        files.check_writable(run_dir)
     except OSError as error:
         reason = f"cannot be written: {error.strerror}"
         yield Problem("run_dir", config.run_dir, reason, "run_dir=outputs/NAME")
         return
-    if problem := folder_problem(config.profile, config.run_dir):
-        yield problem
+    try:
+        if isinstance(config.profile, MemoryProfile):
+            files.check_writable(profile)
+    except OSError as error:
+        reason = f"{profile} cannot be written: {error.strerror}"
+        yield Problem("profile", config.profile.name, reason, "profile=none")
     if config.checkpoint.folder is not None:
         try:
             Storage(config.checkpoint.folder).check_writable()

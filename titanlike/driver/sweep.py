@@ -180,6 +180,7 @@ class SweepRun:
     def _not_done(self, jobs: dict[int, Job]) -> list[Job]:
         """Those of the jobs that are neither done, running nor submitted."""
         spec = read_spec(self.folder)
+        assert spec is not None, "it has just been written"
         rows = [row for row in read_job_rows(self.folder, spec) if row.job.number in jobs]
         done = [row for row in rows if row.done]
         elsewhere = [row for row in rows if row.status in ("running", "submitted")]

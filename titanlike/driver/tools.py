@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from titanlike.config import validate
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.help import command_help
+from titanlike.config.keys import MAX_RANKS
 from titanlike.config.program import program, scripts_dir
 from titanlike.config.schema import Config
 from titanlike.driver.argv import complete_args, parse_argv
@@ -107,7 +108,7 @@ def _gpus(words: list[str], searching: bool) -> tuple[int | None, list[str], lis
     if not searching:
         reason = "is for a search; the devices of a plan are pp x dp x tp"
         return None, others, [Problem("gpus", value, reason, "plan search gpus=" + value)]
-    if not value.isdigit() or not 1 <= int(value) <= validate.MAX_RANKS:
+    if not value.isdigit() or not 1 <= int(value) <= MAX_RANKS:
         return None, others, [Problem("gpus", value, "must be a number of devices", "gpus=64")]
     return int(value), others, []
 
