@@ -142,11 +142,6 @@ def check_writable(folder: Path) -> None:
     tempfile.TemporaryFile(dir=existing).close()
 
 
-def missing_folders(folder: Path) -> list[Path]:
-    """A folder and its parents, as far as they do not exist; the innermost first."""
-    return [path for path in (folder, *folder.parents) if not path.exists()]
-
-
 def make_new_folder(folder: Path) -> Path:
     """Create a folder that nobody else has: FOLDER, or FOLDER-2 ... if it exists already."""
     number, failures = 1, 0

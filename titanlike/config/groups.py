@@ -366,54 +366,67 @@ class NoLogger:
     name: str = key("none", "choice")
 
 
-def _text_key() -> Any:
-    return key("text", "field (JSONL) or column (Parquet) that holds the text")
+# --- data ---------------------------------------------------------------------------------------
 
 
-def _tokenizer() -> Any:
-    return key(
+@dataclass(kw_only=True)
+class Data:
+    """What every choice has."""
+
+    name: str = key("synthetic", "choice")
+    changed: bool = key(
+        False, "resume although the data are not those of the checkpoint; for one start"
+    )
+
+
+@dataclass(kw_only=True)
+class SyntheticData(Data):
+    """Random tokens from (seed, position): for benchmarks, costs nothing to load."""
+
+    vocab_size: int = key(256, "number of token ids", le=MAX_VOCAB)
+
+
+@dataclass(kw_only=True)
+class Corpus(Data):
+    """What every choice has that is read from files."""
+
+    validation_fraction: float = key(
+        0.05,
+        "share for validation: of the documents (rows, conversations), or the end of token files",
+    )
+    documents: bool = key(
+        False, "attention stays within each document of a sequence, where positions begin at 0"
+    )
+    workers: int = key(0, "loader processes per rank; 0 = load in the training process")
+
+
+@dataclass(kw_only=True)
+class Tokenized(Corpus):
+    """What every choice has that is tokenized into a cache."""
+
+    tokenizer: str = key(
         "bytes",
         "'bytes' (built in), or the path of a tokenizer.json, a folder with one, or a sentencepiece model",
     )
+    cache: str | None = key(None, "folder for tokenized files; null = ~/.cache/titanlike")
 
 
-def _documents() -> Any:
-    return key(
-        False, "attention stays within each document of a sequence, where positions begin at 0"
-    )
+_TEXT_KEY = "field (JSONL) or column (Parquet) that holds the text"
 
 
-def _cache() -> Any:
-    return key(None, "folder for tokenized files; null = ~/.cache/titanlike")
-
-
-def _workers() -> Any:
-    return key(0, "loader processes per rank; 0 = load in the training process")
-
-
-def _changed() -> Any:
-    return key(False, "resume although the data are not those of the checkpoint; for one start")
-
-
-@dataclass
-class TextData:
+@dataclass(kw_only=True)
+class TextData(Tokenized):
     """Text files, JSONL or Parquet, tokenized once into a cache and packed into sequences."""
 
     name: str = key("text", "choice")
     path: str | None = key(
         None, "file or folder (.txt .py .md ..., .jsonl, .parquet); null = this Python's sources"
     )
-    text_key: str = _text_key()
-    tokenizer: str = _tokenizer()
-    validation_fraction: float = key(0.05, "share of the documents for validation")
-    cache: str | None = _cache()
-    documents: bool = _documents()
-    workers: int = _workers()
-    changed: bool = _changed()
+    text_key: str = key("text", _TEXT_KEY)
 
 
 @dataclass(kw_only=True)
-class HFData:
+class HFData(Tokenized):
     """A Hugging Face dataset, read once in its order, tokenized into a cache as text is."""
 
     name: str = key("hf", "choice")
@@ -427,17 +440,11 @@ class HFData:
         True, "read without a copy in datasets' own cache; false = download first"
     )
     rows: int | None = key(None, "the first rows alone; null = all")
-    text_key: str = _text_key()
-    tokenizer: str = _tokenizer()
-    validation_fraction: float = key(0.05, "share of the rows for validation")
-    cache: str | None = _cache()
-    documents: bool = _documents()
-    workers: int = _workers()
-    changed: bool = _changed()
+    text_key: str = key("text", _TEXT_KEY)
 
 
 @dataclass(kw_only=True)
-class TokenData:
+class TokenData(Corpus):
     """Files of token ids, memory-mapped."""
 
     name: str = key("tokens", "choice")
@@ -451,40 +458,28 @@ class TokenData:
         "number of token ids; every id in the files is smaller; null = as a folder's index says",
         le=MAX_VOCAB,
     )
-    validation_fraction: float = key(0.05, "share at the end of the file for validation")
     boundary: int | None = key(
-        None, "token id that begins (or ends) every document; null = as a folder's index says"
+        None,
+        "token id that begins (or ends) every document, which data.documents needs; "
+        "null = as a folder's index says",
     )
-    documents: bool = key(
-        False, "attention stays within each document of a sequence; needs data.boundary"
-    )
-    workers: int = _workers()
-    changed: bool = _changed()
 
 
 @dataclass(kw_only=True)
-class MixtureData:
-    """Several corpora, mixed by weights."""
+class MixtureData(Tokenized):
+    """Several corpora, mixed by weights; of tokens, their index has the tokenizer."""
 
     name: str = key("mixture", "choice")
     sources: dict[str, Any] = required(
         "name -> {path: of tokens or text, weight: a number, or [[step, weight], ...] between which it "
         "is interpolated}"
     )
-    text_key: str = _text_key()
-    tokenizer: str = key(
-        "bytes", "of sources of text, as for data=text; of tokens their index has it"
-    )
-    validation_fraction: float = key(0.05, "share of each source for validation")
-    cache: str | None = _cache()
-    documents: bool = _documents()
-    workers: int = _workers()
-    changed: bool = _changed()
+    text_key: str = key("text", _TEXT_KEY)
 
 
 @dataclass(kw_only=True)
-class ChatData:
-    """Conversations, with loss on the answers alone."""
+class ChatData(Tokenized):
+    """Conversations, with loss on the answers alone; of a tokenizer's folder its chat template, too."""
 
     name: str = key("chat", "choice")
     path: str = required("JSONL file, or folder of them (.jsonl, .jsonl.gz, .jsonl.zst)")
@@ -492,18 +487,4 @@ class ChatData:
     template: str | None = key(
         None, "Jinja file; null = the chat template that is with the tokenizer, else a built-in one"
     )
-    tokenizer: str = key("bytes", "as for data=text; of a folder also its chat template is taken")
-    validation_fraction: float = key(0.05, "share of the conversations for validation")
-    cache: str | None = _cache()
     documents: bool = key(True, "attention stays within each conversation of a sequence")
-    workers: int = _workers()
-    changed: bool = _changed()
-
-
-@dataclass
-class SyntheticData:
-    """Random tokens from (seed, position): for benchmarks, costs nothing to load."""
-
-    name: str = key("synthetic", "choice")
-    vocab_size: int = key(256, "number of token ids", le=MAX_VOCAB)
-    changed: bool = _changed()

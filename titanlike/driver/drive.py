@@ -157,7 +157,8 @@ def _prepare(args: argparse.Namespace, task: Task, result_dir: str | None) -> Ex
         if checked.multirun and not problems:
             assert checked.config is not None and checked.sweep is not None
             settings = checked.sweep
-            missing = files.missing_folders(settings.folder)
+            folders = settings.folder, *settings.folder.parents
+            missing = [path for path in folders if not path.exists()]  # the innermost first
             if checked.new_folder and not args.check:
                 settings = replace(settings, folder=files.make_new_folder(settings.folder))
             # before there is a plan, which a restart has to find
@@ -255,7 +256,12 @@ def _run(args: argparse.Namespace, task: Task) -> ExitCode:
         code = print_problems(error.problems)
     except Exception as error:
         unwritten = isinstance(error, OSError) and error.errno in _OF_STORAGE
-        if not unwritten and not _is_user_error(error):
+        frames = [
+            frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)
+        ]
+        raised_in = type(error).__module__, str(frames[-1]) if frames else ""
+        # by Hydra or Optuna for the user, and not by this program
+        if not unwritten and not any(re.match(r"(hydra|omegaconf|optuna)\b", n) for n in raised_in):
             raise
         problem = Problem("config", "", one_line(error)).hiding(task.runner.environment)
         code = 1
@@ -290,11 +296,3 @@ def _run_composed(args: argparse.Namespace, task: Task, checked: CheckedOverride
             hydra.run(args.config_name, task, args.overrides)
     finally:
         GlobalHydra.instance().clear()
-
-
-def _is_user_error(error: Exception) -> bool:
-    """Whether Hydra or Optuna raised an error for the user, and not this program."""
-    frames = list(traceback.walk_tb(error.__traceback__))
-    raised_in = str(frames[-1][0].f_globals.get("__name__")) if frames else ""
-    by_hydra = type(error).__module__.startswith(("hydra", "omegaconf"))
-    return by_hydra or raised_in.startswith(("hydra.", "omegaconf.", "optuna"))

@@ -100,7 +100,11 @@ def read_spec(folder: Path) -> SweepSpec | None:
         spec = files.as_record(files.loads(first), SweepSpec)
     except ValueError:
         raise ValueError(f"{folder / SWEEP_FILE}: its first line is no header of a sweep") from None
-    jobs = {job.number: job for job in map(_job, rest) if job}
+    jobs: dict[int, Job] = {}
+    for line in rest:
+        with contextlib.suppress(ValueError):  # torn, or empty
+            job = files.as_record(files.loads(line), Job)
+            jobs[job.number] = job
     return replace(spec, jobs=[jobs[number] for number in sorted(jobs)])
 
 
@@ -110,13 +114,6 @@ def _line(job: Job) -> str:
         plain[key] = [redact_override(text) for text in plain[key]]
     plain["skipped"] = job.skipped and redact(job.skipped)
     return files.dumps(plain)
-
-
-def _job(line: str) -> Job | None:
-    try:
-        return files.as_record(files.loads(line), Job)
-    except ValueError:  # torn, or empty
-        return None
 
 
 @contextlib.contextmanager
