@@ -345,7 +345,7 @@ def report(
     def draw() -> Path | None:
         from titanlike.driver import sweep_picture  # matplotlib takes a second to import
 
-        return sweep_picture.draw(table) if picture else None
+        return sweep_picture.draw(table)
 
     def write(name: str, file: Callable[[], Path | None]) -> None:
         try:
@@ -354,7 +354,8 @@ def report(
         except Exception as error:  # its report must not make a sweep fail
             say(f"{name} could not be written: {type(error).__name__}: {error}")
 
-    write(PICTURE, draw)
+    if picture:
+        write(PICTURE, draw)
     write(CSV, lambda: write_csv(table))
     write(MARKDOWN, lambda: write_markdown(table, PICTURE in written))
     if paths := [str(written[name]) for name in (CSV, MARKDOWN, PICTURE) if name in written]:
