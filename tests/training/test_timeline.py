@@ -24,7 +24,7 @@ from titanlike.config.schema import Checkpoint, Config, Fsdp, Schedule, Validati
 from titanlike.costs.simulate import Simulation, StageTimes, equal_stages, simulate
 from titanlike.costs.timeline_report import TimelineReport, report_of
 from titanlike.data.loader import batches, open_data
-from titanlike.distributed import timing as clock
+from titanlike.distributed import readings as clock
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.driver.tools import timeline as main
 from titanlike.launch.worker import Worker
