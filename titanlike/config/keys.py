@@ -19,7 +19,7 @@ MAX_RANKS = 1_000_000
 MAX_VOCAB = 2**31 - 1
 BOUNDS: dict[str, dict[str, Any]] = {  # of numbers, by what a key is declared as
     "int": {"le": 2**40},
-    "float": {"le": 1e18, "example": 1e12},
+    "float": {"le": 1e18},
     "Seconds": {"gt": 0, "le": 1e9, "example": "12h"},
     "Bytes": {"ge": 2**20, "le": 2**60, "example": "80GiB"},
 }
@@ -41,7 +41,7 @@ def key(default: Any, doc: str, **bounds: Any) -> Any:
 
 def required(doc: str, **bounds: Any) -> Any:
     """A config field without a default: its choice is an error until the user gives it."""
-    return field(metadata={"doc": doc, "bounds": bounds})
+    return field(metadata={"doc": doc, "bounds": {"example": 1e12} | bounds})
 
 
 @dataclass

@@ -51,6 +51,7 @@ def problems(config: Config, world_size: int | None = None) -> list[Problem]:
 
 # --- numbers, by themselves -----------------------------------------------------------------------
 
+_NONE = dataclasses.MISSING  # as a proposal
 _SIDES = {  # name of a bound -> how it is said, what holds inside of it
     **{"ge": ("at least", operator.ge), "gt": ("above", operator.gt)},
     **{"le": ("at most", operator.le), "lt": ("below", operator.lt)},
@@ -78,17 +79,17 @@ def _number_problems(owner: Any, prefix: str = "") -> Iterator[tuple[Problem, bo
             continue
         else:
             reason = "is too far below 0" if finite else "must be finite"
-        fix = default if default is not None else bounds.get("example")
+        fix = default
         if isinstance(value, int) and side in ("ge", "le"):
             fix = bounds[side] if side == "le" else bounds.get("example", bounds["ge"])
         if is_bytes and 0 < value < 1024:
             fix = f"{value}GiB"
-        fix = "" if fix in (None, []) else f"{key.partition('[')[0]}={override_text(fix)}"
+        fix = "" if fix in ([], _NONE) else f"{key.partition('[')[0]}={override_text(fix)}"
         yield Problem(key, value, reason, fix), side in ("", "le")
 
 
 def _numbers(owner: Any, key: str) -> Iterator[tuple[str, Any, dict[str, Any], Any]]:
-    """(key, value, bounds, default) of each number in a config, and of each list that is too long."""
+    """(key, value, bounds, proposal) of each number in a config, and of each list that is too long."""
 
     def inside(value: Any, key: str, bounds: dict[str, Any], default: Any) -> Iterator[Any]:
         if isinstance(value, (list, tuple)) and len(value) <= _MOST_ITEMS:
@@ -97,7 +98,7 @@ def _numbers(owner: Any, key: str) -> Iterator[tuple[str, Any, dict[str, Any], A
         elif isinstance(value, dict):
             for name, item in value.items():
                 most = _MOST_OF_ARGUMENT.get(name, BOUNDS["int"]["le"])
-                yield from inside(item, f"{key}.{name}", {"le": most}, None)
+                yield from inside(item, f"{key}.{name}", {"le": most}, _NONE)
         elif dataclasses.is_dataclass(value):
             yield from _numbers(value, key)
         elif isinstance(value, (int, float, list, tuple)) and not isinstance(value, bool):
@@ -108,9 +109,11 @@ def _numbers(owner: Any, key: str) -> Iterator[tuple[str, Any, dict[str, Any], A
         name = key if arguments else f"{key}.{field.name}".lstrip(".")
         kind = next((kind for kind in BOUNDS if kind in str(field.type)), "float")
         bounds = BOUNDS[kind] | field.metadata.get("bounds", {})
-        default = None if field.default is dataclasses.MISSING else field.default
-        if field.default_factory is not dataclasses.MISSING and "list" in str(field.type):
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
+        elif default is None or default is _NONE:  # null, or required
+            default = bounds.get("example", default)
         yield from inside(getattr(owner, field.name), name, bounds, default)
 
 
