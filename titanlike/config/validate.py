@@ -80,7 +80,7 @@ def _number_problems(owner: Any, prefix: str = "") -> Iterator[tuple[Problem, bo
         else:
             reason = "is too far below 0" if finite else "must be finite"
         fix = default
-        if isinstance(value, int) and side in ("ge", "le"):
+        if isinstance(value, int) and side in ("ge", "le") and "[" not in key:
             fix = bounds[side] if side == "le" else bounds.get("example", bounds["ge"])
         if is_bytes and 0 < value < 1024:
             fix = f"{value}GiB"
