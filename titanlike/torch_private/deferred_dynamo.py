@@ -29,8 +29,8 @@ def defer_dynamo() -> None:
     imports the real one, which takes its place. Does nothing where that is imported already."""
     if NAME not in sys.modules:
         stand_in = _StandIn()
-        sys.modules[NAME] = torch._dynamo = stand_in  # type: ignore[assignment]
-        sys.meta_path.insert(0, stand_in.finder)  # type: ignore[arg-type]
+        sys.modules[NAME] = torch._dynamo = stand_in
+        sys.meta_path.insert(0, stand_in.finder)
 
 
 @contextmanager
@@ -83,7 +83,7 @@ class _StandIn(ModuleType):
         """Imported now, if it is not yet."""
         with self._lock:
             if sys.modules[NAME] is self:
-                sys.meta_path.remove(self.finder)  # type: ignore[arg-type]
+                sys.meta_path.remove(self.finder)
                 spec = PathFinder.find_spec(NAME, torch.__path__)
                 assert spec is not None and spec.loader is not None
                 real: Any = module_from_spec(spec)
@@ -116,7 +116,7 @@ class _Finder:
         real = self._real()
         if name not in sys.modules:
             return PathFinder.find_spec(name, real.__path__)
-        return ModuleSpec(name, _Imported(sys.modules[name]))  # type: ignore[arg-type]
+        return ModuleSpec(name, _Imported(sys.modules[name]))
 
 
 class _Imported:
