@@ -95,11 +95,11 @@ def test_a_long_run_keeps_its_spikes_and_validations_in_a_small_page(
     spiked[2_000] = files.dumps(record(2_001, loss=1234.5))
     (folder / "metrics.jsonl").write_text("\n".join(spiked) + "\n")
     quick = read_history(folder, points=100, quick=True)
-    assert quick.sampled and len(quick.curves["val_loss"]) > 50
-    assert quick.curves["loss"][-1][0] == quick.last["step"] == 2_999
+    assert quick["sampled"] and len(quick["curves"]["val_loss"]) > 50
+    assert quick["curves"]["loss"][-1][0] == quick["last"]["step"] == 2_999
     whole = read_history(folder, points=100)
-    assert [2_001, 512 * 2_001, 1234.5] in whole.curves["loss"]
-    assert len(whole.curves["loss"]) <= 110 and whole.curves["loss"][0][0] == 1
+    assert [2_001, 512 * 2_001, 1234.5] in whole["curves"]["loss"]
+    assert len(whole["curves"]["loss"]) <= 110 and whole["curves"]["loss"][0][0] == 1
     assert len(page([quick, whole])) < 60_000
 
 

@@ -29,7 +29,7 @@ from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.driver.tools import timeline as main
 from titanlike.launch.worker import Worker
 from titanlike.metrics.chart import Box
-from titanlike.metrics.timeline_file import Place, RankStep, read_timeline, write_timeline
+from titanlike.metrics.timeline_file import Place, RankStep, read_timeline, write
 from titanlike.metrics.timeline_file import Timeline as Recorded
 from titanlike.training import loop
 from titanlike.training import timeline as timeline_module
@@ -189,7 +189,7 @@ def recorded(
     places = [Place(rank, f"machine {rank}", "cpu") for rank in range(config.world_size)]
     order = [[*map(str, acts)] for acts in plan.order.ranks]
     parts = order, [*plan.order.stage_to_rank], plan.stages, 4, 0.0, [steps], places
-    write_timeline(run_dir / "timeline.json", Recorded(to_plain(config), *parts))
+    write(run_dir / "timeline.json", Recorded(to_plain(config), *parts))
     return found
 
 

@@ -176,7 +176,7 @@ class Timeline:
         found = RankFile(steps, socket.gethostname(), accelerator.name(mesh.device), error)
         path = self._path(self._worker.rank)
         path.parent.mkdir(parents=True, exist_ok=True)
-        timeline_file.write_rank(path, found)
+        timeline_file.write(path, found)
 
     def _merge(self) -> None:
         order, run_dir = self._run.draft.order, Path(self._worker.run_dir)
@@ -188,7 +188,7 @@ class Timeline:
             self._run.draft.stages,
             self._run.draft.model_graph.microbatch_size,
         )
-        timeline_file.write_timeline(run_dir / TIMELINE, merged)
+        timeline_file.write(run_dir / TIMELINE, merged)
         last = merged.steps[-1]
         from titanlike.metrics.chart import write_trace
 
