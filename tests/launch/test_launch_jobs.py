@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -83,11 +84,9 @@ def test_workers_share_the_cores_and_have_no_variables_of_an_outer_launcher(monk
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "outer")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    before = dict(os.environ)
-    with workers_environment(10_000):
-        assert os.environ["OMP_NUM_THREADS"] == "1"
-        assert not {"RANK", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
-    assert dict(os.environ) == before
+    environment = workers_environment(10_000)
+    assert environment["OMP_NUM_THREADS"] == "1" and environment["PATH"] == os.environ["PATH"]
+    assert not {"RANK", "TORCHELASTIC_RUN_ID"} & environment.keys()
 
 
 def test_workers_are_started_with_pythons_own_options() -> None:
@@ -192,6 +191,17 @@ def test_workers_that_do_not_end_are_killed_with_what_they_have_started(
     parents, pids, forks = zip(*rows, strict=True)
     assert len({*parents}) == 1 and parents[0] != os.getpid() and all(forks)
     until(lambda: not any(map(is_running, [*parents, *pids])), 10)
+
+
+def test_a_rank_that_cannot_be_forked_is_a_process_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    job = Job("support.launch_jobs.hello", tiny(seed=7), tmp_path / "run", [])
+    (tmp_path / "job.json").write_text(job.to_json())
+    pid = local._spawn_rank(str(tmp_path), 0, {signal.SIGTERM: signal.SIG_DFL})
+    assert os.waitpid(pid, 0)[1] == 0
+    assert json.loads((tmp_path / "result.json").read_text()) == {"value": 7.0}
 
 
 def is_running(pid: int) -> bool:

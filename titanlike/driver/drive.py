@@ -185,8 +185,6 @@ def _prepare(args: argparse.Namespace, task: Task, result_dir: str | None) -> Ex
     if task.sweep_run is None and checked.new_folder:
         assert checked.composed is not None
         checked.composed.hydra.run.dir = str(files.make_new_folder(checked.new_folder))
-    if runner.workers is not None:
-        runner.workers.checked()
     return None
 
 
@@ -218,10 +216,15 @@ def _problems(
     ranks = checks.available_ranks(config, started if started > 1 else None, runner.restart_state)
     config, unfit = checks.fit_mesh(config, ranks)
     start_workers = partial(runner.start_workers, config)
+    assert checked.composed is not None
+    hydra = checked.composed.hydra
+    # what workers inherit from this process is changed by these
+    may_start = not (hydra.job.env_set or hydra.job.chdir or hydra.callbacks)
     if runner.checked and not known and not unfit:
-        start_workers()
+        if may_start:
+            start_workers()
         return []
-    may_start = not (known or args.check)
+    may_start = may_start and not (known or args.check)
     return known + (
         unfit or config_problems(config, ranks, known, start_workers if may_start else None)
     )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import socket
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 _PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "PET_")
 _NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -42,22 +41,12 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
-@contextlib.contextmanager
-def workers_environment(workers: int) -> Iterator[None]:
-    """Within it, os.environ is what `workers` new processes on this machine inherit.
-
-    Without an outer torchrun's variables, which would make them ranks of its job; with
-    OMP_NUM_THREADS = cores / workers unless the user has set it.
-    """
-    before = dict(os.environ)
-    for name in before.keys() - without_rank_variables(before).keys():
-        del os.environ[name]
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // workers)))
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+def workers_environment(workers: int) -> dict[str, str]:
+    """The variables of `workers` ranks on this machine, without an outer torchrun's, which would make
+    them ranks of its job; OMP_NUM_THREADS = cores / workers unless the user has set it."""
+    threads = {"OMP_NUM_THREADS": str(max(1, available_cores() // workers))}
+    size = {"WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(workers)}
+    return threads | without_rank_variables(os.environ) | size
 
 
 def without_rank_variables(env: Mapping[str, str]) -> dict[str, str]:

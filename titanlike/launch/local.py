@@ -133,11 +133,11 @@ def _run_workers(job: Job, stop: StopRequest, workers: WorkerProcesses) -> dict[
     return json.loads((workers.folder / "result.json").read_text(encoding="utf-8"))
 
 
-class PrestartedWorkers:
+class PrestartedWorkers(contextlib.ExitStack):
     """Workers that are started before their job is known to be right; ended with this context."""
 
     def __init__(self) -> None:
-        self._stack = contextlib.ExitStack()
+        super().__init__()
         self._waiting: WorkerProcesses | None = None
 
     def start(self, count: int, function: str) -> None:
@@ -146,38 +146,18 @@ class PrestartedWorkers:
             with contextlib.suppress(OSError, ConfigError):  # raised where they are needed
                 self._waiting = self._new(count, function)
 
-    def checked(self) -> None:
-        """The check is over: variables that libraries have set when it imported them are none of
-        the config's, and make no difference to the workers."""
-        if self._waiting is not None:
-            self._waiting.situation = _situation()
-
     def adopt(self, count: int, function: str) -> WorkerProcesses:
         """So many workers that wait for their job: those that were started, or new ones."""
         waiting, self._waiting = self._waiting, None
-        if waiting is not None and (waiting.count, waiting.situation) == (count, _situation()):
+        if waiting is not None and waiting.count == count:
             return waiting
-        if waiting is not None:
-            waiting.end(0)
+        self.close()
         return self._new(count, function)
 
-    def __enter__(self) -> PrestartedWorkers:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._waiting is not None:
-            self._waiting.end(0)
-            self._waiting = None
-        self._stack.close()
-
     def _new(self, count: int, function: str) -> WorkerProcesses:
-        return WorkerProcesses(count, self._stack.enter_context(scratch_folder()), function)
-
-
-def _situation() -> tuple[dict[str, str], str, list[str]]:
-    """What workers inherit. A config may set environment variables, or change the folder."""
-    environment = {name: value for name, value in os.environ.items() if name != "HYDRA_FULL_ERROR"}
-    return environment, os.getcwd(), import_path()
+        workers = WorkerProcesses(count, self.enter_context(scratch_folder()), function)
+        self.callback(workers.end, 0)
+        return workers
 
 
 class WorkerProcesses:
@@ -186,16 +166,12 @@ class WorkerProcesses:
     def __init__(self, count: int, folder: Path, function: str) -> None:
         """folder: new, private. function: of the job, whose modules are imported meanwhile."""
         self.count, self.folder = count, folder
-        self.situation = _situation()
         self._pids: dict[int, int] = {}  # of each rank that has been forked
         self._codes: dict[int, int] = {}  # of each rank that has ended; -N = by signal N
         call = f"serve({str(folder)!r}, {os.getpid()}, {function!r}, {count})"
-        size = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-        with workers_environment(count):
-            # a terminal's Ctrl-C is for the driver, which passes it on
-            self._server = subprocess.Popen(
-                _python(import_path(), "serve", call), env=os.environ | size, start_new_session=True
-            )
+        command, env = _python(import_path(), "serve", call), workers_environment(count)
+        # a terminal's Ctrl-C is for the driver, which passes it on
+        self._server = subprocess.Popen(command, env=env, start_new_session=True)
 
     def run(self, job: str) -> dict[int, int]:
         """Run a job (JSON) to its end; the exit codes of ranks that failed, the others are ended."""

@@ -49,17 +49,15 @@ class RunDirOwner:
             return
         if (now.st_ino, now.st_mtime_ns) == self._checked:
             return
-        other = self._read()
-        if other is None:
+        if (owner := self._read()) is None:
             return
-        if other.get("start") == self._id:
-            self._checked = now.st_ino, now.st_mtime_ns
-            return
-        raise TakenOver(
-            f"run_dir={self._run_dir}: another start of this run has taken it over "
-            f"({_describe_starter(other)}); two would mix their metrics and checkpoints; write "
-            "another run_dir"
-        )
+        if owner.get("start") != self._id:
+            raise TakenOver(
+                f"run_dir={self._run_dir}: another start of this run has taken it over "
+                f"({_describe_starter(owner)}); two would mix their metrics and checkpoints; write "
+                "another run_dir"
+            )
+        self._checked = now.st_ino, now.st_mtime_ns
 
     def wait(
         self, patience: float, say: Callable[[str], None]
@@ -71,15 +69,13 @@ class RunDirOwner:
         """
         here = self._earlier is not None and self._earlier.get("host") == socket.gethostname()
         deadline = time.monotonic() + (patience if here else 0)
-        said = False
         lock = _open_lock(self._run_dir / _RANKS_LOCK)
         # of exclusive to shared: another start may have it between the two, and have taken over
         for kind in (fcntl.LOCK_EX, fcntl.LOCK_SH):
             while lock is not None and not _locked(lock, kind) and time.monotonic() < deadline:
                 self.check()
-                if not said and here:
-                    said = True
-                    who = _describe_starter(self._earlier or {})
+                if self._earlier is not None:  # to be said once
+                    who, self._earlier = _describe_starter(self._earlier), None
                     say(f"waiting until the start that runs this one ({who}) ends its step")
                 time.sleep(_POLL)
         self.check()

@@ -163,12 +163,8 @@ def interruptible(
     if threading.current_thread() is not threading.main_thread():
         yield  # a sweep's launcher may run jobs in threads, where Python allows no handlers
         return
-    watcher = _SignalWatcher(report, stop or StopRequest(), grace)
-    watcher.install()
-    try:
+    with _SignalWatcher(report, stop or StopRequest(), grace) as watcher:
         yield
-    finally:
-        watcher.uninstall()
     if watcher.fatal and not watcher.raised.is_set():  # the code inside has ended without it
         raise Interrupted(watcher.fatal)
 
@@ -195,15 +191,16 @@ class _SignalWatcher:
         self._handler = self._handle  # one object, for comparison with getsignal()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="signals")
 
-    def install(self) -> None:
+    def __enter__(self) -> _SignalWatcher:
         self._previous = {signum: signal.getsignal(signum) for signum in handled_signals()}
         self._thread.start()
         for signum in self._previous:
             signal.signal(signum, self._handler)
         self._previous_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         sys.unraisablehook = self._ignored
+        return self
 
-    def uninstall(self) -> None:
+    def __exit__(self, *error: object) -> None:
         self._uninstalled.set()
         self._wake()
         self._thread.join(timeout=1)  # first: the previous handler is not for what it sends

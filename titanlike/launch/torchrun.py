@@ -270,16 +270,20 @@ def start_id(store: Any, rank: int, world_size: int, timeout: float) -> str:
     theirs) until all ranks have confirmed. Rank 0 reads and answers many ranks at a time, and waits
     longer the longer it takes: tens of requests however many ranks there are, six of each other rank.
     """
-    own = uuid.uuid4().hex
+    start = own = uuid.uuid4().hex
     if rank > 0:
         store.append(_HELLO, f"{own}\n")
         answer = f"titanlike/answer/{own}"
         store.wait([answer], timedelta(seconds=timeout))
         start = store.get(answer).decode()
-        _confirm(store, start, rank, world_size)
+    else:
+        store.append(_HELLO, "\n")  # exists from now on: to read a missing key blocks
+    confirmed = f"titanlike/confirmed/{start}"
+    store.append(confirmed, f"{rank}\n")
+    if store.add(f"{confirmed}/count", 1) == world_size:
+        store.set(f"{confirmed}/all", "")
+    if rank > 0:
         return start
-    store.append(_HELLO, "\n")  # exists from now on: to read a missing key blocks
-    _confirm(store, own, rank, world_size)
     answered: set[str] = set()
     deadline, wait = time.monotonic() + timeout, _FIRST_WAIT
     while True:
@@ -289,23 +293,16 @@ def start_id(store: Any, rank: int, world_size: int, timeout: float) -> str:
             store.multi_set([f"titanlike/answer/{other}" for other in new], [own] * len(new))
             answered |= new
         # not a wait that times out, which torch reports on stderr
-        if store.check([f"titanlike/confirmed/{own}/all"]):
+        if store.check([f"{confirmed}/all"]):
             # what the next start reads; unless one of its ranks is there already
             store.compare_set(_HELLO, seen.decode(), "\n")
             return own
         if time.monotonic() > deadline:
-            there = map(int, store.get(f"titanlike/confirmed/{own}").decode().split())
+            there = map(int, store.get(confirmed).decode().split())
             missing = sorted({*range(world_size)} - {*there})
             raise RuntimeError(f"rank {in_words(missing)} did not start in {timeout:g} s")
         time.sleep(wait)
         wait = min(wait * _LONGER, _LONGEST_WAIT)
-
-
-def _confirm(store: Any, start: str, rank: int, world_size: int) -> None:
-    key = f"titanlike/confirmed/{start}"
-    store.append(key, f"{rank}\n")
-    if store.add(f"{key}/count", 1) == world_size:
-        store.set(f"{key}/all", "")
 
 
 class RestartState:

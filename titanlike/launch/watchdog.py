@@ -38,8 +38,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
-from types import TracebackType
-from typing import Any, NamedTuple, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from titanlike.config.schema import Launch
 from titanlike.launch.failures import Failure, PeerFailed, log_path, write_failure
@@ -54,6 +53,9 @@ from titanlike.launch.heartbeat import (
 )
 from titanlike.launch.signals import exit_now
 from titanlike.launch.worker import Worker
+
+if TYPE_CHECKING:
+    from torch import Event
 
 _WAKE_DELAY = 2.0  # seconds that a thread may wake late; beyond that, the process was stopped
 _JOIN_TIMEOUT = 2.0  # seconds for the watching thread to end
@@ -94,7 +96,7 @@ class Watchdog:
         self._thread_id = 0
         self._ended = threading.Event()
         self._awake_since = -math.inf
-        self._peers_looked_at = -math.inf
+        self._next_look = -math.inf  # whether a peer has failed
         self._looking = threading.Thread()
         self._seen: dict[int, tuple[int, float]] = {}  # number of a peer's beat, and since when
         # of a peer that has not responded for its own limit: its beat, and all of that time
@@ -141,12 +143,7 @@ class Watchdog:
         self._watcher.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._ended.set()
         self._heartbeat.end(kind.__name__ if kind else "done")
         self._watcher.join(_JOIN_TIMEOUT)
@@ -222,12 +219,10 @@ class Watchdog:
         if (mark and mark.number) != (before and before.number):
             self._device_since = monotonic()
         self._unfinished = mark
-        now = monotonic()
-        if now - self._last_progress() < min(_PATIENCE, self._shortest / 4):
+        now, shortest = monotonic(), self._shortest / 4
+        if now < self._last_progress() + min(_PATIENCE, shortest) or now < self._next_look:
             return False
-        if now - self._peers_looked_at < min(_PEER_INTERVAL, self._shortest / 4):
-            return False
-        self._peers_looked_at = now
+        self._next_look = now + min(_PEER_INTERVAL, shortest)
         return self._worker.stop_request.peer_failed()
 
     def _let_out(self) -> None:
@@ -370,16 +365,6 @@ def _parent(pid: int) -> int | None:
             return int(stat.read().rpartition(")")[2].split()[1])
     except (OSError, ValueError):
         return None
-
-
-class Event(Protocol):
-    """As torch.Event: a point in the queue of a device."""
-
-    def record(self) -> None:
-        """Put it into the queue, behind what is there; it may have been in it before."""
-
-    def query(self) -> bool:
-        """Whether the device has come to it. Waits for nothing."""
 
 
 class Mark(NamedTuple):

@@ -207,8 +207,12 @@ def _logged(run_dir: Path, rank: int) -> Iterator[TextIO]:
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     with open(path, "a", encoding="utf-8", buffering=1) as file, contextlib.ExitStack() as stack:
-        if rank > 0:
-            stack.enter_context(_redirected(file))
+        for descriptor in (1, 2) if rank > 0 else ():
+            saved = os.dup(descriptor)
+            stack.callback(os.close, saved)
+            stack.callback(os.dup2, saved, descriptor)
+            stack.callback((sys.stdout if descriptor == 1 else sys.stderr).flush)
+            os.dup2(file.fileno(), descriptor)
         copy = file if rank == 0 else None
         stack.enter_context(contextlib.redirect_stdout(_Tee(sys.stdout, copy)))
         stack.enter_context(contextlib.redirect_stderr(_Tee(sys.stderr, copy)))
@@ -235,19 +239,3 @@ class _Tee:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._console, name)
-
-
-@contextlib.contextmanager
-def _redirected(file: TextIO) -> Iterator[None]:
-    """Within it, file descriptors 1 and 2 point to `file`."""
-    saved = [(fd, os.dup(fd)) for fd in (1, 2)]
-    try:
-        for fd, _ in saved:
-            os.dup2(file.fileno(), fd)
-        yield
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for fd, copy in saved:
-            os.dup2(copy, fd)
-            os.close(copy)
