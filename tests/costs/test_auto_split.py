@@ -29,7 +29,7 @@ from titanlike.config.schema import (
     Schedule,
     Sgd,
 )
-from titanlike.costs.auto_split import TIMES_FILE, in_flight
+from titanlike.costs.auto_split import TIMES_FILE, stages_in_flight
 from titanlike.costs.unit_costs import UnitCosts
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.distributed.sharding import state_bytes
@@ -177,10 +177,10 @@ def test_bytes_of_a_parameter(changes: dict[str, Any], each: float) -> None:
 
 
 def test_microbatches_in_flight_follow_from_the_order() -> None:
-    assert in_flight(one_f_one_b(4, 8)) == [4, 3, 2, 1]
-    assert in_flight(gpipe(2, 8)) == [8, 8]
-    assert in_flight(SCHEDULES["zbh2"](4, 8)) == [7, 7, 7, 7]  # until the weight gradient
-    flying = in_flight(zbv_zero_bubble(4, 8))
+    assert stages_in_flight(one_f_one_b(4, 8)) == [4, 3, 2, 1]
+    assert stages_in_flight(gpipe(2, 8)) == [8, 8]
+    assert stages_in_flight(SCHEDULES["zbh2"](4, 8)) == [7, 7, 7, 7]  # until the weight gradient
+    flying = stages_in_flight(zbv_zero_bubble(4, 8))
     assert flying[0] == max(flying) and len(flying) == 8
 
 

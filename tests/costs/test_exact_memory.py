@@ -26,9 +26,8 @@ from titanlike.config.schema import (
     Sgd,
 )
 from titanlike.costs import advice
-from titanlike.costs.estimate import Estimate, estimate, make_estimate
+from titanlike.costs.estimate import Estimate, estimate, make_estimate, with_exact_memory
 from titanlike.costs.estimate_text import as_data, as_text
-from titanlike.costs.exact_memory import with_exact_memory
 from titanlike.costs.known_hardware import shipped
 from titanlike.costs.search import search, search_text
 from titanlike.driver.tools import plan as main

@@ -11,10 +11,10 @@ import pytest
 from support.commands import command
 from support.plans import planned
 from titanlike.costs.advice import advise
-from titanlike.costs.closed_form import simulated_seconds
 from titanlike.costs.estimate_text import as_text, chart_of
 from titanlike.costs.known_hardware import shipped
-from titanlike.costs.unit_times import Roofline
+from titanlike.costs.search import simulated_seconds
+from titanlike.costs.stage_times import Roofline
 from titanlike.driver import tools
 from titanlike.metrics.chart import write_trace
 from titanlike.metrics.chart_picture import draw

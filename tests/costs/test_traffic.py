@@ -10,8 +10,7 @@ from support.models import tiny
 from support.plans import planned
 from titanlike.config.schema import Fsdp, Schedule
 from titanlike.costs.estimate import make_estimate
-from titanlike.costs.known_hardware import shipped
-from titanlike.costs.links import link, sharded
+from titanlike.costs.known_hardware import link_of, sharded, shipped
 
 # 4 microbatches of 2 sequences of 128 tokens a rank, in fp32; 4 heads, 2 of keys and values, of 32
 WORDS = "data=synthetic device=cpu hardware=h100_sxm seq_len=128 schedule.microbatches=4"
@@ -81,7 +80,7 @@ def test_measured_collectives_count_inside_a_node_alone() -> None:
     config = plan.config
     slow = replace(plan.hardware, collective_bandwidth=1e9, gather_bandwidth=1e8)
     for nodes, hardware in ((1, slow), (2, replace(slow, devices_per_node=2))):
-        tp, shard = (link(config, axis, hardware) for axis in ("tp", "shard"))
+        tp, shard = (link_of(config, axis, hardware) for axis in ("tp", "shard"))
         assert (tp.nodes, shard.nodes) == (1, nodes)
         assert tp.bandwidth == pytest.approx(hardware.link_efficiency * 1e9)
         gathers = sharded(shard, hardware.gather_bandwidth)
@@ -109,7 +108,7 @@ def test_a_core_that_computes_sends_too() -> None:
 def test_links_are_those_of_neighbours_first() -> None:
     """Of 64 GPUs in nodes of 8: those of tp are together, of cp and ep next to them."""
     config, hardware = tiny(1, 16, cp=4, tp=4), shipped("h100_sxm")
-    tp, cp, shard = (link(config, axis, hardware) for axis in ("tp", "cp", "shard"))
+    tp, cp, shard = (link_of(config, axis, hardware) for axis in ("tp", "cp", "shard"))
     assert (tp.nodes, cp.nodes, shard.nodes) == (1, 2, 32)
     reached = hardware.link_efficiency
     assert tp.bandwidth == pytest.approx(reached * hardware.node_bandwidth)

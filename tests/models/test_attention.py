@@ -26,7 +26,7 @@ from support.varlen import as_on_a_gpu
 from support.world import run_world
 from titanlike.config.groups import SelectiveActivationCheckpoint
 from titanlike.config.schema import Config, Custom
-from titanlike.costs import node_costs
+from titanlike.costs.unit_costs import count
 from titanlike.data.sources import Data
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.graph.model_graph import Field, ModelGraph
@@ -384,8 +384,8 @@ def test_documents_cost_as_much_as_whole_sequences() -> None:
     for fields in ((), ("document_ids",)):
         meta, recording = recorded_for_a_gpu(LLAMA, torch.bfloat16, *fields)
         block = next(node for node in recording.nodes if node.target == "model.layers.0")
-        kept = node_costs.recomputed_bytes(block, meta, attention_alone)
-        found.append((node_costs.flops(block, meta), node_costs.saved_bytes(block, meta), kept))
+        costs = count(block, meta)
+        found.append((costs.flops, costs.saved, costs.kept(attention_alone)))
     (flops, saved, kept), (flops_by_offsets, saved_by_offsets, kept_by_offsets) = found
     assert flops == flops_by_offsets and kept == kept_by_offsets
     assert saved_by_offsets - saved == T * E * 4  # positions differ: one more rotary table

@@ -25,8 +25,15 @@ from support.command_lines import examined
 from titanlike.config.hardware import Hardware
 from titanlike.costs.estimate import Estimate, make_estimate
 from titanlike.costs.known_hardware import planned_hardware
-from titanlike.costs.stage_times import LayoutTimes, StageLayout, stage_times
-from titanlike.costs.unit_times import Roofline, Seconds, UnitTimes, unit_times
+from titanlike.costs.stage_times import (
+    LayoutTimes,
+    Roofline,
+    Seconds,
+    StageLayout,
+    UnitTimes,
+    stage_times,
+    unit_times,
+)
 from titanlike.training.draft import draft
 
 

@@ -108,9 +108,8 @@ def plan(argv: list[str]) -> int:
 def _plan(config: Config, flags: argparse.Namespace) -> int:
     from titanlike.costs.advice import advise, memory_warning
     from titanlike.costs.auto_schedule import WHY, with_found_order
-    from titanlike.costs.estimate import make_estimate
+    from titanlike.costs.estimate import make_estimate, with_exact_memory
     from titanlike.costs.estimate_text import as_data, as_text, chart_of
-    from titanlike.costs.exact_memory import with_exact_memory
     from titanlike.costs.known_hardware import planned_hardware
 
     hardware = planned_hardware(config)

@@ -15,8 +15,7 @@ from titanlike.metrics.summary import summarize
 from titanlike.training.draft import Draft
 
 if TYPE_CHECKING:
-    from titanlike.costs.auto_split import AutoSplitResult
-    from titanlike.costs.best_split import CostedSplit
+    from titanlike.costs.auto_split import AutoSplitResult, CostedSplit
     from titanlike.training.session import Session
 
 
