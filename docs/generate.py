@@ -187,7 +187,9 @@ def stage_source() -> str:
     sizes = yaml.safe_load((ROOT / "conf/model/llama_tiny.yaml").read_text())
     layers = next(key for key in sizes if "layers" in key)
     model = Model(sizes.pop("name"), sizes | {layers: 2})
-    config = Config(pp=2, model=model, schedule=Schedule("1f1b", 4), data=SyntheticData(vocab_size=64))
+    config = Config(
+        pp=2, model=model, schedule=Schedule("1f1b", 4), data=SyntheticData(vocab_size=64)
+    )
     plan = draft(config)
     stage = Stage(build_model(plan.model), *plan.stage_modules[1])
     graphs = plan.model_graph.graphs(plan.fields, True)

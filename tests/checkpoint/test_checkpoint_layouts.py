@@ -131,7 +131,7 @@ def save_and_load(config: Config, worker: Worker, sources: list[str], saves: boo
 def local_truth(key: str, tensor: torch.Tensor, part: Part | None) -> torch.Tensor:
     """What this rank has of it."""
     whole = truth(key, part.shape if part else tensor.shape)
-    return local_of(tensor, part, whole.__getitem__)
+    return local_of(tensor, part, whole)
 
 
 def truth(key: str, shape: torch.Size) -> torch.Tensor:

@@ -21,9 +21,8 @@ from titanlike.device.memory import free_memory, resident_memory
 from titanlike.distributed.sharding import state_bytes
 from titanlike.launch.environment import available_cores
 from titanlike.models.registry import build_model, resolve_model
-from titanlike.parallel.tp.collectives import TensorRanks
 from titanlike.parallel.tp.plan import tensor_plan, written_plan
-from titanlike.parallel.tp.styles import divide
+from titanlike.parallel.tp.styles import TensorRanks, shard_model
 from titanlike.pipeline.from_config import derive_microbatches, microbatch_problem
 from titanlike.pipeline.schedules import SCHEDULES
 
@@ -168,7 +167,7 @@ def tensor_sizes(config: Config, ranks: int, machine: int) -> dict[int, str]:
             found[tp] += f" has {machine} ranks"
             continue
         try:
-            divide(model, modules, TensorRanks(tp, 0), whole_logits=False)
+            shard_model(model, modules, TensorRanks(tp, 0), whole_logits=False)
             found[tp] = ""
         except ConfigError as error:
             found[tp] = str(error.problems[0])

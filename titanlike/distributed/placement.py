@@ -6,7 +6,7 @@ on the modules. Optimizers, checkpoints, losses and proofs read these, and need 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal, TypeGuard
@@ -77,7 +77,7 @@ def places(tensor: Tensor, part: Part | None) -> list[Tensor]:
     if part is not None:
         ranges[part.dim] = [whole for _, whole in _ranges(held[part.dim], part.ranges)]
     return [
-        torch.cat([torch.arange(0), *(torch.arange(one.start, one.stop) for one in of_dim)])
+        torch.cat([torch.arange(0), *(torch.arange(s.start, s.stop) for s in of_dim)])
         for of_dim in ranges
     ]
 
@@ -93,20 +93,12 @@ def _ranges(held: slice, ranges: tuple[tuple[int, int], ...]) -> Iterator[tuple[
         before += stop - start
 
 
-def local_of(tensor: Tensor, part: Part | None, whole: Callable[[Slices], Tensor]) -> Tensor:
-    """What this rank holds of a whole tensor, in the form of `tensor`'s local part.
-
-    whole: gives the values at a place.
-    """
-    found = [(local, whole(place)) for local, place in pieces(tensor, part)]
-    if len(found) == 1:
-        return found[0][1]
-    shape = [piece.stop - piece.start for piece in local_slices(tensor)]
-    first = found[0][1] if found else torch.empty(0)
-    result = first.new_empty(shape)
-    for local, values in found:
-        result[local] = values
-    return result
+def local_of(tensor: Tensor, part: Part | None, whole: Tensor) -> Tensor:
+    """What this rank holds of a whole tensor, in the form of `tensor`'s local part."""
+    for dim, rows in enumerate(places(tensor, part)):
+        if len(rows) < whole.shape[dim]:
+            whole = whole.index_select(dim, rows.to(whole.device))
+    return whole
 
 
 # --- what modules say of themselves --------------------------------------------------------------

@@ -110,7 +110,10 @@ class _Kept:
             self._saved[operator] = keeps(name, self._save)
         if not context.is_recompute:
             for tensor in _written(operator, args, kwargs):
-                self._check(tensor)
+                if kept := self._storages.get(StorageWeakRef(tensor.untyped_storage())):
+                    changed = f"its {self._block} changes a result of {kept} in place"
+                    fix, reason = "activation_checkpoint=full", f"{changed}, which is to be kept"
+                    raise ConfigError([Problem("activation_checkpoint", "selective", reason, fix)])
             if self._saved[operator]:
                 # 2.11 does not say what the operator returned: changes in place are not seen there
                 for leaf in tree_leaves(getattr(context, "op_output", None)):
@@ -118,14 +121,6 @@ class _Kept:
                         self._storages[StorageWeakRef(leaf.untyped_storage())] = name
         keep = self._saved[operator]
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-    def _check(self, tensor: Tensor) -> None:
-        if operator := self._storages.get(StorageWeakRef(tensor.untyped_storage())):
-            reason = (
-                f"its {self._block} changes a result of {operator} in place, which is to be kept"
-            )
-            fix = "activation_checkpoint=full"
-            raise ConfigError([Problem("activation_checkpoint", "selective", reason, fix)])
 
 
 def _written(operator: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:

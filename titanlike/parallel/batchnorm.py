@@ -85,10 +85,7 @@ class BatchNorms(Transform):
 
     @torch.no_grad()
     def after_update(self, skip: Tensor | None) -> None:
-        """Update the running statistics by what was collected. Collective over dp.
-
-        skip: a scalar on the device, 1 = leave them as they are; None = 0.
-        """
+        """Update the running statistics by what was collected. Collective over dp."""
         collected = [(module, m) for module in self._modules for m in self._moments.get(module, ())]
         self._moments = {}
         if not collected:
@@ -104,7 +101,17 @@ class BatchNorms(Transform):
             count, first, second = part.split([1, len(center), len(center)])
             offset = first / count
             variance = (second - count * offset**2) / (count - 1)
-            _update_running(module, center + offset, variance, skip)
+            mean = center + offset
+            share: Any = module.momentum
+            if module.num_batches_tracked is not None:
+                module.num_batches_tracked += 1 if skip is None else (skip == 0).long()
+                if share is None:  # the average of all steps
+                    share = 1.0 / module.num_batches_tracked.double()
+            # one step as nn.BatchNorm makes it, with the unbiased variance
+            for running, value in ((module.running_mean, mean), (module.running_var, variance)):
+                assert running is not None
+                updated = running.double() * (1 - share) + value * share
+                running.copy_(updated if skip is None else torch.where(skip > 0, running, updated))
 
     def _collect(self, module: BatchNorm, args: tuple[Tensor, ...]) -> None:
         # a module that is recomputed (activation checkpointing) runs again in the backward
@@ -121,16 +128,3 @@ class BatchNorms(Transform):
 def _running_mean(module: BatchNorm) -> Tensor:
     assert module.running_mean is not None
     return module.running_mean
-
-
-def _update_running(module: BatchNorm, mean: Tensor, variance: Tensor, skip: Tensor | None) -> None:
-    """One step of the running statistics, as nn.BatchNorm makes it. variance: unbiased."""
-    share: Any = module.momentum
-    if module.num_batches_tracked is not None:
-        module.num_batches_tracked += 1 if skip is None else (skip == 0).long()
-        if share is None:  # the average of all steps
-            share = 1.0 / module.num_batches_tracked.double()
-    for running, value in ((module.running_mean, mean), (module.running_var, variance)):
-        assert running is not None
-        updated = running.double() * (1 - share) + value * share
-        running.copy_(updated if skip is None else torch.where(skip > 0, running, updated))

@@ -10,7 +10,6 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -124,8 +123,3 @@ def compiler_problem(device: torch.device) -> Problem | None:
         missing = importlib.util.find_spec("triton") is None
         reason = "the package triton is needed to compile for GPUs, and is not installed"
     return Problem("compile", True, reason, "compile=false") if missing else None
-
-
-def uncompiled() -> AbstractContextManager[None]:
-    """Within it, compiled blocks run as they are written, and nothing is compiled."""
-    return torch.compiler.set_stance("force_eager")

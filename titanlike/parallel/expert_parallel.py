@@ -216,14 +216,13 @@ def _keep_route(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _send_backward(ctx: Any, gradient: Tensor) -> Any:
-    places = *ctx.saved_tensors, ctx.group
-    returned = torch.ops.titanlike.return_tokens(gradient, *places, ctx.rows)
-    return returned, None, None, None, None
+    route = *ctx.saved_tensors, ctx.group, ctx.rows
+    return torch.ops.titanlike.return_tokens(gradient, *route), *[None] * 4
 
 
 def _return_backward(ctx: Any, gradient: Tensor) -> Any:
-    places = *ctx.saved_tensors, ctx.group
-    return torch.ops.titanlike.send_tokens(gradient, *places), None, None, None, None, None
+    route = *ctx.saved_tensors, ctx.group
+    return torch.ops.titanlike.send_tokens(gradient, *route), *[None] * 5
 
 
 _send.register_autograd(_send_backward, setup_context=_keep_route)
@@ -287,10 +286,7 @@ class ExpertBalance(Transform):
 
     @contextmanager
     def training(self, tokens: Tensor) -> Iterator[None]:
-        """Forwards within count in the next update; earlier ones are dropped.
-
-        tokens: of the global batch, a scalar on the device.
-        """
+        """Forwards within count in the next update; earlier ones are dropped."""
         self._tokens = tokens
         self._share.copy_(1 / tokens)
         for layer in self._layers:
@@ -299,10 +295,7 @@ class ExpertBalance(Transform):
 
     @torch.no_grad()
     def after_update(self, skip: Tensor | None) -> None:
-        """Tell the layers what was counted. Collective over the ranks that have the same stages.
-
-        skip: a scalar on the device, 1 = leave them as they are; None = 0.
-        """
+        """Tell the layers what was counted. Collective over the ranks that have the same stages."""
         if not self._layers or self._tokens is None:
             return
         flat = torch.cat([layer.total for layer in self._layers])

@@ -18,7 +18,7 @@ from titanlike.config.schema import Config, Float8Precision
 from titanlike.data.sources import Batch
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.placement import experts_of, has_statistics
-from titanlike.distributed.sharding import compute_dtype, wrapped_in_fsdp
+from titanlike.distributed.sharding import CastParameters, compute_dtype, wrapped_in_fsdp
 from titanlike.distributed.transform import Transform
 
 if TYPE_CHECKING:
@@ -74,9 +74,9 @@ def _expert_parallel(p: _Planned) -> Transform:
 
 
 def _context_parallel(p: _Planned) -> Transform:
-    from titanlike.parallel.cp.draft import context_draft
+    from titanlike.parallel.context_parallel import context_parallel
 
-    return context_draft(p.config, p.mesh, p.batch)
+    return context_parallel(p.config, p.mesh, p.batch)
 
 
 _MODEL: list[tuple[str, Callable[[Config], bool], Callable[[_Planned], Transform]]] = [
@@ -156,8 +156,6 @@ def _expert_balance(b: _Built) -> Transform:
 
 
 def _casts(b: _Built) -> Transform:
-    from titanlike.parallel.cast_parameters import CastParameters
-
     return CastParameters(compute_dtype(b.config))
 
 

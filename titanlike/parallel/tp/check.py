@@ -2,8 +2,8 @@
 
 The model's forward runs on meta twice: whole, and sharded as the first tensor-parallel rank has it.
 Layers that the plan shards are known to be right. Of each operation outside of them the second trace
-finds which dimensions the rank has a part of (`shards.py`) and whether it computes its part of the
-result (`operators.py`), and of each whole parameter whether its gradient is a part of a sum.
+finds which dimensions the rank has a part of and whether it computes its part of the result
+(`operators.py`), and of each whole parameter whether its gradient is a part of a sum.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config
 from titanlike.distributed.placement import Placement
-from titanlike.parallel.tp.collectives import TensorRanks
+from titanlike.parallel.tp.operators import ShardingError
 from titanlike.parallel.tp.plan import DIVIDING, Entry, written_plan
-from titanlike.parallel.tp.shards import ShardingError
-from titanlike.parallel.tp.styles import mark
+from titanlike.parallel.tp.styles import TensorRanks, mark
 from titanlike.parallel.tp.traces import (
     RESULT,
     Need,

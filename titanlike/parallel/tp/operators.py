@@ -1,27 +1,198 @@
-"""How operators of torch compute with a rank's parts of tensors; one without a rule is refused on them.
+"""Which dimensions of a tensor a rank has a part of, and how operators of torch compute with that.
 
 A rule stands below the names of the operators that follow it. It gives the layouts of a call's results,
 or raises ShardingError with what the operator does over a dimension of which the rank has only a part.
+An operator without a rule is refused on a rank's parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import accumulate
+from math import prod
+from typing import Any, Literal
 
-from titanlike.parallel.tp.shards import (
-    Layout,
-    Shape,
-    Shard,
-    ShardingError,
-    by_sizes,
-    check_sizes,
-    merge,
-    need_whole,
-    pieces_of,
-    viewed,
-)
+# what a rank has a part of; "constant": of equal elements, so that any part is right
+Kind = Literal["tokens", "features", "constant"]
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A rank's part of one dimension.
+
+    The whole dimension is `pattern` so many times over: matrices that follow each other, of so many
+    rows; of each of them the rank has a block.
+    """
+
+    kind: Kind
+    pattern: Shape
+    repeat: int = 1
+    source: str = ""  # the module that sharded it
+
+    @property
+    def matrices(self) -> int:
+        return self.repeat * len(self.pattern)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the rank's part is one block of the whole."""
+        return self.matrices == 1 or self.kind == "constant"
+
+    def __str__(self) -> str:
+        behind = f" behind {self.source}" if self.source else ""
+        what = "a tensor of constants" if self.kind == "constant" else f"the {self.kind}"
+        return f"a rank's part of {what}{behind}"
+
+
+Layout = tuple[Shard | None, ...]  # a dimension each; None = the rank has the whole
+
+
+class ShardingError(Exception):
+    """A sharded model computes other numbers than the whole one, or raises: where, and why."""
+
+    def __init__(
+        self,
+        reason: str,
+        shard: Shard | None = None,
+        pieces: int = 0,
+        style: str = "",
+        module: str = "",
+    ) -> None:
+        """shard: what is in the way; pieces: so many matrices are taken out of it; style: that the
+        module needs, if that is known; module: where it is."""
+        super().__init__(reason)
+        self.reason, self.shard, self.pieces = reason, shard, pieces
+        self.style, self.module = style, module
+
+
+def need_whole(verb: str, *shards: Shard | None) -> None:
+    """Raise ShardingError where the rank has a part of one of these dimensions: the call does this."""
+    if shard := next(filter(None, shards), None):
+        raise ShardingError(f"it {verb} over {shard}", shard)
+
+
+def merge(a: Shard | None, b: Shard | None) -> Shard | None:
+    """The shard of a dimension that two tensors have in common; raises ShardingError."""
+    if a is None or b is None:
+        return a or b
+    if "constant" in (a.kind, b.kind):
+        return b if a.kind == "constant" else a
+    if (a.pattern, a.repeat) != (b.pattern, b.repeat):
+        raise ShardingError("the rank has other parts of its arguments", a)
+    return a
+
+
+def by_sizes(whole: Shape, local: Shape, kind: Kind = "constant") -> Layout:
+    """The layout of a tensor whose parts are known by their sizes alone."""
+    pairs = zip(whole, local, strict=True)
+    return tuple(None if w == n else Shard(kind, (w,)) for w, n in pairs)
+
+
+def check_sizes(layout: Layout, whole: Shape, local: Shape) -> None:
+    """Raise ShardingError where a dimension that the rank has the whole of has another size."""
+    for shard, w, n in zip(layout, whole, local, strict=True):
+        if shard is None and w != n:
+            raise ShardingError("its sizes are not those of the whole model")
+
+
+def packed(shard: Shard, whole: int) -> Shard:
+    """With a pattern of equal matrices counted as a repetition of one."""
+    if len(set(shard.pattern)) == 1 and len(shard.pattern) > 1:
+        return replace(shard, pattern=(whole // shard.matrices,), repeat=shard.matrices)
+    return shard
+
+
+def viewed(wholes: tuple[Shape, Shape], locals_: tuple[Shape, Shape], layout: Layout) -> Layout:
+    """The layout of a view; (before, after) of the whole tensor and of the rank's.
+
+    Raises ShardingError where the view of the rank's part is no part of the whole's view.
+    """
+    result: list[Shard | None] = []
+    for before, after in _groups(*wholes):
+        if prod(locals_[0][slice(*before)]) != prod(locals_[1][slice(*after)]):
+            raise ShardingError("its sizes are those of the whole model")
+        flat = _flattened(wholes[0], layout, before)
+        result += _unflattened(flat, wholes[1], locals_[1], after)
+    return tuple(result)
+
+
+def _groups(before: Shape, after: Shape) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """The smallest ranges of dimensions of two views that have the same elements."""
+    i = j = 0
+    while i < len(before) or j < len(after):
+        starts, sizes = (i, j), [1, 1]
+        while (i, j) == starts or sizes[0] != sizes[1]:
+            if j == len(after) or (i < len(before) and sizes[0] <= sizes[1]):
+                sizes[0] *= before[i]
+                i += 1
+            else:
+                sizes[1] *= after[j]
+                j += 1
+        while i < len(before) and before[i] == 1 and j == len(after):
+            i += 1
+        while j < len(after) and after[j] == 1 and i == len(before):
+            j += 1
+        yield (starts[0], i), (starts[1], j)
+
+
+def _flattened(shape: Shape, layout: Layout, dims: tuple[int, int]) -> Shard | None:
+    """The shard of the one dimension that a range of dimensions becomes."""
+    sharded = [(dim, shard) for dim in range(*dims) if (shard := layout[dim]) is not None]
+    if not sharded:
+        return None
+    (dim, shard), *others = sharded
+    if any(other.kind != "constant" for _, other in others):
+        if shard.kind != "constant" or len(others) > 1:
+            raise ShardingError("the rank has parts of two dimensions that become one")
+        [(dim, shard)] = others
+    inner, outer = prod(shape[dim + 1 : dims[1]]), prod(shape[dims[0] : dim])
+    pattern = tuple(size * inner for size in shard.pattern)
+    return replace(shard, pattern=pattern, repeat=shard.repeat * outer)
+
+
+def _unflattened(
+    flat: Shard | None, whole: Shape, local: Shape, dims: tuple[int, int]
+) -> list[Shard | None]:
+    """The shards of the dimensions that one becomes."""
+    result: list[Shard | None] = [None] * (dims[1] - dims[0])
+    sharded = [dim for dim in range(*dims) if whole[dim] != local[dim]]
+    if flat is None and not sharded:
+        return result
+    if flat is None or len(sharded) != 1:
+        raise ShardingError("its sizes are those of the whole model")
+    flat = packed(flat, prod(whole[slice(*dims)]))
+    [dim] = sharded
+    if flat.kind == "constant":
+        result[dim - dims[0]] = Shard("constant", (whole[dim],))
+        return result
+    outer, inner = prod(whole[dims[0] : dim]), prod(whole[dim + 1 : dims[1]])
+    if flat.repeat % outer or any(size % inner for size in flat.pattern):
+        before, after = (" x ".join(map(str, shape[slice(*dims)])) for shape in (whole, local))
+        raise ShardingError(f"{before} becomes {after}, which {flat} cannot be", flat, outer)
+    pattern = tuple(size // inner for size in flat.pattern)
+    result[dim - dims[0]] = replace(flat, pattern=pattern, repeat=flat.repeat // outer)
+    return result
+
+
+def pieces_of(verb: str, shard: Shard, sizes: Sequence[int]) -> list[Shard]:
+    """The shards of pieces of so many rows of a whole dimension, one after the other; raises
+    ShardingError, that the call does this, where the rank's piece is not its part of one."""
+    if shard.kind == "constant":
+        return [replace(shard, pattern=(size,)) for size in sizes]
+    matrices = shard.pattern * shard.repeat
+    starts, ends = [0, *accumulate(matrices)], [0, *accumulate(sizes)]
+    if not {*ends} <= {*starts}:
+        raise ShardingError(f"it {verb} {shard}", shard, len(sizes))
+    cuts = [starts.index(end) for end in ends]
+    return [
+        packed(replace(shard, pattern=matrices[begin:end], repeat=1), size)
+        for begin, end, size in zip(cuts, cuts[1:], sizes, strict=False)
+    ]
+
+
+# --- calls of operators --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -134,23 +305,13 @@ def elementwise(call: Call) -> list[Layout]:
     return layouts
 
 
-@_follow("native_dropout dropout bernoulli normal uniform exponential random")
-def like(call: Call) -> list[Layout]:
-    """Elementwise with the first argument alone; other results are statistics of rows."""
-    x = call.input
-    return [
-        x.layout if len(whole) == len(x.whole) and local == x.local else by_sizes(whole, local)
-        for whole, local in call.results
-    ]
-
-
 @_follow(
     "zeros ones empty full new_zeros new_ones new_empty new_full empty_strided new_empty_strided "
     "zeros_like ones_like empty_like full_like rand randn randint rand_like randn_like "
     "randint_like scalar_tensor",
     sized=True,
 )
-def constant(call: Call) -> list[Layout]:
+def _constant(call: Call) -> list[Layout]:
     return [by_sizes(whole, local) for whole, local in call.results]
 
 
@@ -164,26 +325,43 @@ def numbers(call: Call) -> list[Layout]:
     return [(None,) * len(whole) for whole, _ in call.results]
 
 
-# --- over a dimension ----------------------------------------------------------------------------
+@_follow("expand", sized=True)
+@_follow(
+    "permute transpose t numpy_T mT adjoint swapaxes swapdims stack view_as_real "
+    "native_dropout dropout bernoulli normal uniform exponential random"
+)
+def _inherited(call: Call) -> list[Layout]:
+    """Sizes tell which dimensions of a result are sharded, and the arguments' dimensions of the same
+    sizes how; a part of none of these is one of equal elements."""
+    shards: dict[tuple[int, int], Shard | None] = {}
+    for x in call.operands:
+        for w, n, shard in zip(x.whole, x.local, x.layout, strict=True):
+            shards[w, n] = merge(shards.get((w, n)), shard)
+    return [
+        tuple(
+            (shards.get((w, n)) or shard) if w != n else None
+            for w, n, shard in zip(whole, local, by_sizes(whole, local), strict=True)
+        )
+        for whole, local in call.results
+    ]
 
 
-def _over(verb: str, name: str, operators: str) -> None:
-    """Operators that combine the elements along the dimensions that an argument gives."""
+# --- over dimensions that must be whole ----------------------------------------------------------
+
+
+def _over(verb: str, over: str | tuple[int, ...], operators: str) -> None:
+    """Operators that combine elements along dimensions of their input; over: these, or the argument that
+    says them (all without one)."""
 
     @_follow(operators)
     def rule(call: Call) -> list[Layout]:
-        x, dims = call.input, call.given.get(name)
+        dims: Any = call.given.get(over) if isinstance(over, str) else over
         if len(call.operands) > 1 and "other" in call.given:  # the larger of two tensors
             return elementwise(call)
-        dims = list(range(len(x.whole))) if dims is None or dims == [] else dims
-        over = [call.dim(dim) for dim in (dims if isinstance(dims, (list, tuple)) else [dims])]
-        need_whole(verb, *(x.layout[dim] for dim in over))
-        rest = tuple(shard for dim, shard in enumerate(x.layout) if dim not in over)
-        layouts = [x.layout if len(w) == len(x.whole) else rest for w, _ in call.results]
-        return [
-            layout if len(layout) == len(whole) else by_sizes(whole, local)
-            for layout, (whole, local) in zip(layouts, call.results, strict=True)
-        ]
+        dims = range(len(call.input.whole)) if dims is None or dims == [] else dims
+        dims = [dims] if isinstance(dims, int) else dims
+        need_whole(verb, *(call.input.layout[call.dim(dim)] for dim in dims))
+        return _inherited(call)
 
 
 _over(
@@ -198,6 +376,9 @@ _over("sorts", "dim", "sort argsort topk kthvalue")
 _over("reverses", "dims", "flip")
 _over("rolls", "dims", "roll")
 _over("unfolds", "dimension", "unfold")
+_over("looks up", (0,), "embedding")
+_over("takes pairs", (-1,), "view_as_complex")
+_over("zeroes a triangle", (-2, -1), "tril triu")
 
 
 def _whole_only(verb: str, operators: str, *, batch: bool = False) -> None:
@@ -206,7 +387,7 @@ def _whole_only(verb: str, operators: str, *, batch: bool = False) -> None:
     @_follow(operators)
     def rule(call: Call) -> list[Layout]:
         need_whole(verb, *(shard for x in call.operands for shard in x.layout[int(batch) :]))
-        return constant(call)
+        return _inherited(call)
 
 
 _whole_only("normalizes", "native_group_norm group_norm instance_norm", batch=True)
@@ -222,18 +403,21 @@ _whole_only("selects", "nonzero masked_select unique_consecutive _unique2 bincou
 @_follow("native_layer_norm layer_norm rms_norm _fused_rms_norm")
 def _normalize(call: Call) -> list[Layout]:
     need_whole("normalizes", *call.input.layout[-len(call.given["normalized_shape"]) :])
-    return like(call)
+    return _inherited(call)
+
+
+@_follow("diagonal")
+def _diagonal(call: Call) -> list[Layout]:
+    need_whole("takes a diagonal", call.shard("dim1", 0)[1], call.shard("dim2", 1)[1])
+    return _inherited(call)
 
 
 @_follow("mm bmm addmm baddbmm mv addmv dot addbmm vdot")
 def _contract(call: Call) -> list[Layout]:
     """Products of matrices: [..., n, k] x [..., k, m], perhaps added to a first argument."""
-    *added, a, b = call.operands
+    *_, a, b = call.operands
     need_whole("sums", a.layout[-1], b.layout[-2 if len(b.layout) > 1 else 0])
-    batch = [merge(*pair) for pair in zip(a.layout[:-2], b.layout[:-2], strict=True)]
-    layout = (*batch, *a.layout[len(batch) : -1], *(b.layout[-1:] if len(b.layout) > 1 else ()))
-    [(whole, local)] = call.results
-    return elementwise(replace(call, operands=[Operand(whole, local, layout), *added]))
+    return _inherited(call)
 
 
 @_follow("scaled_dot_product_attention")
@@ -267,35 +451,18 @@ def _check_heads(q: Operand, k: Operand) -> None:
 # --- elements that indices name ------------------------------------------------------------------
 
 
-@_follow("embedding")
-def _embedding(call: Call) -> list[Layout]:
-    weight, ids = call.given["weight"], call.given["indices"]
-    need_whole("looks up", weight.layout[0])
-    return [(*ids.layout, *weight.layout[1:])]
-
-
 @_follow("index index_put _unsafe_index _index_put_impl")
 def _indexed(call: Call) -> list[Layout]:
     """x[indices], and writing there."""
-    x, indices = call.input, call.given.get("indices", [])
-    at = [dim for dim, index in enumerate(indices) if index is not None]
-    need_whole("looks up", *(x.layout[dim] for dim in at))
-    reads_rows = len(call.operands) == 2 and "values" not in call.given  # as an embedding
-    if not reads_rows:
+    x, indices, writes = call.input, call.given.get("indices", []), "values" in call.given
+    need_whole("looks up", *(x.layout[d] for d, index in enumerate(indices) if index is not None))
+    if writes or len(call.operands) > 2:  # or else as an embedding
         need_whole("looks up", *(shard for index in call.operands[1:] for shard in index.layout))
-    if "values" in call.given:
-        constants = (shard for shard in x.layout if shard is not None and shard.kind == "constant")
-        need_whole("writes to some of the elements", *constants)
-        return [x.layout]
-    selected: Layout = (None,) * max((len(indices[dim].whole) for dim in at), default=0)
-    if reads_rows:
-        selected = call.operands[1].layout
-    rest = [shard for dim, shard in enumerate(x.layout) if dim not in at]
-    # where the selected ones are: at the first index, or before all others if they are apart
-    place = at[0] if at and at == list(range(at[0], at[0] + len(at))) else 0
-    layout = (*rest[:place], *selected, *rest[place:])
-    [(whole, local)] = call.results
-    return [layout if len(layout) == len(whole) else by_sizes(whole, local)]
+    if not writes:
+        return _inherited(call)
+    constants = (shard for shard in x.layout if shard is not None and shard.kind == "constant")
+    need_whole("writes to some of the elements", *constants)
+    return [x.layout]
 
 
 @_follow("gather scatter scatter_add scatter_reduce index_select index_add index_copy index_fill")
@@ -311,7 +478,24 @@ def _along(call: Call) -> list[Layout]:
     return [x.layout for _ in call.results]
 
 
-# --- views, and what takes, orders or joins elements ---------------------------------------------
+@_follow("select unbind")
+def _take_one(call: Call) -> list[Layout]:
+    _, shard = call.shard("dim")
+    if shard is not None and shard.kind != "constant":
+        raise ShardingError(f"it takes one of {shard}", shard)
+    return _inherited(call)
+
+
+@_follow("constant_pad_nd")
+def _padded(call: Call) -> list[Layout]:
+    layout, pad = call.input.layout, call.given["pad"]
+    for count, shard in enumerate(layout[::-1][: len(pad) // 2]):
+        if any(pad[2 * count : 2 * count + 2]):
+            need_whole("pads", shard)
+    return [layout]
+
+
+# --- views, and what takes or joins elements -----------------------------------------------------
 
 
 @_follow(
@@ -324,31 +508,9 @@ def _views(call: Call) -> list[Layout]:
     return [viewed((x.whole, w), (x.local, n), x.layout) for w, n in call.results]
 
 
-@_follow("permute transpose t numpy_T mT adjoint swapaxes swapdims")
-def _permute(call: Call) -> list[Layout]:
-    layout, given = call.input.layout, call.given
-    order = [call.dim(dim) for dim in given.get("dims", range(len(layout)))]
-    if "dims" not in given and order:
-        a, b = (call.dim(given[name]) for name in ("dim0", "dim1")) if "dim0" in given else (0, -1)
-        order[a], order[b] = order[b], order[a]
-    return [tuple(layout[dim] for dim in order)]
-
-
-@_follow("expand", sized=True)
-def _expand(call: Call) -> list[Layout]:
-    """Dimensions of size 1, and new ones, are repeated."""
-    [(whole, local)] = call.results
-    x, layout = call.input, list(by_sizes(whole, local))
-    offset = len(whole) - len(x.whole)
-    for dim, shard in enumerate(x.layout):
-        if shard is not None and x.whole[dim] == whole[offset + dim]:
-            layout[offset + dim] = shard
-    return [tuple(layout)]
-
-
 @_follow("repeat", sized=True)
 def _repeated(call: Call) -> list[Layout]:
-    layout, repeats = list(_expand(call)[0]), call.given["repeats"]
+    layout, repeats = list(_inherited(call)[0]), call.given["repeats"]
     for dim, shard in enumerate(call.input.layout, len(layout) - len(call.input.layout)):
         if shard is not None:
             if repeats[dim] != call.whole["repeats"][dim]:
@@ -402,24 +564,6 @@ def _halves(call: Call) -> list[Layout]:
     return [(*x.layout[:dim], piece, *x.layout[dim + 1 :])]
 
 
-@_follow("select unbind")
-def _take_one(call: Call) -> list[Layout]:
-    layout, (dim, shard) = call.input.layout, call.shard("dim")
-    if shard is not None and shard.kind != "constant":
-        raise ShardingError(f"it takes one of {shard}", shard)
-    return [(*layout[:dim], *layout[dim + 1 :]) for _ in call.results]
-
-
-@_follow("view_as_complex view_as_real")
-def _as_complex(call: Call) -> list[Layout]:
-    """The last dimension, of pairs, becomes one number; and back."""
-    layout = call.input.layout
-    if call.name.endswith("view_as_real"):
-        return [(*layout, None)]
-    need_whole("takes pairs", layout[-1])
-    return [layout[:-1]]
-
-
 @_follow("cat concat")
 def _joined(call: Call) -> list[Layout]:
     dim = call.dim(call.given.get("dim", 0))
@@ -440,35 +584,3 @@ def _joined(call: Call) -> list[Layout]:
     [(whole, local)] = call.results
     check_sizes(tuple(layout), whole, local)
     return [tuple(layout)]
-
-
-@_follow("stack")
-def _stacked(call: Call) -> list[Layout]:
-    [(whole, _)] = call.results
-    dim = call.given.get("dim", 0) % len(whole)
-    layout: list[Shard | None] = [None] * (len(whole) - 1)
-    for x in call.operands:
-        layout = [merge(*pair) for pair in zip(layout, x.layout, strict=True)]
-    return [(*layout[:dim], None, *layout[dim:])]
-
-
-@_follow("constant_pad_nd")
-def _padded(call: Call) -> list[Layout]:
-    layout, pad = call.input.layout, call.given["pad"]
-    for count, shard in enumerate(layout[::-1][: len(pad) // 2]):
-        if any(pad[2 * count : 2 * count + 2]):
-            need_whole("pads", shard)
-    return [layout]
-
-
-@_follow("tril triu")
-def _triangle(call: Call) -> list[Layout]:
-    need_whole("zeroes a triangle", *call.input.layout[-2:])
-    return [call.input.layout]
-
-
-@_follow("diagonal")
-def _diagonal(call: Call) -> list[Layout]:
-    dims = [call.dim(call.given.get("dim1", 0)), call.dim(call.given.get("dim2", 1))]
-    need_whole("takes a diagonal", *(call.input.layout[dim] for dim in dims))
-    return [(*(shard for dim, shard in enumerate(call.input.layout) if dim not in dims), None)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config, TraceSplit
@@ -25,10 +27,9 @@ from titanlike.distributed.transform import Recorded, Transform
 from titanlike.graph.model_graph import Fields, fields_of
 from titanlike.optim.loss import Loss, build_loss, takes_divided_logits
 from titanlike.parallel.tp.check import Draws, ForwardCheck, mixed_draws, plan_error, unnamed
-from titanlike.parallel.tp.collectives import DividedVocabulary, TensorRanks
+from titanlike.parallel.tp.operators import ShardingError
 from titanlike.parallel.tp.plan import Entry, tensor_plan, written_plan
-from titanlike.parallel.tp.shards import ShardingError
-from titanlike.parallel.tp.styles import divide
+from titanlike.parallel.tp.styles import TensorRanks, shard_model
 from titanlike.torch_private.dtensor import local
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class TensorParallel(Transform):
         self._config, self.draft, self._ranks = config, draft, ranks
         self.first, self.ranks = draft.like, ranks
         self.placements, self.unchecked = draft.placements, ""
+        self._running: list[_Region] = []  # of random numbers, one in another
         if draft.unchecked:
             what = "the tensor-parallel plan against the whole model's forward, and dropout masks"
             self.unchecked = f"{what}: {draft.unchecked}"
@@ -116,16 +118,13 @@ class TensorParallel(Transform):
         yield "tensor parallel", f"{text}; activations between them {activations}"
 
     def open(self, mesh: Mesh, plan: Draft) -> None:
-        self._mesh, self._regions = mesh, RandomRegions(self._ranks, mesh.device)
+        self._mesh = mesh
         self._ranks.group = mesh.axes.get_group("tp")
 
     def on_model(self, model: nn.Module, placements: dict[str, Placement]) -> None:
         draft = self.draft
-        of_rank = divide(model, draft.modules, self._ranks, whole_logits=draft.whole_logits)
+        of_rank = shard_model(model, draft.modules, self._ranks, whole_logits=draft.whole_logits)
         placements.update(of_rank)
-
-    def on_stage(self, index: int, stage: nn.Module, units: Sequence[str]) -> None:
-        self._regions.add(stage, self.draft.draws, self.draft.draws_whole)
 
     def why_not_compiled(self, block: str) -> str:
         for draws in (self.draft.draws, self.draft.draws_whole):
@@ -200,6 +199,64 @@ class TensorParallel(Transform):
         dist.all_gather(parts, padded.contiguous(), group=ranks.group)
         return torch.cat(parts, -1)[:, :size]
 
+    # Random numbers (dropout masks): all ranks of a group have the same default generator, so what they
+    # draw for activations that each has as a whole is the same. A module that draws for the rank's part
+    # of heads, features or tokens runs in a region: it takes one number from the default generator, as
+    # the others do, and draws with a generator seeded with this number and its rank. So the default
+    # generators stay equal, and a block that is recomputed, whose generator torch has set back, draws
+    # the same again.
+
+    def on_stage(self, index: int, stage: nn.Module, units: Sequence[str]) -> None:
+        """Let its modules draw in regions, before all else that replaces forwards."""
+        draws = {True: self.draft.draws, False: self.draft.draws_whole}  # by `ranks.sequence`
+        regions = {sequence: _regions(stage, found) for sequence, found in draws.items()}
+        for name, module in stage.named_modules():
+            parts = {sequence: found.get(name) for sequence, found in regions.items()}
+            if any(own is not None for own in parts.values()):
+                module.forward = partial(self._draw, parts, module.forward)
+
+    def _draw(
+        self,
+        parts_of: Mapping[bool, bool | None],
+        forward: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        parts = parts_of[self._ranks.sequence]
+        around = self._running[-1] if self._running else _Region(False, 0)
+        if parts is None or around.parts == parts:
+            return forward(*args, **kwargs)
+        if self._running:  # whose own generator goes on, and differs between ranks
+            around.inside += 1
+            seed = piece_seed(around.seed, "region", around.inside)
+        else:  # on the CPU, where to look at it waits for no device
+            seed = int(torch.randint(2**62, (), device="cpu"))
+        self._running.append(_Region(parts, seed))
+        try:
+            with kept_rng(self._mesh.device):
+                torch.manual_seed(piece_seed(seed, "rank", self._ranks.rank) if parts else seed)
+                return forward(*args, **kwargs)
+        finally:
+            self._running.pop()
+
+
+@dataclass
+class _Region:
+    parts: bool  # whether numbers differ between ranks
+    seed: int  # the same on all of them
+    inside: int = 0  # regions in it so far
+
+
+def _regions(stage: nn.Module, draws: Draws) -> dict[str, bool]:
+    """Modules that draw in a region of their own -> whether for parts."""
+    divided = [name for name, parts in draws.items() if parts == {True}]
+    regions = dict.fromkeys(divided, True)
+    for name, _ in stage.named_modules():
+        within = any(name.startswith(f"{path}.") for path in divided)
+        if within and draws.get(name) == {False}:
+            regions[name] = False
+    return regions
+
 
 def _modules(parameters: Sequence[str]) -> str:
     """The last names of their modules: q_proj, k_proj"""
@@ -229,7 +286,7 @@ def tensor_parallel(
     like = TensorRanks(config.tp, 0)
     if draft is not None and (draft.like.size, draft.context) == (config.tp, config.cp):
         draft = replace(draft, like=like)
-        divide(model.train(), draft.modules, like, whole_logits=draft.whole_logits)
+        shard_model(model.train(), draft.modules, like, whole_logits=draft.whole_logits)
         like.sequence = draft.divides(fields_of(batch))
     else:
         draft = _draft(config, model, batch, like)
@@ -253,7 +310,7 @@ def _draft(
     two = {name: x.repeat_interleave(2, 0) for name, x in batch.items() if name != "targets"}
     two = {name: x.to(dtype) if x.is_floating_point() else x for name, x in two.items()}
     check = ForwardCheck(undivided, modules, two)
-    placements = divide(model, modules, like, whole_logits=whole_logits)
+    placements = shard_model(model, modules, like, whole_logits=whole_logits)
     sequence = config.tp_sequence and any(entry.style == "sequence" for entry in modules.values())
     draft = TensorDraft(
         modules, sequence, whole_logits, vocabulary, placements, like, context=config.cp
@@ -262,7 +319,7 @@ def _draft(
 
     def divided(sequence: bool) -> tuple[list[ShardingError], Draws]:
         probe, ranks = probes.pop(), TensorRanks(config.tp, 0)
-        divide(probe, modules, ranks, whole_logits=whole_logits)
+        shard_model(probe, modules, ranks, whole_logits=whole_logits)
         ranks.sequence = sequence
         return check.mistakes(probe, placements, ranks, vocabulary is not None)
 
@@ -298,71 +355,59 @@ def async_problems(config: Config) -> list[Problem]:
     return [Problem("tp_async", True, why, fix) for there, why, fix in missing if not there]
 
 
-# --- random numbers: dropout masks ---------------------------------------------------------------
+# --- cross entropy of logits whose vocabulary is divided -----------------------------------------
 #
-# All ranks of a group have the same default generator, so what they draw for activations that each
-# has as a whole is the same. A module that draws for the rank's part of heads, features or tokens runs
-# in a region: it takes one number from the default generator, as the others do, and draws with a
-# generator seeded with this number and its rank. So the default generators stay equal, and a block that
-# is recomputed, whose generator torch has set back, draws the same again.
+# No rank has all logits of a token: the largest, the sum of exponentials and the target's logit are
+# exchanged, three numbers a token (arXiv 1909.08053, section 3).
 
 
-@dataclass
-class _Region:
-    parts: bool  # whether numbers differ between ranks
-    seed: int  # the same on all of them
-    inside: int = 0  # regions in it so far
+@dataclass(frozen=True)
+class DividedVocabulary:
+    size: int  # of the whole
+    ranks: TensorRanks
 
+    def cross_entropy(self, logits: Tensor, targets: Tensor, ignore: int) -> Tensor:
+        """Losses in nats [N], 0 where the target is `ignore`, NaN where it is not in the vocabulary;
+        the same on every rank.
 
-class RandomRegions:
-    """Lets modules of a rank's stages draw in regions."""
-
-    def __init__(self, ranks: TensorRanks, device: torch.device) -> None:
-        self._ranks, self._device = ranks, device
-        self._running: list[_Region] = []
-
-    def add(self, stage: nn.Module, draws: Draws, draws_whole: Draws) -> None:
-        """Call it before all else that replaces forwards.
-
-        draws_whole: in batches whose activations are not divided along the sequence.
+        logits: fp32 [N, this rank's part of the vocabulary]; targets: [N].
         """
-        modes = {True: _regions(stage, draws), False: _regions(stage, draws_whole)}
-        for name, module in stage.named_modules():
-            parts = {sequence: regions.get(name) for sequence, regions in modes.items()}
-            if any(own is not None for own in parts.values()):
-                module.forward = partial(self._run, parts, module.forward)
-
-    def _run(
-        self,
-        parts_of: Mapping[bool, bool | None],
-        forward: Callable[..., Any],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        parts = parts_of[self._ranks.sequence]
-        around = self._running[-1] if self._running else _Region(False, 0)
-        if parts is None or around.parts == parts:
-            return forward(*args, **kwargs)
-        if self._running:  # whose own generator goes on, and differs between ranks
-            around.inside += 1
-            seed = piece_seed(around.seed, "region", around.inside)
-        else:  # on the CPU, where to look at it waits for no device
-            seed = int(torch.randint(2**62, (), device="cpu"))
-        self._running.append(_Region(parts, seed))
-        try:
-            with kept_rng(self._device):
-                torch.manual_seed(piece_seed(seed, "rank", self._ranks.rank) if parts else seed)
-                return forward(*args, **kwargs)
-        finally:
-            self._running.pop()
+        return _CrossEntropy.apply(logits, targets, self, ignore)
 
 
-def _regions(stage: nn.Module, draws: Draws) -> dict[str, bool]:
-    """Modules that draw in a region of their own -> whether for parts."""
-    divided = [name for name, parts in draws.items() if parts == {True}]
-    regions = dict.fromkeys(divided, True)
-    for name, _ in stage.named_modules():
-        within = any(name.startswith(f"{path}.") for path in divided)
-        if within and draws.get(name) == {False}:
-            regions[name] = False
-    return regions
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, vocabulary: DividedVocabulary, ignore: int
+    ) -> Tensor:
+        ranks = vocabulary.ranks
+        start, stop = ranks.part(vocabulary.size)
+        alone = ranks.group is None or logits.is_meta  # where costs are counted
+        assert alone or logits.shape[-1] == stop - start, "logits of this rank's part"
+        largest = logits.amax(-1)
+        if not alone:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=ranks.group)
+        shares = logits - largest.unsqueeze(-1)
+        counted = targets != ignore
+        inside = counted & (targets >= start) & (targets < stop)
+        rows = (targets - start).masked_fill(~inside, 0).unsqueeze(-1)
+        own = shares.gather(-1, rows).squeeze(-1).masked_fill(~inside, 0)  # of the target, or 0
+        unknown = counted & ((targets < 0) | (targets >= vocabulary.size))
+        own.masked_fill_(unknown, math.nan)
+        shares.exp_()
+        sums = torch.stack([shares.sum(-1), own])
+        if not alone:
+            dist.all_reduce(sums, group=ranks.group)
+        total, of_target = sums
+        shares.div_(total.unsqueeze(-1))
+        ctx.save_for_backward(shares, rows, inside, counted)
+        return (total.log() - of_target).masked_fill(~counted, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        shares, rows, inside, counted = ctx.saved_tensors
+        gradient = (gradient * counted).unsqueeze(-1)
+        result = shares * gradient
+        result.scatter_add_(-1, rows, -gradient * inside.unsqueeze(-1))
+        return result, None, None, None

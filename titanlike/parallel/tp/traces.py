@@ -13,9 +13,19 @@ from torch import Tensor, nn
 
 from titanlike.distributed.placement import Placement
 from titanlike.graph.units import call_key
-from titanlike.parallel.tp.operators import Call, Operand, layouts_of
+from titanlike.parallel.tp.operators import (
+    Call,
+    Kind,
+    Layout,
+    Operand,
+    Shape,
+    Shard,
+    ShardingError,
+    by_sizes,
+    layouts_of,
+    packed,
+)
 from titanlike.parallel.tp.plan import DIVIDING, Entry
-from titanlike.parallel.tp.shards import Kind, Layout, Shape, Shard, ShardingError, by_sizes, packed
 from titanlike.torch_private.autograd import intercept_checkpoints
 from titanlike.torch_private.deferred_dynamo import force_eager
 from titanlike.torch_private.operators import TorchDispatchMode, in_parts
@@ -96,33 +106,33 @@ class TracedForward(TorchDispatchMode):
         style = self._modules[name].style
         leaf = _is_leaf(style) or self._token_wise(name)
 
-        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
             self.begin(name, tensors_in(args, kwargs))
             self._muted += 1
 
-        def inside(_: nn.Module, args: Any, kwargs: Any) -> None:
+        def entered(_: nn.Module, args: Any, kwargs: Any) -> None:
             self._muted -= 1
             self.gathered(name, tensors_in(args, kwargs))
 
-        def behind(*_: Any) -> None:
+        def leave(*_: Any) -> None:
             self._muted += 1
 
-        def after(_: nn.Module, __: Any, result: Any) -> None:
+        def left(_: nn.Module, __: Any, result: Any) -> None:
             self._muted -= 1
             self.end(name, tensors_in(result))
 
-        def add(hook: Any, first: bool) -> None:
-            handle = module.register_forward_pre_hook(hook, prepend=first, with_kwargs=True)
-            stack.callback(handle.remove)
-
+        before: Any = partial(module.register_forward_pre_hook, with_kwargs=True)
+        after, handles = module.register_forward_hook, []
         if leaf or style == "gather":
-            add(before, True)
+            handles.append(before(enter, prepend=True))
         if style == "gather":
-            add(inside, False)
+            handles.append(before(entered))
         if style == "split":
-            stack.callback(module.register_forward_hook(behind, prepend=True).remove)
+            handles.append(after(leave, prepend=True))
         if leaf or style == "split":
-            stack.callback(module.register_forward_hook(after).remove)
+            handles.append(after(left))
+        for handle in handles:
+            stack.callback(handle.remove)
 
     def _watch_block(self, name: str, module: nn.Module, stack: contextlib.ExitStack) -> None:
         had, forward = "forward" in vars(module), module.forward
@@ -237,19 +247,6 @@ _SUMMED = ("rowwise", "rowwise_split", "vocab", "colwise_gather")  # their resul
 _VIEWS = ("view", "_unsafe_view", "_reshape_alias", "reshape", "view_copy")
 # differ where a rank has other heads of keys than of queries, and change no number
 _LEFT_OUT = (*_VIEWS, "expand", "unsqueeze", "squeeze", "slice", "clone", "alias", "permute")
-_NO_GRADIENT = [
-    "detach",
-    "zeros_like",
-    "ones_like",
-    "empty_like",
-    "full_like",
-    "new_zeros",
-    "new_ones",
-    "new_empty",
-    "new_full",
-    "rand_like",
-    "randn_like",
-]
 Need = Kind | Literal["never"]
 
 
@@ -328,36 +325,31 @@ class ShardedTrace(TracedForward):
         for name in pending:
             self.needs[name] |= needs
 
+    def _of(self, tensor: Tensor) -> _Tracked:
+        return self._tracked.get(id(tensor)) or _Tracked(tensor, None)
+
     def _pending(self, tensors: list[Tensor]) -> frozenset[str]:
-        tracked = (self._tracked.get(id(tensor)) for tensor in tensors)
-        return frozenset[str]().union(*(one.pending for one in tracked if one is not None))
+        return frozenset[str]().union(*(self._of(tensor).pending for tensor in tensors))
+
+    def _now(self, tensor: Tensor) -> Layout:
+        return self._of(tensor).layout or ()
 
     def layout(self, tensor: Tensor, whole: Shape) -> Layout:
         """The layout of a tensor that the whole model has of that shape."""
-        local, tracked = tuple(tensor.shape), self._tracked.get(id(tensor))
+        local, layout = tuple(tensor.shape), self._now(tensor)
+        shapes = f"{list(local)} here, and {list(whole)} in the model"
         if len(local) != len(whole):
-            here, there = list(local), list(whole)
-            raise ShardingError(f"a tensor of it is {here} here, and {there} in the model")
-        if (
-            tracked is None and local != whole
-        ):  # a list of numbers, say, that torch makes a tensor of
-            here, there = list(local), list(whole)
-            raise ShardingError(f"it is given other numbers: {here}, and {there} in the model")
-        layout = self._now(tensor)
-        if tracked is not None and tracked.layout is not None and len(layout) == len(whole):
-            fits = all(
-                w == n if shard is None else sum(shard.pattern) * shard.repeat == w != n
-                for w, n, shard in zip(whole, local, layout, strict=True)
-            )
-            if fits:
-                return layout
-        kinds = [shard.kind for shard in layout if shard is not None]
-        kinds += ["constant"] if tracked is None else [tracked.kind]
-        return by_sizes(whole, local, kinds[0])
-
-    def _now(self, tensor: Tensor) -> Layout:
-        tracked = self._tracked.get(id(tensor))
-        return () if tracked is None or tracked.layout is None else tracked.layout
+            raise ShardingError(f"a tensor of it is {shapes}")
+        # a list of numbers, say, that torch makes a tensor of
+        if id(tensor) not in self._tracked and local != whole:
+            raise ShardingError(f"it is given other numbers: {shapes}")
+        if len(layout) == len(whole) and all(
+            w == n if shard is None else sum(shard.pattern) * shard.repeat == w != n
+            for w, n, shard in zip(whole, local, layout, strict=True)
+        ):
+            return layout
+        kinds = (shard.kind for shard in layout if shard is not None)
+        return by_sizes(whole, local, next(kinds, self._of(tensor).kind))
 
     # --- in step with the whole model ----------------------------------------------------------
 
@@ -471,7 +463,8 @@ class ShardedTrace(TracedForward):
         self._note_draws(function, named, any(every))
         if kinds := _kinds(every):
             self._resolve(pending, kinds)
-        if kinds or _short(name) in _NO_GRADIENT:
+        copies_form = name.endswith("_like") or _short(name).startswith("new_")
+        if kinds or copies_form or _short(name) == "detach":  # no gradient flows through it
             pending = frozenset()
         for tensor, layout in zip(results, layouts, strict=True):
             differentiable = tensor.is_floating_point() or tensor.is_complex()
@@ -492,8 +485,8 @@ class ShardedTrace(TracedForward):
     def _written(self, tensor: Tensor, layout: Layout, pending: frozenset[str]) -> None:
         """A tensor was changed in place: so were all that share its memory."""
         for other in self._views.get(storage_id(tensor), ()):
-            tracked = self._tracked.get(other)
-            if tracked is None or tracked.tensor is tensor:
+            tracked = self._tracked[other]
+            if tracked.tensor is tensor:
                 continue
             tracked.pending |= pending
             before = tracked.layout
@@ -530,8 +523,7 @@ class ShardedTrace(TracedForward):
     def block(self, name: str, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
         step = self._must_find("block", "", self.path)
         if (key := call_key(module, args, kwargs)) is not None:
-            tracked = (self._tracked.get(id(tensor)) for tensor in tensors_in(args, kwargs))
-            key = key, tuple(None if one is None else one.layout for one in tracked)
+            key = key, tuple(self._of(tensor).layout for tensor in tensors_in(args, kwargs))
         if key in self._equal:
             self.repeated.append((name, self._equal[key]))
             return args[0]
@@ -540,10 +532,9 @@ class ShardedTrace(TracedForward):
         result = forward(*args, **kwargs)
         self._blocks.pop()
         self._steps, self._at = outside
-        if key is not None and _same_form(result, args):
-            before, now = self._tracked.get(id(args[0])), self._tracked.get(id(result))
-            if before is not None and now is not None and before.layout == now.layout:
-                self._equal[key] = name
+        known = key is not None and _same_form(result, args) and id(result) in self._tracked
+        if known and self._of(args[0]).layout == self._of(result).layout:
+            self._equal[key] = name
         return result
 
 

@@ -7,7 +7,7 @@ given a rank's queries, keys and values, and gives its part of the result.
 |---|---|---|
 | gather | keys and values, before (arXiv 2407.21783, section 3.3.2) | of the rank's queries |
 | ulysses | heads for tokens, before and after (arXiv 2309.14509) | of whole sequences, of its heads |
-| ring | keys and values, while it computes (arXiv 2310.01889), see `ring.py` | of blocks |
+| ring | keys and values, while it computes (arXiv 2310.01889) | of blocks |
 
 Shapes: B batch, T tokens of a sequence, t = T / ranks of this rank, H query heads, K key/value heads,
 E head dim.
@@ -16,92 +16,53 @@ E head dim.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import gcd
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.distributed.collectives import autograd_collective
-from titanlike.parallel.cp.positions import (
+from titanlike.models.attention import undivided_attention
+from titanlike.models.documents import Documents, document_mask
+from titanlike.parallel.context_tokens import (
     Call,
+    ContextRanks,
     Counted,
-    Observer,
     Take,
     call_of,
     counted,
     of_all_tokens,
 )
-from titanlike.parallel.cp.ring import ring_attention
-from titanlike.parallel.cp.tokens import ContextRanks
 from titanlike.torch_private import block_attention
-
-
-def _split(
-    tensor: Tensor, split_size_or_sections: int | list[int] = 1, dim: int = 0, **named: Any
-) -> Any:
-    """torch.split and Tensor.split, which name their arguments differently."""
-    return torch.ops.aten.split(tensor, named.get("split_size", split_size_or_sections), dim)
-
+from titanlike.torch_private.block_attention import Block
 
 _TOKENS = 2  # the dimension of tokens of queries, keys and values
-
-
-@dataclass(frozen=True)
-class Attended:
-    """A call of attention, of heads [B, H, T, E] and [B, K, T, E]."""
-
-    heads: int  # 0 = there is no such dimension
-    kv_heads: int
-    width: int  # of a head; 0 = keys and values differ
-    causal: bool
-    masked: bool
-    dropout: bool
-
-
-@dataclass(frozen=True)
-class DocumentAttention:
-    """Attention of the models that takes documents by their offsets, a NamedTuple with an `attend`."""
-
-    documents: type[Any]
-    # (q, k, v, documents or a mask, scale, dropout), which `ContextAttention` does not replace
-    function: Callable[..., Tensor]
-    # (documents, B, T, places [t] of this rank's queries) -> bool [B, 1, t, T]
-    mask: Callable[[Any, int, int, Tensor], Tensor]
-
-
 Mode = tuple[str, bool]  # the name of a module, whether it is training
 
 
 @dataclass
 class Looking:
-    """While it is found out which calls of modules count tokens (`check.py`)."""
+    """While it is found out which calls of modules count tokens (`context_parallel.py`)."""
 
     tokens: int  # of a whole sequence
     take: Take
     whole: dict[Mode, list[Call]] = field(default_factory=dict)  # with whole sequences
     alike: dict[str, str] = field(default_factory=dict)  # modules that compute as another one
 
-    def counted(self, mode: Mode, number: int, call: Call, ranks: int) -> Counted:
-        """What the call is, the one of that number in a module."""
-        like = self.alike.get(mode[0], ""), mode[1]
-        whole = self.whole.get(mode) or self.whole.get(like, [])
-        if number >= len(whole):
-            return Counted(call.kind)
-        return counted(whole[number], call, self.tokens, ranks)
-
 
 class ContextAttention(TorchFunctionMode):
     """Replaces attention within it by that of all context-parallel ranks' tokens."""
 
-    def __init__(self, ranks: ContextRanks, of_documents: DocumentAttention | None = None) -> None:
+    def __init__(self, ranks: ContextRanks) -> None:
         super().__init__()
-        self.ranks, self._of_documents = ranks, of_documents
+        self.ranks = ranks
         self.active = True  # or else modules run as if there was no context parallelism
         # called in place of attention, with its arguments by name: to look at them
         self.instead: Callable[[dict[str, Any]], Tensor] | None = None
@@ -109,7 +70,6 @@ class ContextAttention(TorchFunctionMode):
         self.counted: dict[Mode, list[Counted]] = {}
         self.looking: Looking | None = None
         self._place: list[Any] | None = None  # the module that runs, if it is one of these; calls
-        self._observer: Observer | None = None
 
     def around(self, module: nn.Module, name: str) -> None:
         """Let a module's forward run within it; call it before all else that replaces forwards."""
@@ -126,34 +86,23 @@ class ContextAttention(TorchFunctionMode):
 
     def _apart(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A module that computes each token by itself: what it counts are the tokens that are here."""
-        if self._place is None and self._observer is None:
+        if self._place is None:
             return forward(*args, **kwargs)
         place, self._place = self._place, None
-        if self._observer is not None:
-            self._observer.muted += 1
         try:
             return forward(*args, **kwargs)
         finally:
             self._place = place
-            if self._observer is not None:
-                self._observer.muted -= 1
 
     def _run(
         self, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         mode = name, module.training
-        if not self.active and self.looking is not None:
-            self._observer = Observer(self.looking.whole.setdefault(mode, []))
-            try:
-                with self._observer:
-                    return forward(*args, **kwargs)
-            finally:
-                self._observer = None
-        if not self.active:
-            return forward(*args, **kwargs)
-        if self._of_documents is not None:
+        if self.active:
             args = tuple(map(self._divided, args))
             kwargs = {key: self._divided(value) for key, value in kwargs.items()}
+        elif self.looking is None:
+            return forward(*args, **kwargs)
         if self.looking is None and mode not in self.counted:
             with self:
                 return forward(*args, **kwargs)
@@ -173,8 +122,7 @@ class ContextAttention(TorchFunctionMode):
 
     def _divided(self, argument: Any) -> Any:
         """An argument, in which documents know that they are those of all tokens."""
-        own = self._of_documents
-        if own is not None and isinstance(argument, own.documents):
+        if isinstance(argument, Documents):
             return argument._replace(attend=self._documents)
         if type(argument) in (tuple, list):
             return type(argument)(map(self._divided, argument))
@@ -190,10 +138,10 @@ class ContextAttention(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function is F.scaled_dot_product_attention:
+        if function is F.scaled_dot_product_attention and (self.active or self.instead is not None):
             return self.attention(*args, **kwargs)
         if self._place is not None and (call := call_of(function, args, kwargs)) is not None:
-            return self._with_all_tokens(call, function, args, kwargs)
+            return self._count(call, function, args, kwargs)
         # within a mode torch.compile cannot trace what is written in Python on tensors, and it looks
         # functions up by name alone
         name = getattr(function, "__name__", "")
@@ -201,19 +149,27 @@ class ContextAttention(TorchFunctionMode):
             return torch.unflatten(*args, **kwargs)
         return _split(*args, **kwargs) if name == "split" else function(*args, **kwargs)
 
-    def _with_all_tokens(self, call: Call, function: Any, args: Any, kwargs: Any) -> Any:
+    def _count(self, call: Call, function: Any, args: Any, kwargs: Any) -> Any:
         assert self._place is not None
         mode, number = self._place
         self._place[1] += 1
+        if not self.active:
+            assert self.looking is not None
+            self.looking.whole.setdefault(mode, []).append(call)
+            return function(*args, **kwargs)
         size, take = self.ranks.size, self.ranks.take
-        known = self.counted.setdefault(mode, [])
-        if self.looking is not None:
-            take = self.looking.take
-            if number == len(known):
-                known.append(self.looking.counted(mode, number, call, size))
-        if number >= len(known) or known[number].kind != call.kind:
+        calls = self.counted.setdefault(mode, [])
+        if (looking := self.looking) is not None:
+            take = looking.take
+            if number == len(calls):
+                like = looking.alike.get(mode[0], ""), mode[1]
+                whole = looking.whole.get(mode) or looking.whole.get(like, [])
+                known = number < len(whole)
+                found = counted(whole[number], call, looking.tokens, size) if known else None
+                calls.append(found or Counted(call.kind))
+        if number >= len(calls) or calls[number].kind != call.kind:
             raise self._other_calls(mode[0])
-        dims = known[number].dims
+        dims = calls[number].dims
         if not dims:
             return function(*args, **kwargs)
         return of_all_tokens(function, args, kwargs, dims, size, take)
@@ -268,19 +224,28 @@ class ContextAttention(TorchFunctionMode):
     def _documents(
         self, q: Tensor, k: Tensor, v: Tensor, documents: Any, scale: float | None, dropout: float
     ) -> Tensor:
-        own, ranks = self._of_documents, self.ranks
-        assert own is not None
         if self._place is not None:  # what is counted here is no call of the module
             return self._apart(self._documents, q, k, v, documents, scale, dropout)
-        function, mask = own.function, documents._replace(attend=None)
+        ranks, mask = self.ranks, documents._replace(attend=None)
         if ranks.method == "ulysses":
-            attend = lambda q, k, v: function(q, k, v, mask, scale, dropout)  # noqa: E731
+            attend = lambda q, k, v: undivided_attention(q, k, v, mask, scale, dropout)  # noqa: E731
             return _by_heads(attend, q, k, v, ranks)
         assert ranks.method == "gather", "of the ring's blocks none takes a mask"
         k, v = _gathered(k, v, ranks)
         tokens = k.shape[_TOKENS]
         places = ranks.take(torch.arange(tokens, device=q.device), 0)
-        return function(q, k, v, own.mask(mask, q.shape[0], tokens, places), scale, dropout)
+        mask = document_mask(mask, q.shape[0], tokens, places)
+        return undivided_attention(q, k, v, mask, scale, dropout)
+
+
+def _split(
+    tensor: Tensor, split_size_or_sections: int | list[int] = 1, dim: int = 0, **named: Any
+) -> Any:
+    """torch.split and Tensor.split, which name their arguments differently."""
+    return torch.ops.aten.split(tensor, named.get("split_size", split_size_or_sections), dim)
+
+
+# --- keys and values gathered --------------------------------------------------------------------
 
 
 def _all_tokens(x: Tensor, ranks: ContextRanks, dim: int) -> Tensor:
@@ -356,3 +321,129 @@ def _of_heads(mask: Tensor | None, heads: int, ranks: ContextRanks) -> Tensor | 
         return mask
     each = heads // ranks.size
     return mask.narrow(mask.dim() - 3, ranks.rank * each, each)
+
+
+# --- a ring: keys and values go from rank to rank while each attends -----------------------------
+#
+# Each rank has two chunks of the sequence. Of causal attention a chunk of queries sees the chunks of
+# keys before it as a whole, its own causally, and none behind it: so no kernel needs a mask, and each
+# rank computes two blocks a step, three in the first, with its own keys.
+
+
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, ranks: ContextRanks, causal: bool, scale: float | None
+) -> Tensor:
+    """q [B, H, t, E], k and v [B, K, t, E] -> [B, H, t, E]. Collective over the ranks."""
+    return _Ring.apply(q, k, v, ranks, causal, scale)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        ranks: ContextRanks,
+        causal: bool,
+        scale: float | None,
+    ) -> Tensor:
+        ctx.ranks, ctx.causal, ctx.scale = ranks, causal, scale
+        queries = q.chunk(2, _TOKENS)
+        found: list[Block | None] = [None, None]
+        held = torch.stack([k, v])
+        for step in range(ranks.size):
+            coming = _send_on(held, ranks, True) if step < ranks.size - 1 else None
+            halves = [_heads(half, q.shape[1]) for half in held.chunk(2, 1 + _TOKENS)]
+            for mine, theirs, same in _pairs(ranks, step, causal):
+                keys, values = halves[theirs]
+                block = block_attention.forward(queries[mine], keys, values, same, scale)
+                found[mine] = _added(found[mine], block)
+            if coming is not None:
+                held = coming()
+        blocks = [block for block in found if block is not None]
+        result = torch.cat([block.result for block in blocks], _TOKENS).to(q.dtype)
+        sums = torch.cat([block.sums for block in blocks], _TOKENS)
+        ctx.save_for_backward(q, k, v, result, sums)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ranks, causal, scale = ctx.ranks, ctx.causal, ctx.scale
+        q, k, v, *results = ctx.saved_tensors
+        queries = q.chunk(2, _TOKENS)
+        gradients = gradient.chunk(2, _TOKENS)
+        wholes = [Block(*parts) for parts in zip(*(x.chunk(2, 2) for x in results), strict=True)]
+        of_queries = [torch.zeros_like(half, dtype=torch.float32) for half in queries]
+        held = torch.stack([k, v])
+        # the sum of the gradients of the ranks that have had what is held: it is sent behind that,
+        # beside the next step's attention, and at last back to its rank
+        following: Callable[[], Tensor] | None = None
+        for step in range(ranks.size):
+            last = step == ranks.size - 1
+            coming = None if last else _send_on(held, ranks, True)
+            halves = [_heads(half, q.shape[1]) for half in held.chunk(2, 1 + _TOKENS)]
+            of_held = torch.zeros_like(held, dtype=torch.float32)
+            parts = of_held.chunk(2, 1 + _TOKENS)
+            for mine, theirs, same in _pairs(ranks, step, causal):
+                keys, values = halves[theirs]
+                given = gradients[mine], queries[mine], keys, values, wholes[mine]
+                of_query, *both = block_attention.backward(*given, same, scale)
+                of_queries[mine] += of_query
+                for total, part in zip(parts[theirs], both, strict=True):
+                    total += part.float().unflatten(1, (k.shape[1], -1)).sum(2)
+            if following is not None:
+                of_held += following()
+            following = _send_on(of_held, ranks, not last)
+            if coming is not None:
+                held = coming()
+        assert following is not None
+        of_k, of_v = following().to(k.dtype)
+        return torch.cat(of_queries, _TOKENS).to(q.dtype), of_k, of_v, None, None, None
+
+
+def _pairs(ranks: ContextRanks, step: int, causal: bool) -> Iterator[tuple[int, int, bool]]:
+    """(which of the rank's chunks of queries, which of the chunks of keys that it holds after so many
+    steps, whether they are of the same tokens) where queries see keys."""
+    last = 2 * ranks.size - 1
+    source = (ranks.rank - step) % ranks.size
+    for mine, query in enumerate((ranks.rank, last - ranks.rank)):
+        for theirs, key in enumerate((source, last - source)):
+            if not causal or query >= key:
+                yield mine, theirs, causal and query == key
+
+
+def _heads(held: Tensor, heads: int) -> Tensor:
+    """Keys and values for each query head: [2, B, K, s, E] -> [2, B, H, s, E]."""
+    return held.repeat_interleave(heads // held.shape[2], dim=2).contiguous()
+
+
+def _added(sum_: Block | None, block: Block) -> Block:
+    """Of the same queries with the keys of both."""
+    if sum_ is None:
+        return Block(block.result.float(), block.sums.float())
+    sums = torch.logaddexp(sum_.sums, block.sums)
+    weights = [(one.sums - sums).exp().unsqueeze(-1) for one in (sum_, block)]
+    return Block(sum_.result * weights[0] + block.result * weights[1], sums)
+
+
+def _send_on(x: Tensor, ranks: ContextRanks, beside: bool = False) -> Callable[[], Tensor]:
+    """Send to the next rank; what comes from the one before once it is called.
+
+    beside: the rank computes before it calls that."""
+    if ranks.group is None or x.is_meta:
+        ranks.count(x.nbytes, beside=beside)
+        return lambda: torch.empty_like(x)
+    result = torch.empty_like(x)
+    before, after = (
+        dist.get_global_rank(ranks.group, (ranks.rank + way) % ranks.size) for way in (-1, 1)
+    )
+    sent = dist.P2POp(dist.isend, x, after, ranks.group)
+    works = dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, result, before, ranks.group)])
+
+    def arrived(_: Tensor = x) -> Tensor:  # what is sent is kept until it is
+        for work in works:
+            work.wait()
+        return result
+
+    return arrived
