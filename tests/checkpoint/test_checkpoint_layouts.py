@@ -18,9 +18,8 @@ from support.saved_state import checkpointer_of, fill, local, opened, tensors
 from support.world import run_world
 from titanlike.checkpoint.checkpointer import Progress
 from titanlike.checkpoint.conversion import compare
-from titanlike.checkpoint.integrity import read_state
-from titanlike.checkpoint.metadata import MODEL, OPTIMIZER, RNG, read_tensors
-from titanlike.checkpoint.shard_reader import ShardReader
+from titanlike.checkpoint.integrity import MODEL, OPTIMIZER, RNG, read_state, read_tensors
+from titanlike.checkpoint.reader import ShardReader
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.schema import (
     BalanceSplit,

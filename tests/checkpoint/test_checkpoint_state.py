@@ -31,8 +31,7 @@ from support.world import run_world
 from titanlike.checkpoint import staging, writer
 from titanlike.checkpoint.checkpointer import Checkpointer, Progress
 from titanlike.checkpoint.discovery import committed, select_resume, step_name
-from titanlike.checkpoint.integrity import METADATA, UnsafeCheckpoint, check_all
-from titanlike.checkpoint.metadata import read_tensors
+from titanlike.checkpoint.integrity import METADATA, UnsafeCheckpoint, check_all, read_tensors
 from titanlike.checkpoint.staging import Copy, HostMemory
 from titanlike.checkpoint.state_dict import SHARED_STEP
 from titanlike.checkpoint.storage import Storage

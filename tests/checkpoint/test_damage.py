@@ -30,8 +30,8 @@ from titanlike.checkpoint.integrity import (
     UNEQUAL,
     DamagedCheckpoint,
     check_all,
+    read_tensors,
 )
-from titanlike.checkpoint.metadata import read_tensors
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.schema import Config
 from titanlike.launch.worker import Worker
@@ -298,7 +298,7 @@ def plant(folder: Path, trace: Path, way: str) -> None:
 SAYS = {
     "a command": "asks for posix.system",
     "deep inside": "asks for builtins.exec",
-    "no tensor": "model.model.norm.weight is not a tensor there",
+    "no tensor": "it has no tensor model.model.norm.weight",
     "a tensor's pickle": "could not be read",
     "a file elsewhere": "names a file outside the folder, '../../outside'",
 }

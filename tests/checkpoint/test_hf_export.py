@@ -21,10 +21,10 @@ from support.cells import GRID, cells, slow
 from support.exported import GPT2, LLAMA, MOE, byte_text, trained, with_args
 from support.hf_tiny import folder_of, model_of
 from support.saved_runs import a_run, checkpoint, train_all
-from titanlike.checkpoint import shard_reader
+from titanlike.checkpoint import reader
 from titanlike.checkpoint.hf_export import export, main
-from titanlike.checkpoint.metadata import MODEL, read_tensors
-from titanlike.checkpoint.shard_reader import ShardReader
+from titanlike.checkpoint.integrity import MODEL, read_tensors
+from titanlike.checkpoint.reader import ShardReader
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.schema import Config, Model
 from titanlike.data.tokenizer import ByteTokenizer
@@ -121,7 +121,7 @@ def test_exporting_takes_the_memory_of_some_rows(
     export(llama.run_dir, str(tmp_path / "at once"))
     most = 2**11  # bytes at a time, of tensors of up to 32 KiB
     monkeypatch.setattr(ShardReader.rows, "__defaults__", (most,))
-    monkeypatch.setattr(shard_reader, "_READ", most // 3)
+    monkeypatch.setattr(reader, "_READ", most // 3)
     with Largest() as largest:
         export(llama.run_dir, str(tmp_path / "out"))
     assert tensors(tmp_path / "out") == tensors(tmp_path / "at once")

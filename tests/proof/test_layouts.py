@@ -299,16 +299,16 @@ def test_a_save_that_was_killed_does_not_count(tmp_path: Path) -> None:
 
 def killed_while_saving_step_4(config: Config, worker: Worker) -> None:
     """Train, and die after the tensors of step 4 are written and before they are committed."""
-    from titanlike.checkpoint import save
+    from titanlike.checkpoint import writer
 
-    commit_right = save.commit
+    commit_right = writer.commit
 
     def commit(folder, files, state):
         if state["step"] == 4:
             os.kill(os.getpid(), signal.SIGKILL)
         commit_right(folder, files, state)
 
-    save.commit = commit
+    writer.commit = commit
     train(config, worker)
 
 

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import gc
+import io
 import math
 import traceback
 from collections.abc import Callable, Iterator
@@ -480,6 +481,15 @@ def test_the_place_of_a_chunk_is_still_private() -> None:
     described = distributed_checkpoint.describe_files(Metadata({}), [place])
     assert type(described.storage_data[place[0]]).__name__ == "_StorageInfo"
     assert not hasattr(filesystem, "StorageInfo")
+
+
+def test_a_record_says_where_its_values_begin() -> None:
+    """`describe_record` relies on an attribute whose name begins with an underscore."""
+    saved, record = torch.arange(6, dtype=torch.int16).view(3, 2), io.BytesIO()
+    torch.save(saved, record)
+    tensor, begin = distributed_checkpoint.describe_record(record)
+    assert (tensor.shape, tensor.dtype, tensor.is_meta) == (saved.shape, saved.dtype, True)
+    assert record.getvalue()[begin : begin + saved.nbytes] == saved.numpy().tobytes()
 
 
 @pytest.mark.skipif(

@@ -25,8 +25,7 @@ from titanlike.checkpoint.discovery import (
     select_resume,
     step_of,
 )
-from titanlike.checkpoint.integrity import DamagedCheckpoint
-from titanlike.checkpoint.metadata import OPTIMIZER, CheckpointHeader
+from titanlike.checkpoint.integrity import OPTIMIZER, CheckpointHeader, DamagedCheckpoint
 from titanlike.checkpoint.reader import read_header_on_all_ranks
 from titanlike.checkpoint.storage import Storage, UnreadableFile
 from titanlike.checkpoint.writer import CheckpointWriter, Save

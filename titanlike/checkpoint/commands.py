@@ -18,14 +18,12 @@ from titanlike.checkpoint.discovery import all_checkpoints
 from titanlike.checkpoint.integrity import (
     DAMAGED_MARKER,
     MARKER,
-    DamagedCheckpoint,
-    UnsafeCheckpoint,
-)
-from titanlike.checkpoint.metadata import (
     MODEL,
     OPTIMIZER,
     RNG,
+    DamagedCheckpoint,
     SavedTensor,
+    UnsafeCheckpoint,
     missing_data,
     read_tensors,
 )

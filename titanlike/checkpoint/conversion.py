@@ -28,12 +28,21 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from titanlike.checkpoint.discovery import resolve
-from titanlike.checkpoint.integrity import MARKER, DamagedCheckpoint, check_all, delete_checkpoint
-from titanlike.checkpoint.metadata import MODEL, OPTIMIZER, RNG, CheckpointHeader, open_header
+from titanlike.checkpoint.integrity import (
+    MARKER,
+    MODEL,
+    OPTIMIZER,
+    RNG,
+    CheckpointHeader,
+    DamagedCheckpoint,
+    check_all,
+    delete_checkpoint,
+    open_header,
+)
 from titanlike.checkpoint.reader import read
-from titanlike.checkpoint.save import prepare_save, write_checkpoint
 from titanlike.checkpoint.state_dict import DTYPES
 from titanlike.checkpoint.storage import Storage
+from titanlike.checkpoint.writer import prepare_save, write_checkpoint
 from titanlike.config.files import parse_object, temporary_beside
 from titanlike.metrics import units
 from titanlike.metrics.console import Console

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict as dcp_state_dict
 from torch.distributed.tensor import DTensor
 
-from titanlike.checkpoint.metadata import OPTIMIZER, RNG, CheckpointHeader
+from titanlike.checkpoint.integrity import OPTIMIZER, RNG, CheckpointHeader
 from titanlike.checkpoint.reader import read
 from titanlike.device.accelerator import rng_states, set_rng_state
 from titanlike.distributed.placement import Part, pieces
@@ -193,13 +193,11 @@ def load_run(
 
 
 def _mismatches(tensors: Tensors, header: CheckpointHeader) -> list[str]:
-    absent = tensors.keys() - header.tensors.keys() - header.objects
-    problems = [f"{name} is missing" for name in sorted(absent)]
+    absent = tensors.keys() - header.tensors.keys()
+    problems = [f"it has no tensor {name}" for name in sorted(absent)]
     for name in sorted(tensors.keys() - absent):
-        saved, shape = header.tensors.get(name), tuple(tensors[name].shape)
-        if saved is None:
-            problems.append(f"{name} is not a tensor there")
-        elif saved.shape != shape:
+        saved, shape = header.tensors[name], tuple(tensors[name].shape)
+        if saved.shape != shape:
             problems.append(f"{name} is {saved.shape} there and {shape} here")
     return problems
 

@@ -39,6 +39,11 @@ class UnreadableFile(OSError):
         self.errno = errno.EIO  # a restart may succeed
 
 
+def error_line(error: BaseException) -> str:
+    """The first line of an error."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 class Storage:
     """A folder; `str()` is its location as the user wrote it.
 

@@ -8,8 +8,7 @@ import torch.distributed as dist
 
 from titanlike.checkpoint import state_dict
 from titanlike.checkpoint.discovery import resolve
-from titanlike.checkpoint.integrity import check_sizes, read_manifest
-from titanlike.checkpoint.metadata import MODEL, CheckpointHeader
+from titanlike.checkpoint.integrity import MODEL, CheckpointHeader, check_sizes, read_manifest
 from titanlike.checkpoint.reader import read, read_header_on_all_ranks
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.schema import Checkpoint

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from titanlike.checkpoint.shard_reader import add_evaluation
+from titanlike.checkpoint.reader import add_evaluation
 from titanlike.config.credentials import redact_value
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.parse import to_plain
