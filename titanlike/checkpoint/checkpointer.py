@@ -18,13 +18,7 @@ import torch
 import torch.distributed as dist
 
 from titanlike.checkpoint import discovery, integrity, state_dict
-from titanlike.checkpoint.discovery import (
-    committed,
-    incompatibility,
-    run_identity,
-    select_resume,
-    step_of,
-)
+from titanlike.checkpoint.discovery import incompatibility, select_resume, step_of
 from titanlike.checkpoint.integrity import OPTIMIZER, CheckpointHeader, DamagedCheckpoint
 from titanlike.checkpoint.reader import read_header_on_all_ranks
 from titanlike.checkpoint.storage import Storage, UnreadableFile
@@ -96,21 +90,20 @@ class Checkpointer:
         Raises ValueError where another rank cannot see the checkpoint, where it was saved with
         other data or another model, and where every one is damaged.
         """
-        progress = self._load_first_intact(self._select_resume)
-        if progress is None:
-            if self._settings.start_from:
-                from titanlike.checkpoint import hf_start
+        if (progress := self._load_first_intact(self._select_resume)) is not None:
+            return progress
+        if self._settings.start_from:
+            from titanlike.checkpoint import hf_start
 
-                of_run = self._stage_states, self._group
-                if hf_start.is_folder(self._settings.start_from):
-                    text = hf_start.start_from_folder(self._config, *of_run)
-                else:
-                    from titanlike.checkpoint.warm_start import warm_start
+            of_run = self._stage_states, self._group
+            if hf_start.is_folder(self._settings.start_from):
+                text = hf_start.start_from_folder(self._config, *of_run)
+            else:
+                from titanlike.checkpoint.warm_start import warm_start
 
-                    text = warm_start(self._settings, *of_run)
-                self._events.log("warm_start", 0, text)
-            return Progress()
-        return progress
+                text = warm_start(self._settings, *of_run)
+            self._events.log("warm_start", 0, text)
+        return Progress()
 
     def rollback(self) -> Progress | None:
         """Load the newest intact checkpoint of this run; None where there is none."""
@@ -166,16 +159,20 @@ class Checkpointer:
             again = integrity.repair_command(path)
             text = f"{path} is marked as damaged, and an older one is taken; read it again: {again}"
             self._events.log("passed_over", step_of(path), text)
-        for path in discovery.uncommitted(self._folder):
-            text, end = f"{path} has no {integrity.MARKER}: its save was not completed", "deleted"
-            try:
-                integrity.delete_checkpoint(path)
-            except OSError as error:  # the save of that step will try again
-                end = f"it could not be deleted: {error}"
-            self._events.log("leftover", step_of(path), f"{text}; {end}")
-        for path in committed(self._folder):
+        for path in discovery.all_steps(self._folder):
             with contextlib.suppress(ValueError, UnreadableFile):  # it stays
-                self._writer.saved[step_of(path)] = integrity.read_state(path)["val_loss"]
+                if path.exists(integrity.MARKER):
+                    self._writer.saved[step_of(path)] = integrity.read_state(path)["val_loss"]
+                    continue
+                if path.exists(integrity.DAMAGED_MARKER):
+                    continue
+                end = "deleted"
+                try:
+                    integrity.delete_checkpoint(path)
+                except OSError as error:  # the save of that step will try again
+                    end = f"it could not be deleted: {error}"
+                text = f"{path} has no {integrity.MARKER}: its save was not completed; {end}"
+                self._events.log("leftover", step_of(path), text)
         return selection.path
 
     def _mark_damaged(self, path: Storage, damage: str) -> None:
@@ -277,7 +274,7 @@ class Checkpointer:
                 key: getattr(config, key) for key in ("pp", "dp", "replicate", "cp", "tp", "ep")
             }
             | {"schedule": config.schedule.name, "split": config.split.name},
-            "same": run_identity(config),
+            "same": discovery.run_identity(config),
             "sequences": len(self._data.train),
             "data": self._fingerprint,
             "config": self._plain_config,

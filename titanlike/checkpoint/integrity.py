@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from operator import index
-from typing import IO, Any
+from typing import Any
 
 import xxhash
 
@@ -215,16 +215,13 @@ def check_sizes(folder: Storage, files: Manifest) -> None:
 
 def check_sums(folder: Storage, files: Manifest, names: Iterable[str]) -> None:
     """Read these files and check their checksums."""
-
-    def checksum_of(file: IO[bytes]) -> str:
-        hasher = xxhash.xxh3_128()
-        while data := file.read(_READ):
-            hasher.update(data)
-        return hasher.hexdigest()
-
     for name in names:
-        with reading(folder, name):
-            if folder.read_by(name, checksum_of) != files[name][1]:
+        with reading(folder, name), folder.reader(name) as read_bytes:
+            hasher, at = xxhash.xxh3_128(), 0
+            while data := read_bytes(at, _READ):
+                hasher.update(data)
+                at += len(data)
+            if hasher.hexdigest() != files[name][1]:
                 raise ValueError(UNEQUAL)
 
 
@@ -246,10 +243,21 @@ def check_quick(folder: Storage) -> None:
 
 def check_all(folder: Storage) -> None:
     """Check every file, reading all."""
-    files = read_manifest(folder)
-    check_sizes(folder, files)
-    check_sums(folder, files, files)
+    for damage in damaged_files(folder, read_manifest(folder)):
+        raise damage
     read_state(folder)
+
+
+def damaged_files(folder: Storage, files: Manifest) -> Iterator[DamagedCheckpoint]:
+    """The files whose sizes or contents are wrong, reading all."""
+    wrong = {damage.file: damage for damage in wrong_sizes(folder, files)}
+    for name in files:
+        try:
+            if name in wrong:
+                raise wrong[name]
+            check_sums(folder, files, [name])
+        except DamagedCheckpoint as damage:
+            yield damage
 
 
 # --- state.json ----------------------------------------------------------------------------------

@@ -171,7 +171,7 @@ def write_tensors(folder: Storage, name: str, tensors: Iterable[Tensor]) -> Writ
 
     Raises OSError.
     """
-    with folder.open(name, "wb") as raw:
+    with folder.create(name) as raw:
         stream, ends, sums = _ChecksumStream(raw), [], []
         for tensor in tensors:
             tensor = tensor.detach().cpu()
