@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from titanlike.checkpoint import discovery, integrity, state_dict
-from titanlike.checkpoint.discovery import incompatibility, select_resume, step_of
+from titanlike.checkpoint.discovery import Selection, step_of
 from titanlike.checkpoint.integrity import OPTIMIZER, CheckpointHeader, DamagedCheckpoint
 from titanlike.checkpoint.reader import read_header_on_all_ranks
 from titanlike.checkpoint.storage import Storage, UnreadableFile
@@ -90,7 +90,19 @@ class Checkpointer:
         Raises ValueError where another rank cannot see the checkpoint, where it was saved with
         other data or another model, and where every one is damaged.
         """
-        if (progress := self._load_first_intact(self._select_resume)) is not None:
+
+        def select(rejected: set[str]) -> Selection:
+            selection = discovery.select_resume(self._config, rejected)
+            for path in (path for path in selection.marked if str(path) not in rejected):
+                text = f"{path} is marked as damaged, and an older one is taken; read it again: "
+                again = integrity.repair_command(path)
+                self._events.log("passed_over", step_of(path), text + again)
+            return selection
+
+        progress = self._load_first_intact(select)
+        if self._rank == 0:
+            self._delete_leftovers()
+        if progress is not None:
             return progress
         if self._settings.start_from:
             from titanlike.checkpoint import hf_start
@@ -108,7 +120,8 @@ class Checkpointer:
     def rollback(self) -> Progress | None:
         """Load the newest intact checkpoint of this run; None where there is none."""
         self._writer.wait()
-        return self._load_first_intact(self._select_own)
+        newest = lambda rejected: discovery.newest_complete(self._folder, rejected)  # noqa: E731
+        return self._load_first_intact(newest)
 
     def resume_hint(self) -> str:
         """What to do about a run that diverged; waits for the save in progress."""
@@ -119,7 +132,22 @@ class Checkpointer:
         path = self._folder.at(discovery.step_name(self.newest))
         return f"the last good checkpoint is {path}: resume from it with a smaller optimizer.lr"
 
-    def _load_first_intact(self, select: Callable[[set[str]], Storage | None]) -> Progress | None:
+    def _delete_leftovers(self) -> None:
+        """Delete what killed saves and deletions have left, and note what retention may delete."""
+        for path in discovery.all_steps(self._folder):
+            with contextlib.suppress(ValueError, UnreadableFile):  # it stays
+                if path.exists(integrity.MARKER):
+                    self._writer.saved[step_of(path)] = integrity.read_state(path)["val_loss"]
+                elif not path.exists(integrity.DAMAGED_MARKER):
+                    end = "deleted"
+                    try:
+                        integrity.delete_checkpoint(path)
+                    except OSError as error:  # the save of that step will try again
+                        end = f"it could not be deleted: {error}"
+                    text = f"{path} has no {integrity.MARKER}: its save was not completed; {end}"
+                    self._events.log("leftover", step_of(path), text)
+
+    def _load_first_intact(self, select: Callable[[set[str]], Selection]) -> Progress | None:
         """Load the first intact one of the checkpoints that rank 0 selects one after another.
 
         Its bytes are checked while they are loaded, so damage may be found when some tensors have
@@ -128,7 +156,12 @@ class Checkpointer:
         """
         rejected: set[str] = set()
         while True:
-            selected = [str(select(rejected) or "") if self._rank == 0 else ""]
+            selected = [""]
+            if self._rank == 0:
+                selection = select(rejected)
+                for error in selection.damaged:
+                    self._mark_damaged(error.folder, str(error))
+                selected = [str(selection.path or "")]
             dist.broadcast_object_list(selected, src=0, group=self._group)
             if not selected[0]:
                 return None
@@ -144,37 +177,6 @@ class Checkpointer:
             rejected.add(str(path))
             self._mark_damaged(path, damage)
 
-    def _select_own(self, rejected: set[str]) -> Storage | None:
-        selection = discovery.newest_complete(self._folder, rejected)
-        for damage in selection.damaged:
-            self._mark_damaged(damage.folder, str(damage))
-        return selection.path
-
-    def _select_resume(self, rejected: set[str]) -> Storage | None:
-        """As the config says; deletes what killed saves have left. On rank 0."""
-        selection = select_resume(self._config, rejected)
-        for damage in selection.damaged:
-            self._mark_damaged(damage.folder, str(damage))
-        for path in (path for path in selection.marked if str(path) not in rejected):
-            again = integrity.repair_command(path)
-            text = f"{path} is marked as damaged, and an older one is taken; read it again: {again}"
-            self._events.log("passed_over", step_of(path), text)
-        for path in discovery.all_steps(self._folder):
-            with contextlib.suppress(ValueError, UnreadableFile):  # it stays
-                if path.exists(integrity.MARKER):
-                    self._writer.saved[step_of(path)] = integrity.read_state(path)["val_loss"]
-                    continue
-                if path.exists(integrity.DAMAGED_MARKER):
-                    continue
-                end = "deleted"
-                try:
-                    integrity.delete_checkpoint(path)
-                except OSError as error:  # the save of that step will try again
-                    end = f"it could not be deleted: {error}"
-                text = f"{path} has no {integrity.MARKER}: its save was not completed; {end}"
-                self._events.log("leftover", step_of(path), text)
-        return selection.path
-
     def _mark_damaged(self, path: Storage, damage: str) -> None:
         self._events.log("damaged", step_of(path), f"{damage}; trying an older one")
         if self._rank == 0:
@@ -186,9 +188,25 @@ class Checkpointer:
 
     def _load(self, header: CheckpointHeader) -> Progress:
         path, state = header.folder, header.state
-        if text := incompatibility(path, self._config, state):
+        if text := discovery.incompatibility(path, self._config, state):
             raise ValueError(text)
-        self._check_data(path, state)
+        # other data are an error, unless they are meant
+        sequences = len(self._data.train)
+        changes = fingerprint_changes(state.get("data", {}), self._fingerprint)
+        if changes is None:  # of an older version
+            changes = [f"{sequences} sequences, were {state['sequences']}"]
+            changes *= state["sequences"] != sequences
+            text = f"{path} has no fingerprint of its data: only their length was compared"
+            self._events.log("data_not_compared", state["step"], text)
+        if changes:
+            text = f"not what {path} was trained on ({'; '.join(changes)})"
+            if not data_changed(self._config):
+                reason = (
+                    f"{text}, so the run would not repeat or leave out the samples that it should"
+                )
+                fix = "data.changed=true to continue on these data, or another run_dir"
+                raise ConfigError([Problem("data", "", reason, fix)])
+            self._events.log("data_changed", state["step"], f"data: {text}", changes=changes)
         same_tp = state.get("layout", {}).get("tp", 1) == self._config.tp
         state_dict.load_run(header, self._stage_states, self._group, same_tp=same_tp)
         self._writer.newest = state["step"]
@@ -198,24 +216,6 @@ class Checkpointer:
             shown = "".join(f"\n  {change}" for change in changes)
             self._events.log("changed", self.newest, text + shown, changes=changes)
         return as_record(state["progress"], Progress)
-
-    def _check_data(self, path: Storage, state: dict[str, Any]) -> None:
-        """Raises ConfigError where the data are not those of the checkpoint, unless that is meant."""
-        sequences, saved = len(self._data.train), state.get("data", {})
-        changes = fingerprint_changes(saved, self._fingerprint)
-        if changes is None:  # of an older version
-            changes = [f"{sequences} sequences, were {state['sequences']}"]
-            changes *= state["sequences"] != sequences
-            text = f"{path} has no fingerprint of its data: only their length was compared"
-            self._events.log("data_not_compared", state["step"], text)
-        if not changes:
-            return
-        text = f"not what {path} was trained on ({'; '.join(changes)})"
-        if not data_changed(self._config):
-            reason = f"{text}, so the run would not repeat or leave out the samples that it should"
-            fix = "data.changed=true to continue on these data, or another run_dir"
-            raise ConfigError([Problem("data", "", reason, fix)])
-        self._events.log("data_changed", state["step"], f"data: {text}", changes=changes)
 
     # --- saving ------------------------------------------------------------------------------
 

@@ -65,7 +65,8 @@ def run_tensors(stage_states: list[StageState], *, copies: bool = False) -> Tens
                     alike = value.shape == shapes.get(parameter)  # not a count of steps
                     part = stage.part(parameter) if alike else None
                     tensors.setdefault(name, placed(value, part))
-    return tensors | _rng_states()
+    rank = dist.get_rank()
+    return tensors | {f"rng.{rank}.{kind}": state for kind, state in rng_states().items()}
 
 
 def placed(tensor: Tensor, part: Part | None) -> Tensor | Blocks:
@@ -155,7 +156,13 @@ def load_run(
         steps = [name for name in tensors if _of_optimizer(name) and name.endswith(".step")]
         counts = {name: tensors.pop(name) for name in steps if name not in saved}
         tensors[SHARED_STEP] = torch.zeros(())
-    if problems := _mismatches(tensors, header):
+    absent = tensors.keys() - saved.keys()
+    problems = [f"it has no tensor {name}" for name in sorted(absent)]
+    for name in sorted(tensors.keys() - absent):
+        there, here = saved[name].shape, tuple(tensors[name].shape)
+        if there != here:
+            problems.append(f"{name} is {there} there and {here} here")
+    if problems:
         more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise ValueError(
             f"checkpoint {header.folder} is from another model or optimizer: {'; '.join(problems[:3])}{more}"
@@ -192,16 +199,6 @@ def load_run(
                     optimizer.state.pop(parameter, None)
 
 
-def _mismatches(tensors: Tensors, header: CheckpointHeader) -> list[str]:
-    absent = tensors.keys() - header.tensors.keys()
-    problems = [f"it has no tensor {name}" for name in sorted(absent)]
-    for name in sorted(tensors.keys() - absent):
-        saved, shape = header.tensors[name], tuple(tensors[name].shape)
-        if saved.shape != shape:
-            problems.append(f"{name} is {saved.shape} there and {shape} here")
-    return problems
-
-
 def _of_optimizer(name: str) -> bool:
     """Whether an entry is a parameter's state."""
     return name.startswith(OPTIMIZER) and name != SHARED_STEP
@@ -223,8 +220,3 @@ def _optimizer_state(stage: StageState, optimizers: list[torch.optim.Optimizer])
     if not stage.names or not optimizers:
         return {}  # torch raises for a stage without parameters
     return dcp_state_dict.get_optimizer_state_dict(stage.stage, optimizers, options=_FLAT)
-
-
-def _rng_states() -> Tensors:
-    rank = dist.get_rank()
-    return {f"rng.{rank}.{kind}": state for kind, state in rng_states().items()}
