@@ -26,7 +26,7 @@ import shlex
 from bisect import bisect_left
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from operator import index
 from typing import Any
@@ -348,7 +348,6 @@ class Chunk:
     file: str | None = None  # None: no file is listed
     begin: int = 0
     length: int = 0
-    plain: bool = True  # not compressed or the like
 
 
 @dataclass(frozen=True)
@@ -396,7 +395,7 @@ def read_header(
     if CHUNKS not in files:
         check_sums(folder, files, sorted(files)[rank::ranks])
     state = read_state(folder, files)
-    tensors = _read_metadata(folder, read_checked(folder, files, METADATA))
+    tensors = read_tensors(folder, read_checked(folder, files, METADATA))
     checksums = None
     if CHUNKS in files:
         with reading(folder, CHUNKS):
@@ -411,10 +410,24 @@ def open_header(folder: Storage) -> CheckpointHeader:
     return read_header(folder, files)
 
 
-def read_tensors(folder: Storage) -> dict[str, SavedTensor]:
-    """The tensors of a checkpoint that may be damaged, by name. Raises DamagedCheckpoint, UnsafeCheckpoint."""
-    with reading(folder, METADATA):
-        return _read_metadata(folder, folder.read(METADATA))
+def read_tensors(folder: Storage, data: bytes | None = None) -> dict[str, SavedTensor]:
+    """The tensors of a checkpoint that may be damaged, sorted by name.
+
+    data: of `.metadata`, where it has been read. Raises DamagedCheckpoint, UnsafeCheckpoint.
+    """
+    if data is None:
+        with reading(folder, METADATA):
+            data = folder.read(METADATA)
+    try:
+        return dict(_tensors(_InertUnpickler(io.BytesIO(data)).load()))
+    except UnsafeCheckpoint as error:
+        raise UnsafeCheckpoint(
+            f"checkpoint {folder} is refused: {METADATA} {error}; take a checkpoint from a source "
+            "that you trust"
+        ) from None
+    except Exception as error:  # pickle raises anything on damaged bytes
+        reason = f"cannot be read as a description of tensors ({type(error).__name__})"
+        raise DamagedCheckpoint(folder, METADATA, reason) from None
 
 
 def missing_data(tensors: dict[str, SavedTensor], files: Manifest) -> Iterator[str]:
@@ -431,22 +444,8 @@ def missing_data(tensors: dict[str, SavedTensor], files: Manifest) -> Iterator[s
                 yield f"{METADATA} names {chunk.file}, which is not in the manifest, for {place}"
             elif chunk.begin + chunk.length > files[chunk.file][0]:
                 yield f"{chunk.file} ends before the bytes of {place}"
-            elif chunk.plain and chunk.length < prod(chunk.sizes) * tensor.item_size:
+            elif chunk.length < prod(chunk.sizes) * tensor.item_size:
                 yield f"{chunk.file} has too few bytes for {place}"
-
-
-def _read_metadata(folder: Storage, data: bytes) -> dict[str, SavedTensor]:
-    """The tensors by name, sorted."""
-    try:
-        return dict(_tensors(_InertUnpickler(io.BytesIO(data)).load()))
-    except UnsafeCheckpoint as error:
-        raise UnsafeCheckpoint(
-            f"checkpoint {folder} is refused: {METADATA} {error}; take a checkpoint from a source "
-            "that you trust"
-        ) from None
-    except Exception as error:  # pickle raises anything on damaged bytes
-        reason = f"cannot be read as a description of tensors ({type(error).__name__})"
-        raise DamagedCheckpoint(folder, METADATA, reason) from None
 
 
 def _tensors(metadata: Any) -> Iterator[tuple[str, SavedTensor]]:
@@ -465,9 +464,7 @@ def _tensors(metadata: Any) -> Iterator[tuple[str, SavedTensor]]:
             chunk = Chunk(_integers(block.offsets), _integers(block.sizes))
             if place := places.get((name, chunk.offsets)) or places.get((name, ())):
                 begin, length = _integers((place.offset, place.length))
-                plain = not getattr(place, "transform_descriptors", None)
-                where = place.relative_path, begin, length
-                chunk = Chunk(chunk.offsets, chunk.sizes, *where, plain)
+                chunk = replace(chunk, file=place.relative_path, begin=begin, length=length)
             chunks.append(chunk)
         yield name, SavedTensor(name, entry.properties.state[0], _integers(entry.size), chunks)
 

@@ -174,7 +174,7 @@ def _overlap(at: tuple[int, ...], block: Tensor, chunk: Chunk) -> tuple[Slices, 
 
 
 def _file(header: CheckpointHeader, name: str, chunk: Chunk) -> str:
-    if chunk.file is None or not chunk.plain:
+    if chunk.file is None:
         raise DamagedCheckpoint(header.folder, METADATA, f"does not say where {name} is")
     return chunk.file
 
