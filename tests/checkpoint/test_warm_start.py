@@ -17,7 +17,7 @@ from support.saved_state import Loaded, load, load_each, local, opened, tensors
 from support.world import run_world
 from titanlike.checkpoint.checkpointer import Progress
 from titanlike.checkpoint.commands import main
-from titanlike.checkpoint.warm_start import renamed
+from titanlike.checkpoint.state_dict import renamed
 from titanlike.config.schema import Config
 from titanlike.launch.worker import Worker
 

@@ -111,9 +111,7 @@ class Checkpointer:
             if hf_start.is_folder(self._settings.start_from):
                 text = hf_start.start_from_folder(self._config, *of_run)
             else:
-                from titanlike.checkpoint.warm_start import warm_start
-
-                text = warm_start(self._settings, *of_run)
+                text = state_dict.warm_start(self._settings, *of_run)
             self._events.log("warm_start", 0, text)
         return Progress()
 

@@ -41,31 +41,27 @@ _DESCRIPTION = """\
 Inspect and convert checkpoints. A CHECKPOINT is a step-XXXXXXXX or model-XXXXXXXX folder, or a run
 directory, which stands for its newest one; each is a local path or an fsspec URL (s3://...)."""
 # command: what it does, arguments, options without a value with their help
-_COMMANDS: dict[str, tuple[str, list[str], dict[str, str]]] = {
-    "list": ("the checkpoints of a run, or in a folder", ["FOLDER"], {}),
-    "show": (
-        "what a checkpoint contains",
-        ["CHECKPOINT"],
-        {"tensors": "name every tensor and every file"},
-    ),
+_COMMANDS: dict[str, tuple[str, str, dict[str, str]]] = {
+    "list": ("the checkpoints of a run, or in a folder", "FOLDER", {}),
+    "show": ("what a checkpoint contains", "CHECKPOINT", {"tensors": "name all tensors and files"}),
     "verify": (
         "check every file against its checksum; of a run, all checkpoints",
-        ["CHECKPOINT"],
+        "CHECKPOINT",
         {"repair": "also lift the mark DAMAGED where all bytes are right"},
     ),
     "compare": (
         "whether two checkpoints have the same tensors",
-        ["A", "B"],
+        "A B",
         {"tensors": "name every tensor that differs"},
     ),
     "consolidate": (
         "the model (names without `model.`) in one safetensors file",
-        ["CHECKPOINT", "FILE"],
+        "CHECKPOINT FILE",
         {"optimizer": "also all that a run needs to resume"},
     ),
     "restore": (
         "a checkpoint (step- or model-XXXXXXXX) in FOLDER from a safetensors file",
-        ["FILE", "FOLDER"],
+        "FILE FOLDER",
         {},
     ),
 }
@@ -77,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, (text, positional, options) in _COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
-        for argument in positional:
+        for argument in positional.split():
             command.add_argument(argument.lower(), metavar=argument)
         for option, about in options.items():
             command.add_argument(f"--{option}", action="store_true", help=about)
