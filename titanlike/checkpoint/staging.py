@@ -14,7 +14,6 @@ The modes async_pinned and async_process copy while training goes on:
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
 import pickle
@@ -254,14 +253,16 @@ class WriterProcess:
         self.close()
         ours, theirs = socket.socketpair()
         root = str(Path(__file__).parents[2])
-        code = "from titanlike.checkpoint.staging import serve; serve()"
-        words = [f"import sys; sys.path.insert(0, {root!r}); {code}", str(os.getpid())]
+        # before it imports torch, which takes seconds: it ends with this thread
+        code = f"import ctypes, sys; ctypes.CDLL(None).prctl({_PDEATHSIG}, {signal.SIGKILL:d}); "
+        code += f"sys.path.insert(0, {root!r}); "
+        code += "from titanlike.checkpoint.staging import serve; serve()"
         # the GPU is the trainer's alone
         env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until it ignores them
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", *words, str(theirs.fileno())],
+                [sys.executable, "-c", code, str(os.getpid()), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=env,
@@ -311,7 +312,6 @@ def serve() -> None:
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != trainer:  # it has ended meanwhile
         os._exit(0)
     torch.set_num_threads(1)
