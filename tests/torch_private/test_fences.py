@@ -487,6 +487,7 @@ def test_a_record_says_where_its_values_begin() -> None:
     """`describe_record` relies on an attribute whose name begins with an underscore."""
     saved, record = torch.arange(6, dtype=torch.int16).view(3, 2), io.BytesIO()
     torch.save(saved, record)
+    record.seek(0)
     tensor, begin = distributed_checkpoint.describe_record(record)
     assert (tensor.shape, tensor.dtype, tensor.is_meta) == (saved.shape, saved.dtype, True)
     assert record.getvalue()[begin : begin + saved.nbytes] == saved.numpy().tobytes()

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from titanlike.checkpoint.integrity import MODEL, SavedTensor
+from titanlike.checkpoint.reader import SavedModel, ShardReader, dtype_of, saved_model
 from titanlike.checkpoint.safetensors_stream import DTYPES as SAFETENSORS_DTYPES
 from titanlike.checkpoint.safetensors_stream import Planned, ShardedSafetensors
-from titanlike.checkpoint.reader import SavedModel, ShardReader, dtype_of, saved_model
 from titanlike.checkpoint.state_dict import DTYPES
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.files import read_object
