@@ -92,14 +92,17 @@ TOOLS = {
         "titanlike.checkpoint.commands.main", "list, verify, convert checkpoints"
     ),
     "tokenize": Command(
-        "titanlike.data.tokenize_command.main", "a corpus of many files as files of token ids"
+        "titanlike.data.tokenize_corpus.main", "a corpus of many files as files of token ids"
     ),
     "export": Command(
         "titanlike.checkpoint.hf_export.main", "write a checkpoint as a folder for transformers"
     ),
-    "generate": Command("titanlike.generation.command.main", "write text with a trained model"),
+    "generate": Command(
+        "titanlike.generation.commands.generate_main", "write text with a trained model"
+    ),
     "evaluate": Command(
-        "titanlike.generation.evaluate.main", "perplexity, bits a byte, and lm-evaluation-harness"
+        "titanlike.generation.commands.evaluate_main",
+        "perplexity, bits a byte, and lm-evaluation-harness",
     ),
     "report": Command("titanlike.metrics.report.main", "runs as one page: report.html"),
     "sweep": Command("titanlike.driver.sweep_table.main", "print and draw the table of a sweep"),

@@ -16,7 +16,8 @@ from support.hf_tiny import folder_of
 from support.saved_runs import a_run, events, train_all
 from titanlike.checkpoint.hf_export import export
 from titanlike.config.schema import Config, Model, Validation
-from titanlike.data.loader import batches, open_data
+from titanlike.data.loader import batches
+from titanlike.data.registry import open_data
 from titanlike.driver.checks import problems
 from titanlike.metrics.sinks import read_jsonl
 

@@ -17,7 +17,7 @@ from support.families import llama
 from support.models import tiny
 from titanlike.config.schema import Config, Fsdp, Schedule
 from titanlike.costs import estimate as estimates
-from titanlike.data.example_batch import example_batch
+from titanlike.data.loader import example_batch
 from titanlike.distributed.mesh import lay_mesh
 from titanlike.optim.optimizer import gradient_norm
 from titanlike.torch_private.fake_ranks import LiveStorages, fake_process_group, fake_tensors

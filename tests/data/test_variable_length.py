@@ -20,9 +20,8 @@ from support.real_model import real
 from support.samples import Conditioned
 from support.world import run_world
 from titanlike.config.schema import Config, Custom, Validation
-from titanlike.data.errors import DataError
-from titanlike.data.example_batch import example_batch
-from titanlike.data.loader import batches, open_data, validation_batches
+from titanlike.data.loader import batches, example_batch, validation_batches
+from titanlike.data.registry import DataError, open_data
 from titanlike.data.sources import IGNORE
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.driver.checks import problems
@@ -201,7 +200,7 @@ def test_padding_is_not_seen_where_it_is_masked() -> None:
     config = tiny(data=MASKED, batch_size=4)
     model, source = Conditioned(), open_data(config).train
     samples = [source[i] for i in range(4)]
-    batch = source.batch(samples)
+    batch = source.collate(samples)
     targets = batch.pop("targets")
     logits = model(batch.pop("inputs"), **batch)
     for row, sample in enumerate(samples):

@@ -24,9 +24,9 @@ from titanlike.checkpoint.integrity import STATE
 from titanlike.config.errors import ConfigError
 from titanlike.config.parse import hydra_sections, to_plain
 from titanlike.config.schema import Config, Custom
-from titanlike.generation.command import main as generate
-from titanlike.generation.evaluate import main as evaluate
-from titanlike.generation.loaded_model import load_model
+from titanlike.generation.commands import evaluate_main as evaluate
+from titanlike.generation.commands import generate_main as generate
+from titanlike.generation.generate import load_model
 from titanlike.models.registry import build_model
 
 saved = saved_runs.saved

@@ -31,7 +31,8 @@ from titanlike.config.schema import (
     SelectiveActivationCheckpoint,
 )
 from titanlike.config.validate import problems
-from titanlike.data.loader import batches, open_data
+from titanlike.data.loader import batches
+from titanlike.data.registry import open_data
 from titanlike.distributed.initialize import initialize
 from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl

@@ -60,7 +60,8 @@ def test_messages_in_a_crossed_order_are_a_deadlock() -> None:
 
 def batches_of_messages(config: Config, worker: Worker) -> tuple[int, int]:
     """In a step and an evaluation after a first: messages started by themselves, and in batches."""
-    from titanlike.data.loader import batches, open_data
+    from titanlike.data.loader import batches
+    from titanlike.data.registry import open_data
     from titanlike.training.build import build
     from titanlike.training.feed import to_device
 

@@ -13,7 +13,7 @@ from support.live_memory import Live
 from support.models import tiny
 from support.world import run_world
 from titanlike.config.schema import Config, Fsdp, Schedule
-from titanlike.data.loader import open_data
+from titanlike.data.registry import open_data
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.launch.worker import Worker
 from titanlike.proof import benchmark, benchmark_data

@@ -14,7 +14,8 @@ from support.live_memory import Live
 from support.models import tiny
 from support.world import run_world
 from titanlike.config.schema import Config, Custom, Fsdp, Schedule
-from titanlike.data.loader import batches, open_data
+from titanlike.data.loader import batches
+from titanlike.data.registry import open_data
 from titanlike.device.memory import peak_memory, resident_memory, return_freed_memory
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.launch.worker import Worker

@@ -23,7 +23,8 @@ from titanlike.config.profile import Timeline
 from titanlike.config.schema import Checkpoint, Config, Fsdp, Schedule, Validation
 from titanlike.costs.simulate import Simulation, StageTimes, equal_stages, simulate
 from titanlike.costs.timeline_report import TimelineReport, report_of
-from titanlike.data.loader import batches, open_data
+from titanlike.data.loader import batches
+from titanlike.data.registry import open_data
 from titanlike.distributed import readings as clock
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.driver.tools import timeline as main

@@ -28,9 +28,8 @@ from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.files import as_record
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config
-from titanlike.data.checks import data_changed
-from titanlike.data.fingerprint import data_fingerprint, fingerprint_changes
-from titanlike.data.sources import Data
+from titanlike.data.registry import data_changed
+from titanlike.data.sources import Data, data_fingerprint, fingerprint_changes
 from titanlike.metrics.run_files import Events, changed_keys
 from titanlike.models.registry import resolve_model
 from titanlike.optim.optimizer import StageState

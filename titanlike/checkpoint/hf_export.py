@@ -28,10 +28,9 @@ from titanlike.config.files import read_object
 from titanlike.config.parse import bytes_of
 from titanlike.config.program import program
 from titanlike.config.schema import ChatData, HFData, TextData
-from titanlike.data.chat_template import find_template
-from titanlike.data.checks import tokenizer_of
-from titanlike.data.errors import DataError
-from titanlike.data.tokenizer_files import copy_tokenizer, write_tokenizer
+from titanlike.data.chat import find_template
+from titanlike.data.registry import DataError, vocabulary
+from titanlike.data.tokenizer import copy_tokenizer, write_tokenizer
 from titanlike.metrics import units
 from titanlike.models.hf_names import FAMILIES, counterpart
 from titanlike.models.hf_weights import source_of
@@ -236,7 +235,7 @@ def _write_small_files(folder: Path, config: dict[str, Any], saved: SavedModel) 
     ends: set[int] = set()  # ids that end an answer of a chat
     note = "without a tokenizer: the data were token ids"
     with contextlib.suppress(DataError):  # files of tokens on another machine; a file, told below
-        name, boundary = tokenizer_of(data)
+        _, name, boundary = vocabulary(data)
     if isinstance(data, TextData | HFData | ChatData):
         name = data.tokenizer
     if name is not None:

@@ -36,7 +36,7 @@ from titanlike.costs.stage_times import (
     unit_times,
 )
 from titanlike.costs.unit_costs import CostError
-from titanlike.data.example_batch import example_batch
+from titanlike.data.loader import example_batch
 from titanlike.data.sources import Batch
 from titanlike.distributed.mesh import Mesh, lay_mesh
 from titanlike.distributed.transform import Transform

@@ -30,7 +30,7 @@ from titanlike.config.errors import Problem
 from titanlike.config.parse import to_plain
 from titanlike.config.profile import profile_folder
 from titanlike.config.schema import MESH_AXES, Config, MemoryProfile, TensorBoard
-from titanlike.data import checks as data
+from titanlike.data import registry as data
 from titanlike.launch.torchrun import RestartState
 from titanlike.metrics.run_files import Events
 from titanlike.metrics.sinks import tensorboard_problem

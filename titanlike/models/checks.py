@@ -9,7 +9,7 @@ from torch import nn
 
 from titanlike.config.errors import Problem
 from titanlike.config.schema import Config
-from titanlike.data.checks import vocab_size
+from titanlike.data.registry import vocab_size
 from titanlike.models.registry import LENGTHS
 
 

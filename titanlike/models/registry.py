@@ -26,7 +26,7 @@ from titanlike.config.imports import import_object, is_library_code
 from titanlike.config.other_frameworks import Context, other_names, translate
 from titanlike.config.parse import convert
 from titanlike.config.schema import Config, Custom
-from titanlike.data.checks import vocab_size
+from titanlike.data.registry import vocab_size
 from titanlike.distributed import initialize
 
 MODELS = {

@@ -18,8 +18,8 @@ from titanlike.config import schema
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.hardware import Hardware
 from titanlike.config.schema import Config, Custom
-from titanlike.data.errors import DataError, data_problem
-from titanlike.data.example_batch import example_batch, field_problems
+from titanlike.data.loader import example_batch, field_problems
+from titanlike.data.registry import DataError, data_problem
 from titanlike.data.sources import Data
 from titanlike.device.choose import choose_device, first_device
 from titanlike.device.memory import total_memory

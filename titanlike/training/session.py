@@ -12,8 +12,7 @@ from titanlike.config.errors import ConfigError
 from titanlike.config.parse import to_plain, write_config
 from titanlike.config.profile import MemoryProfile
 from titanlike.config.schema import Config
-from titanlike.data.errors import DataError, data_problem
-from titanlike.data.loader import open_data
+from titanlike.data.registry import DataError, data_problem, open_data
 from titanlike.data.sources import Data
 from titanlike.device.accelerator import deterministic, matmul_precision
 from titanlike.distributed.mesh import open_mesh

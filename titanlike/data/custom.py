@@ -1,39 +1,104 @@
-"""A user's own source: each sample is checked against the first, and padded if lengths differ.
+"""Data of the user's own: a function that returns `sources.Data`, whose samples are checked and padded.
 
-Shapes: B samples in a batch, T tokens of a sample or of the longest in a batch.
+Each sample is checked against the first. Shapes: B samples in a batch, T tokens of a sample or of the
+longest in a batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from titanlike.data.errors import DataError
-from titanlike.data.sources import Batch, Data, Pad, Source, VariableLength
+from titanlike.config.imports import import_object
+from titanlike.config.schema import Config, Custom
+from titanlike.data.order import GlobalBatchSampler, SimilarLengthBatchSampler
+from titanlike.data.registry import DataError, Vocabulary
+from titanlike.data.sources import Batch, Data, Pad, Source, VariableLength, stack
 
 REQUIRED = ("inputs", "targets")
+_COMMON_KEYS = ("workers", "changed")  # of every data, not arguments of a user's function
 
 
-def with_checked_samples(data: Data, name: str, seq_len: int) -> Data:
-    """The same data, with samples that are checked when they are read.
+def open_data(data: Custom, config: Config) -> Data:
+    """The `Data` that the user's function returns; its samples are checked when they are read.
 
-    name: of the user's function. Raises DataError for an empty part and an invalid `data.variable`.
+    It is called with `data.args`, without `workers` and `changed`, which are not its arguments, and
+    with `seq_len` if it takes it. Raises DataError where the result is not a Data, is empty, or has an
+    invalid `variable`.
     """
-    if isinstance(data.train, CheckedSource):
-        return data
-    checked, variable = {}, data.variable
-    for part, source in (("training", data.train), ("validation", data.validation)):
+    function = _function(data)
+    arguments = {name: value for name, value in data.args.items() if name not in _COMMON_KEYS}
+    sizes = {"seq_len": config.seq_len}
+    try:
+        signature = inspect.signature(function)
+        parameters = signature.parameters
+        if not any(p.name == "seq_len" or p.kind == p.VAR_KEYWORD for p in parameters.values()):
+            sizes = {}
+        signature.bind(**arguments, **sizes)
+    except ValueError:  # of code that is not Python's
+        pass
+    except TypeError as error:
+        fix = "Give its arguments as data.NAME"
+        raise DataError("data.name", data.name, f"cannot be called ({error})", fix) from None
+    opened = function(**arguments, **sizes)
+    if not isinstance(opened, Data):
+        reason = f"the function returned {type(opened).__name__}"
+        fix = "Let it return a titanlike.data.sources.Data"
+        raise DataError("data.name", data.name, reason, fix)
+    for part, source in (("training", opened.train), ("validation", opened.validation)):
         if len(source) < 1:
             reason = f"its {part} part is empty"
-            raise DataError("data.name", name, reason, "It needs at least one sample")
-        checked[part] = CheckedSource(source, name, part, seq_len, variable)
+            raise DataError("data.name", data.name, reason, "It needs at least one sample")
+    variable, common = opened.variable, (data.name, config.seq_len, opened.variable)
     if variable is not None:
-        _check_variable(variable, name, len(data.train))
-        checked["training"].lengths = variable.lengths
-    return replace(data, train=checked["training"], validation=checked["validation"])
+        _check_variable(variable, data.name, len(opened.train))
+    train = CheckedSource(opened.train, "training", *common)
+    train.lengths = None if variable is None else variable.lengths
+    validation = CheckedSource(opened.validation, "validation", *common)
+    return replace(opened, train=train, validation=validation)
+
+
+def vocabulary(data: Custom) -> Vocabulary:
+    return Vocabulary(None)
+
+
+def _check_function(data: Custom, config: Config) -> None:
+    _function(data)
+
+
+CHECKS = (_check_function,)
+
+
+def _function(data: Custom) -> Callable[..., Any]:
+    remedy = "Name a function as package.module.function, on the Python path"
+    try:
+        function = import_object(data.name)
+    except ValueError as error:
+        raise DataError("data.name", data.name, str(error), remedy) from None
+    if not callable(function):
+        raise DataError("data.name", data.name, "is not a function", remedy)
+    return function
+
+
+def _check_variable(variable: VariableLength, name: str, size: int) -> None:
+    def wrong(reason: str, remedy: str) -> DataError:
+        return DataError("data.name", name, f"its VariableLength has {reason}", remedy)
+
+    if not isinstance(variable.bucket, int) or variable.bucket < 1:
+        raise wrong(f"bucket={variable.bucket!r}", "Write a number of tokens, such as 64")
+    for field, pad in variable.padding.items():
+        if not isinstance(pad, Pad) or pad.dims < 1:
+            raise wrong(f"{pad!r} as padding of {field!r}", "Write Pad(value=0, dims=1)")
+    if "inputs" not in variable.padding:
+        raise wrong("no padding for 'inputs'", 'Write padding={"inputs": Pad(), ...}')
+    if variable.lengths is not None and len(variable.lengths) != size:
+        reason = f"{len(variable.lengths)} lengths for {size} training samples"
+        raise wrong(reason, "Give the length of each sample, or lengths=None")
 
 
 class CheckedSource:
@@ -42,8 +107,9 @@ class CheckedSource:
     lengths: Sequence[int] | None = None  # of all samples, if batches should have similar lengths
 
     def __init__(
-        self, source: Source, name: str, part: str, seq_len: int, variable: VariableLength | None
+        self, source: Source, part: str, name: str, seq_len: int, variable: VariableLength | None
     ) -> None:
+        """part: "training" or "validation"; name: of the user's function."""
         self._source, self._name, self._part = source, name, part
         self._seq_len, self.variable = seq_len, variable
         self._padding = {} if variable is None else variable.padding
@@ -61,18 +127,21 @@ class CheckedSource:
         self._compare(i, sample, self._first)
         return sample
 
-    def batch(self, samples: list[Batch]) -> Batch:
+    def batch_sampler(self, config: Config, dp_rank: int, step: int) -> GlobalBatchSampler:
+        if self.lengths is None:
+            return GlobalBatchSampler(len(self), config, dp_rank, step)
+        return SimilarLengthBatchSampler(len(self), config, dp_rank, step, self.lengths)
+
+    def collate(self, samples: list[Batch]) -> Batch:
         """The samples as one batch [B, ...], padded where lengths differ."""
         if self.variable is None:
             return stack(samples)
-        bucket = self.variable.bucket
-        longest = max(sample["inputs"].size(0) for sample in samples)
+        bucket, longest = self.variable.bucket, max(len(sample["inputs"]) for sample in samples)
         return self._padded(samples, min(-(-longest // bucket) * bucket, self._seq_len))
 
     def example(self) -> Batch:
         """A batch of one sample, of the maximal length."""
-        samples = [self[0]]
-        return stack(samples) if self.variable is None else self._padded(samples, self._seq_len)
+        return self._padded([self[0]], self._seq_len)
 
     def _padded(self, samples: list[Batch], tokens: int) -> Batch:
         batch = {}
@@ -141,24 +210,3 @@ class CheckedSource:
                 if self.variable is not None:
                     remedy = f"Return equal shapes, or give VariableLength a padding for {name!r}"
                 raise self._wrong(i, reason, remedy)
-
-
-def stack(samples: list[Batch]) -> Batch:
-    """Samples of equal shapes as a batch [B, ...]."""
-    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
-
-
-def _check_variable(variable: VariableLength, name: str, size: int) -> None:
-    def wrong(reason: str, remedy: str) -> DataError:
-        return DataError("data.name", name, f"its VariableLength has {reason}", remedy)
-
-    if not isinstance(variable.bucket, int) or variable.bucket < 1:
-        raise wrong(f"bucket={variable.bucket!r}", "Write a number of tokens, such as 64")
-    for field, pad in variable.padding.items():
-        if not isinstance(pad, Pad) or pad.dims < 1:
-            raise wrong(f"{pad!r} as padding of {field!r}", "Write Pad(value=0, dims=1)")
-    if "inputs" not in variable.padding:
-        raise wrong("no padding for 'inputs'", 'Write padding={"inputs": Pad(), ...}')
-    if variable.lengths is not None and len(variable.lengths) != size:
-        reason = f"{len(variable.lengths)} lengths for {size} training samples"
-        raise wrong(reason, "Give the length of each sample, or lengths=None")
