@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import os
+import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,23 +23,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from titanlike.checkpoint.metadata import MODEL
-from titanlike.checkpoint.shard_reader import (
+from titanlike.checkpoint.integrity import MODEL
+from titanlike.checkpoint.reader import (
     SavedModel,
     ShardReader,
     add_evaluation,
-    model_to_build,
     saved_model,
 )
 from titanlike.checkpoint.storage import Storage
-from titanlike.config.schema import ChatData
+from titanlike.config.imports import imports_line
+from titanlike.config.schema import ChatData, Custom
 from titanlike.data.chat import find_template
 from titanlike.data.registry import DataError, vocabulary
 from titanlike.data.tokenizer import open_tokenizer
 from titanlike.distributed.initialize import parameters_on_meta
 from titanlike.models.cache import KeyValueCache
 from titanlike.models.quiet_import import quiet_import
-from titanlike.models.registry import build_model, constructed_buffers
+from titanlike.models.registry import MODELS, build_model, constructed_buffers, resolve_model
 
 Prompts = list[list[int]]  # ids of each
 OnToken = Callable[[int, int], object]  # (prompt, id)
@@ -244,7 +246,7 @@ def load_model(
         return _from_folder(folder, device, dtype)
     rows = ShardReader.open("RUN", location)
     saved = saved_model(rows.folder)
-    saved = replace(saved, model=model_to_build(saved, rows.folder, trust_code))
+    saved = replace(saved, model=_model_to_build(saved, rows.folder, trust_code))
     tensors = len(rows.entries(MODEL))
     for key in ("num_hidden_layers", "n_layer"):
         count = saved.model.args.get(key, 1)
@@ -278,6 +280,23 @@ def load_model(
 
 
 @torch.no_grad()
+def _model_to_build(saved: SavedModel, place: object, trust_code: bool) -> Custom:
+    """The model, if its code may run here: titanlike's own, or that of others if the user has said
+    so; then what is imported is printed first. Raises ValueError."""
+    name = saved.model.name
+    if name in MODELS:
+        return saved.model
+    if not trust_code:
+        raise ValueError(
+            f"{place} names its model {name}, which is none of titanlike's ({', '.join(MODELS)}): "
+            "its code would run here; if you trust both, add --trust-code"
+        )
+    print(imports_line(name, f"the model of {place}"), file=sys.stderr)
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # the user's models
+    return saved.model if saved.complete else resolve_model(saved.config)
+
+
 def _fill(
     model: nn.Module, rows: ShardReader, saved: SavedModel, device: torch.device, dtype: torch.dtype
 ) -> None:
