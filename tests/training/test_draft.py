@@ -55,10 +55,13 @@ def named(name: str = "llama", **sizes: object) -> Config:
 @pytest.mark.parametrize(
     "config, expected",
     [
-        (named(dim=30, heads=4), "model.hidden_size=32"),
-        (named(heads=6, dim=48, kv_heads=4), "model.num_key_value_heads=3"),
+        (named(hidden_size=30, num_attention_heads=4), "model.hidden_size=32"),
+        (
+            named(hidden_size=48, num_attention_heads=6, num_key_value_heads=4),
+            "model.num_key_value_heads=3",
+        ),
         (named(width=4), "width"),
-        (named(dimm=64), "model.hidden_size=64"),
+        (named(hidden_sise=64), "model.hidden_size=64"),
         (named("lama"), "llama"),
         (named("no.such.module"), "no.such"),
         (named(vocab_size=10), "model.vocab_size=null"),

@@ -16,11 +16,14 @@ from typing import Any
 class Counterpart:
     """A model of transformers that one of ours equals.
 
-    prefix: of names, which some folders leave out. keys: sizes of ours that its config has, and
-    renamed: those under another name. repeated: keys of transformers 4 -> those with their value. needs:
-    other sizes of ours, which must have this value. fixed: keys of its config that have one value here. stored: (pattern, replacement) that make a parameter's
-    name in files ("" = it is in none), in which # is the number of an expert. transposed: a pattern of matrices that files
-    have as [in, out].
+    prefix: of names, which some folders leave out.
+    keys: sizes of ours that its config has; renamed: those under another name.
+    repeated: keys of transformers 4 -> those with their value.
+    needs: other sizes of ours, which must have this value.
+    fixed: keys of its config that have one value here.
+    stored: (pattern, replacement) that make of a parameter's name that in files, in which # is the
+    number of an expert; "" = it is in none.
+    transposed: a pattern of matrices that files have as [in, out].
     """
 
     model_type: str

@@ -60,7 +60,7 @@ class StoredWeights:
         if source.form == "stacked":
             rows, *inside = place
             parts = [self._matrix(keys, inside) for keys in source.rows[rows]]
-            return torch.stack(parts) if parts else torch.empty(0, *shape[1:])[:, *inside]
+            return torch.stack(parts).float() if parts else torch.empty(0, *shape[1:])[:, *inside]
         stored = self.files.slice(source.name)
         if source.form == "transposed":
             return stored[place[::-1]].T.float()
@@ -68,8 +68,8 @@ class StoredWeights:
 
     def _matrix(self, keys: list[str], place: list[slice]) -> Tensor:
         if len(keys) == 1:
-            return self.files.slice(keys[0])[tuple(place)].float()
-        return torch.cat([self.files.slice(key)[:] for key in keys])[tuple(place)].float()
+            return self.files.slice(keys[0])[tuple(place)]
+        return torch.cat([self.files.slice(key)[:] for key in keys])[tuple(place)]
 
     def mismatches(self, shapes: Mapping[str, torch.Size]) -> Iterator[str]:
         """What is missing, or has another shape than parameters; reads headers only."""
