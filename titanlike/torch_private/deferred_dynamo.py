@@ -116,7 +116,7 @@ class _Finder:
         real = self._real()
         if name not in sys.modules:
             return PathFinder.find_spec(name, real.__path__)
-        return ModuleSpec(name, _Imported(sys.modules[name]))
+        return ModuleSpec(name, _Imported(sys.modules[name]))  # type: ignore[arg-type]
 
 
 class _Imported:
