@@ -197,8 +197,7 @@ SUBMIT = (
 )
 DATA = """
 import os
-from titanlike.data.sources import Data
-from titanlike.data.synthetic import SyntheticSource
+from titanlike.data.sources import Data, SyntheticSource
 
 class Failing:
     def __init__(self, source):

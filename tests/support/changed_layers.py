@@ -97,7 +97,7 @@ class WithLinear(Llama):
     def __init__(self, layer: str, linear: str, **sizes: Any) -> None:
         super().__init__(**sizes)
         path, _, last = layer.rpartition(".")
-        holder = self.model.layers[1].get_submodule(path)
+        holder = self.layers[1].get_submodule(path)
         old: Any = getattr(holder, last)
         setattr(holder, last, LINEAR[linear](old.in_features, old.out_features, bias=False))
 
@@ -105,9 +105,7 @@ class WithLinear(Llama):
 class WithEmbedding(Llama):
     def __init__(self, settings: dict[str, Any], **sizes: Any) -> None:
         super().__init__(**sizes)
-        self.model.embed_tokens = nn.Embedding(
-            sizes["vocab_size"], sizes["hidden_size"], **settings
-        )
+        self.embedding = nn.Embedding(sizes["vocab_size"], sizes["dim"], **settings)
 
 
 class WithHook(Llama):
@@ -115,14 +113,12 @@ class WithHook(Llama):
 
     def __init__(self, kind: str, **sizes: Any) -> None:
         super().__init__(**sizes)
-        mlp: Any = self.model.layers[1].mlp
+        ffn: Any = self.layers[1].ffn
         if kind == "gradient":
-            mlp.up_proj.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+            ffn.up.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
         elif kind == "accumulated":
-            mlp.up_proj.weight.register_post_accumulate_grad_hook(
-                lambda weight: weight.grad.mul_(0.5)
-            )
+            ffn.up.weight.register_post_accumulate_grad_hook(lambda weight: weight.grad.mul_(0.5))
         elif kind == "backward":
-            mlp.register_full_backward_hook(lambda module, given, got: (given[0] * 0.5,))
+            ffn.register_full_backward_hook(lambda module, given, got: (given[0] * 0.5,))
         elif kind == "forward":
-            mlp.up_proj.register_forward_hook(lambda module, args, output: output * 0.5)
+            ffn.up.register_forward_hook(lambda module, args, output: output * 0.5)

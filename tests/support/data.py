@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlike.data.sources import IGNORE, Data
-from titanlike.data.synthetic import SyntheticSource
+from titanlike.data.sources import IGNORE, Data, SyntheticSource
 
 
 class Uneven:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.utils.checkpoint
@@ -39,7 +39,7 @@ def accumulates(node: Any, index: int) -> bool:
         return False
 
 
-@contextmanager
+@contextlib.contextmanager
 def intercept_custom_functions(callback: Callable[..., Any]) -> Iterator[None]:
     """Within it, `apply(*args)` of a torch.autograd.Function is callback(the class, apply, args).
 
@@ -47,16 +47,20 @@ def intercept_custom_functions(callback: Callable[..., Any]) -> Iterator[None]:
     is off, and not the function.
     Test: `test_fences.py::test_a_function_mode_does_not_see_a_custom_function`.
     """
-    before = vars(torch.autograd.Function)["apply"]
+    base: Any = torch.autograd.Function
+    before = vars(base)["apply"]
 
     def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
         return callback(kind, functools.partial(before.__get__(None, kind), **kwargs), args)
 
-    with patch.object(torch.autograd.Function, "apply", classmethod(apply)):
+    base.apply = classmethod(apply)
+    try:
         yield
+    finally:
+        base.apply = before
 
 
-@contextmanager
+@contextlib.contextmanager
 def intercept_checkpoints(callback: Callable[[int], None]) -> Iterator[None]:
     """Within it, torch.utils.checkpoint, reentrant or not, only calls its function, between
     callback(1) and callback(-1).
@@ -74,18 +78,23 @@ def intercept_checkpoints(callback: Callable[[int], None]) -> Iterator[None]:
             callback(-1)
 
     def apply(function: Callable[..., Any], _: bool, *args: Any) -> Any:
-        with contextmanager(generator)():
+        with contextlib.contextmanager(generator)():
             return function(*args)
 
     name = "_checkpoint_without_reentrant_generator"
-    names = [n for n in (name, f"{name}_impl") if hasattr(module, n)]  # the latter since 2.15
-    assert names
-    with ExitStack() as stack:
-        for name in names:
-            stack.enter_context(patch.object(module, name, generator))
-        function = module.CheckpointFunction
-        stack.enter_context(patch.object(function, "apply", staticmethod(apply)))
+    names = (name, f"{name}_impl")  # the latter since 2.15
+    before = {name: vars(module)[name] for name in names if name in vars(module)}
+    own_apply = vars(module.CheckpointFunction).get("apply")
+    assert before and own_apply is None
+    try:
+        for name in before:
+            setattr(module, name, generator)
+        module.CheckpointFunction.apply = staticmethod(apply)
         yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
+        del module.CheckpointFunction.apply
 
 
 def ignore_ranges_in_selective_checkpoints() -> None:
@@ -106,7 +115,8 @@ def ignore_ranges_in_selective_checkpoints() -> None:
 def watch_autocast(off: bool = False) -> Iterator[list[Any]]:
     """Within it, the autocasts that a model turns on are listed; with `off` they stay off."""
     used: list[Any] = []
-    enter: Any = torch.autocast.__enter__
+    patched: Any = torch.autocast
+    enter = patched.__enter__
 
     def watched(self: torch.autocast) -> Any:
         if self._enabled:
@@ -114,5 +124,8 @@ def watch_autocast(off: bool = False) -> Iterator[list[Any]]:
             self._enabled = not off
         return enter(self)
 
-    with patch.object(torch.autocast, "__enter__", watched):
+    patched.__enter__ = watched
+    try:
         yield used
+    finally:
+        patched.__enter__ = enter

@@ -1,0 +1,266 @@
+"""Ranks started by torchrun or srun, one process each: rank 0 leads, the others follow.
+
+1. All ranks connect to the rendezvous store.
+2. Rank 0 alone reads the command line; it publishes each job (a sweep has several) in the store.
+3. The others wait for the next job, run it with a store prefix of its own, and wait again.
+4. A rank that fails closes the job's process groups, so that peers waiting in them fail, too.
+5. After a job all ranks report how it ended. If some failed and all have left the job, a sweep
+   continues; if some are stuck in it, all others exit, and the launcher kills the stuck ones.
+6. At the end all ranks exit with the exit code of rank 0.
+
+torchrun may restart the ranks, with more or fewer machines:
+- Its process on one machine is killed: the ranks there outlive it (`die_with_parent`) until the end
+  of the step, and all ranks save. The others then fail, so that their torchrun restarts them.
+- A machine is lost: the ranks on the others fail within a step, and are restarted.
+- A machine joins: each torchrun notices that at its own time and sends its ranks SIGTERM, a stop
+  request. Ranks that another's request stopped wait for their own: to exit earlier ends the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from titanlike.config.schema import Launch
+from titanlike.launch.barrier import in_words
+from titanlike.launch.environment import is_multi_machine, will_restart
+from titanlike.launch.failures import Failure, JobFailed, clear_failures, describe, root_cause
+from titanlike.launch.job import Job
+from titanlike.launch.restart_state import RestartState
+from titanlike.launch.signals import (
+    GRACE,
+    Interrupted,
+    die_with_parent,
+    exit_now,
+    handled_signals,
+    interruptible,
+)
+from titanlike.launch.start_id import start_id
+from titanlike.launch.stop_request import MAX_TIME, StopRequest, stop_reason
+from titanlike.launch.worker import Worker, barrier, first_answer, run_job
+
+_POLL = timedelta(seconds=10)  # of a follower's wait for the next job
+_ALL_SIGNALLED = 5.0  # seconds in which every machine's torchrun notices that a machine has joined
+
+
+class ExternalRanks:
+    """This process among ranks that an outer launcher started."""
+
+    def __init__(self) -> None:
+        """Connect to the other ranks. Raises RuntimeError if some do not start in time."""
+        import torch.distributed as dist
+
+        timeout = timedelta(seconds=Launch().timeout)
+        self._parent = os.getppid()
+        store, self.rank, self.world_size = next(dist.rendezvous("env://", timeout=timeout))
+        start = start_id(store, self.rank, self.world_size, timeout.total_seconds())
+        self._store = dist.PrefixStore(f"titanlike/{start}", store)
+        self._jobs = 0
+        self._stuck = False  # whether ranks are stuck in a job
+        self.restart_state = RestartState.load()
+        self._store.set(f"restart_state/{self.rank}", self.restart_state.to_json())
+        if self.rank == 0:
+            keys = [f"restart_state/{rank}" for rank in range(1, self.world_size)]
+            self.restart_state.adopt_newest(text.decode() for text in self._store.multi_get(keys))
+
+    def run(
+        self, job: Job, stop: StopRequest, report_failure: Callable[[Failure], None]
+    ) -> dict[str, Any]:
+        """On rank 0: run a job on all ranks. Returns and raises like `run_local`."""
+        clear_failures(job.run_dir)
+        self.restart_state.count_start()
+        self._store.set(f"restart_state/job{self._jobs}", self.restart_state.to_json())
+        self._store.set(f"job{self._jobs}", job.to_json())
+        return self._run(job, stop, report_failure)
+
+    def release(self, code: int) -> None:
+        """On rank 0: no more jobs; the followers exit with `code`."""
+        with contextlib.suppress(RuntimeError):  # without the store there are no followers
+            self._store.set(f"job{self._jobs}", str(code))
+            # without torchrun this process hosts the store: it must outlive their reading
+            read = [f"released/{rank}" for rank in range(1, self.world_size)]
+            self._store.wait([] if self._stuck else read, timedelta(seconds=GRACE))
+
+    def follow(self) -> int:
+        """On the other ranks: run jobs until rank 0 has no more, or is gone; the exit code."""
+        die_with_parent(os.getppid(), signal.SIGTERM)  # during a run, a stop request
+        for signum in handled_signals():
+            signal.signal(signum, signal.SIG_DFL)  # exit immediately; rank 0 reports
+        while not (text := self._next_job()).isdigit():
+            state = self._store.get(f"restart_state/job{self._jobs}").decode()
+            self.restart_state.adopt_newest([state])
+            stop = StopRequest()
+            try:
+                with interruptible(stop=stop, grace=0):
+                    self._run(Job.from_json(text), stop)
+            except JobFailed as failed:
+                if failed.ends_sweep:
+                    exit_now(1)
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"released/{self.rank}", "")
+        return int(text)
+
+    def _next_job(self) -> str:
+        """The next job as JSON, or the exit code once there are no more."""
+        import torch.distributed as dist
+
+        key = f"job{self._jobs}"
+        while True:
+            try:
+                self._store.wait([key], _POLL)
+                return self._store.get(key).decode()
+            except dist.DistNetworkError:
+                exit_now(1)
+            except dist.DistStoreError:
+                continue  # timeout: rank 0 is composing, or still closing its last job
+
+    def _run(
+        self, job: Job, stop: StopRequest, report_failure: Callable[[Failure], None] | None = None
+    ) -> dict[str, Any]:
+        # 1. run the job's function on this rank
+        worker = self._worker(job, stop, report_failure)
+        self._jobs += 1
+        result: dict[str, Any] = {}
+        failure = None
+        try:
+            result = run_job(job, worker)
+        except Exception as error:
+            failure = describe(self.rank, error)
+            record_for_torchrun(error)
+        # 2. let peers out that wait for this rank; only now that the error, whose frames hold the
+        #    process groups, is gone
+        left = failure is None or leave_groups(GRACE)
+        # 3. exchange how the job ended on each rank
+        signalled = False  # while waiting for the others
+        try:
+            timeout = job.config.launch.timeout if failure is None else GRACE
+            outcomes = barrier(worker, "end", timeout, self._outcome(failure, left), listens=True)
+        except (RuntimeError, Interrupted) as error:
+            signalled = isinstance(error, Interrupted)
+            if failure is None and signalled:
+                raise
+            if "stopped" in result:  # because torchrun ended, and the store with it
+                return result
+            failure = failure or describe(self.rank, error)
+            outcomes = {self.rank: "stuck"}
+        ends = {*outcomes.values()}
+        if not {"failed", "stuck"} & ends:
+            self._check_why_stopped(result, outcomes, stop)
+            return result
+        # 4. agree on whether all have left the job. A rank that leaves late reads outcomes without
+        #    "stuck", but the others may have stopped waiting: the first answer counts
+        answer = first_answer(worker, "all left", "no" if "stuck" in ends else "yes")
+        raise self._job_failed(job, failure, stuck=signalled or answer == "no")
+
+    def _worker(
+        self, job: Job, stop: StopRequest, report_failure: Callable[[Failure], None] | None
+    ) -> Worker:
+        import torch.distributed as dist
+
+        return Worker(
+            rank=self.rank,
+            world_size=self.world_size,
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)),
+            one_machine=os.environ.get("LOCAL_WORLD_SIZE") == str(self.world_size),
+            run_dir=job.run_dir,
+            store=dist.PrefixStore(f"job{self._jobs}", self._store),
+            overrides=job.overrides,
+            stop_request=stop,
+            report_failure=report_failure,
+        )
+
+    def _outcome(self, failure: Failure | None, left: bool) -> str:
+        """How the job ended on this rank; "" = completed."""
+        if failure is not None:
+            return "failed" if left else "stuck"
+        return "orphaned" if self._is_orphan() else ""
+
+    def _is_orphan(self) -> bool:
+        return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self._parent
+
+    def _check_why_stopped(
+        self, result: dict[str, Any], outcomes: dict[int, str], stop: StopRequest
+    ) -> None:
+        """Raises JobFailed if the run stopped because a torchrun was killed, and is restarted."""
+        if "stopped" not in result or self._is_orphan():
+            return
+        orphans = sorted(rank for rank, outcome in outcomes.items() if outcome == "orphaned")
+        if orphans and will_restart():
+            ranks = f"rank{'s' * (len(orphans) > 1)} {in_words(orphans)}"
+            text = f"the torchrun of {ranks} was killed; the run has stopped with a checkpoint"
+            failed = JobFailed(text, text)
+            failed.ends_sweep = self._stuck = True
+            raise failed
+        if result["stopped"] != stop_reason(MAX_TIME) and is_multi_machine():
+            deadline = time.monotonic() + _ALL_SIGNALLED
+            with contextlib.suppress(Interrupted):  # signalled now, after the run
+                while not stop.received and time.monotonic() < deadline:
+                    time.sleep(0.05)
+
+    def _job_failed(self, job: Job, failure: Failure | None, stuck: bool) -> JobFailed:
+        import torch.distributed as dist
+
+        if not stuck and dist.is_initialized():
+            dist.destroy_process_group()  # every rank has left it
+        cause = root_cause(job.run_dir) or failure
+        assert cause is not None, "a rank reported a failure without writing its error"
+        failed = cause.to_job_failed(job.run_dir, self.world_size)
+        failed.ends_sweep = self._stuck = stuck
+        return failed
+
+
+def leave_groups(timeout: float) -> bool:
+    """Close this process' connections, so that peers waiting for it get an error immediately.
+
+    Returns whether that took less than `timeout` seconds: a reduction in flight holds the
+    connections until its peers have left, too. Groups of GPUs are aborted: to destroy them may wait
+    for what is in their queues, and so for peers, which are not notified (see `peer_failure`).
+    """
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return True
+    backends = {pair.rpartition(":")[2] for pair in dist.get_backend_config().split(",")}
+
+    def leave() -> None:
+        with contextlib.suppress(RuntimeError, ValueError):
+            if backends == {"gloo"}:
+                dist.destroy_process_group()
+            else:
+                _abort_groups()
+        gc.collect()  # modules are reference cycles; gloo closes with the last reference
+        # loaded by every job that has meshes; importing it now would take seconds
+        if (groups := sys.modules.get("titanlike.torch_private.process_groups")) is not None:
+            groups.forget_groups_of_meshes()
+
+    thread = threading.Thread(target=leave, daemon=True, name="leave groups")
+    thread.start()
+    thread.join(timeout)
+    return not thread.is_alive()
+
+
+def _abort_groups() -> None:
+    from titanlike.torch_private.process_groups import abort_groups
+
+    abort_groups()
+
+
+def record_for_torchrun(error: BaseException) -> None:
+    """Show this error in the report of an outer torchrun."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        try:
+            # the handler formats the exception being handled
+            raise RuntimeError(describe(0, error).error) from None
+        except BaseException:
+            get_error_handler().record_exception(error)

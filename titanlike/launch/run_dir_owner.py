@@ -1,0 +1,179 @@
+"""Ownership of a run directory: of several starts of a run, only the newest may write to it.
+
+Two may be alive at once, and would mix their metrics and checkpoints: a command that was started
+twice by mistake, or an elastic job that was partitioned.
+
+1. The later start writes its name to owner.json. The earlier one reads that after its step, or
+   before a save, and ends.
+2. On one machine the later start waits for that: each rank holds a shared lock until it ends.
+3. Then it reads, deletes and writes checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from titanlike.config import files
+from titanlike.launch.failures import TakenOver
+
+FILE = "owner.json"
+LOCK = "logs/lead.lock"
+_RANKS_LOCK = "logs/ranks.lock"
+_POLL = 0.05  # seconds
+
+
+class Owner:
+    """This start as the owner of a run directory. Exists on rank 0 alone."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Take the directory over from an earlier start."""
+        self._run_dir, self._path = run_dir, run_dir / FILE
+        self._id = uuid.uuid4().hex
+        self._checked: tuple[int, int] | None = None  # inode and mtime
+        self._earlier = self._read()
+        files.atomic_write_text(self._path, files.dumps({"start": self._id, **starter()}) + "\n")
+
+    def check(self) -> None:
+        """Raises TakenOver if a later start has taken the directory over; a few microseconds."""
+        try:
+            now = os.stat(self._path)
+        except OSError:  # deleted, or a file system that is unavailable
+            return
+        if (now.st_ino, now.st_mtime_ns) == self._checked:
+            return
+        other = self._read()
+        if other is None:
+            return
+        if other.get("start") == self._id:
+            self._checked = now.st_ino, now.st_mtime_ns
+            return
+        raise TakenOver(
+            f"run_dir={self._run_dir}: another start of this run has taken it over "
+            f"({describe_starter(other)}); two would mix their metrics and checkpoints; write "
+            "another run_dir"
+        )
+
+    def wait(
+        self, patience: float, say: Callable[[str], None]
+    ) -> contextlib.AbstractContextManager[object]:
+        """Wait until the ranks of an earlier start on this machine have ended; the ranks' lock.
+
+        Gives up after `patience` seconds: that start writes no more checkpoints in any case.
+        Raises TakenOver if a later start comes meanwhile.
+        """
+        here = self._earlier is not None and self._earlier.get("host") == socket.gethostname()
+        deadline = time.monotonic() + (patience if here else 0)
+        said = False
+        lock = _open_lock(self._run_dir)
+        # of exclusive to shared: another start may have it between the two, and have taken over
+        for kind in (fcntl.LOCK_EX, fcntl.LOCK_SH):
+            while lock is not None and not _locked(lock, kind) and time.monotonic() < deadline:
+                self.check()
+                if not said and here:
+                    said = True
+                    who = describe_starter(self._earlier or {})
+                    say(f"waiting until the start that runs this one ({who}) ends its step")
+                time.sleep(_POLL)
+        self.check()
+        return lock or contextlib.nullcontext()
+
+    def _read(self) -> dict[str, Any] | None:
+        with contextlib.suppress(OSError, ValueError):
+            return files.read_object(self._path)
+        return None
+
+
+def starter() -> dict[str, Any]:
+    """This process, for the message of another one."""
+    return {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
+
+
+def describe_starter(record: dict[str, Any]) -> str:
+    since = ""
+    if isinstance(begun := record.get("time"), (int, float)) and 0 <= begun < 1e11:
+        since = time.strftime(", since %Y-%m-%d %H:%M:%S", time.localtime(begun))
+    return f"host {record.get('host')}, process {record.get('pid')}{since}"
+
+
+def claim(path: Path, patience: float = 0.0) -> tuple[IO[str] | None, str]:
+    """Lock a file for this process, until it is closed: the open file; or None, and who has it.
+
+    patience: seconds to wait for that process to end.
+    """
+    deadline = time.monotonic() + patience
+    file = files.open_regular(path, "a+", encoding="utf-8")
+    while not _locked(file, fcntl.LOCK_EX):
+        if time.monotonic() >= deadline:
+            file.seek(0)
+            with file, contextlib.suppress(ValueError):
+                return None, describe_starter(files.loads(file.read()))
+            return None, "another process"  # which has not written its name yet
+        time.sleep(_POLL)
+    file.truncate(0)
+    file.write(files.dumps(starter()) + "\n")
+    file.flush()
+    return file, ""
+
+
+def held(run_dir: Path) -> contextlib.AbstractContextManager[object]:
+    """Until it is closed, this process is known as a rank of the start that owns the directory."""
+    lock = _open_lock(run_dir)
+    if lock is not None:
+        _locked(lock, fcntl.LOCK_SH)
+    return lock or contextlib.nullcontext()
+
+
+def _open_lock(run_dir: Path) -> IO[bytes] | None:
+    path = run_dir / _RANKS_LOCK
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return files.open_regular(path, "ab")
+    return None
+
+
+def _locked(file: IO[Any], kind: int) -> bool:
+    """Lock a file; False if another process has it locked. True where there are no locks."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+@contextlib.contextmanager
+def lock_run_dir(run_dir: Path) -> Iterator[None]:
+    """Within it, a lock shows others that this process runs; however it ends, it is released."""
+    path = run_dir / LOCK
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # a file system that has no locks, or is full
+            file = stack.enter_context(files.open_regular(path, "a+", encoding="utf-8"))
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            file.truncate(0)
+            file.write(socket.gethostname())
+            file.flush()
+        yield
+
+
+def is_locked(run_dir: Path) -> bool | None:
+    """Whether a process holds the lock; None if that cannot be seen from this machine."""
+    try:
+        with files.open_regular(run_dir / LOCK, "r+", encoding="utf-8") as file:
+            host = file.read()
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            return False if host == socket.gethostname() else None
+    except (OSError, UnicodeDecodeError):
+        return None
